@@ -34,7 +34,7 @@ from mjax.cluster.hardware import Gpu, gpu_named, gpu_of
 from mjax.config import GPTConfig
 from mjax.config.kernels import capability_of, choose_kernel
 from mjax.errors import UsageError
-from mjax.planner.calibration import Calibration, Rates, write_calibration
+from mjax.planner.time import Calibration, Rates, write_calibration
 from mjax.utils.figures import table
 
 # m, n, k of the layers of 345M to 8B parameters, split or not, and of their logits: forward, for inputs, for weights.
@@ -295,18 +295,14 @@ def described(measurement: Measurement) -> str:
 
 def fitted(measurements: list[Measurement], gpu: Gpu, compute: str) -> tuple[Calibration, np.ndarray]:
     """The calibration, and the relative error of its prediction for every measurement."""
-    import jax
-
     found, unsettled = calibrate(measurements, gpu, compute)
     if unsettled:
         print(f"not settled by what was measured, and left as published: {', '.join(unsettled)}")
     rates = Rates(gpu, found, compute)
     settled = [name for names in SETTLES.values() for name in names if name not in unsettled]
     today = datetime.now(UTC).date().isoformat()
-    source = f"measured on {jax.device_count()} × {jax.devices()[0].device_kind}, {today}"
     found = replace(
         found,
-        sources=found.sources | dict.fromkeys(settled, source),
         measured=tuple(settled),
         date=today,
         versions={name: metadata.version(name) for name in ("jax", "jaxlib")},

@@ -28,9 +28,7 @@ from mjax.utils.stores import mirror_of
 
 ROOT = Path(__file__).resolve().parent.parent
 EVERY = 8  # steps between two checkpoints
-SETTINGS = (
-    "--data.mock --precision.compute fp32 --optimizer.warmup-steps 2 --train.eval-interval 0 --log.no-tensorboard"
-)
+SETTINGS = "--data.mock --precision.compute fp32 --optimizer.warmup-steps 2 --train.eval-interval 0"
 
 WAITING = """
 import runpy, sys, time

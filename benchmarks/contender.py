@@ -195,7 +195,7 @@ def draw_batches(config: Config) -> list[dict]:
 
     They are mock samples, each of them one document unless `data.eod` marks ends: masks cost the same.
     """
-    train = replace(config.train, batch_rampup=None, batch_schedule=None)
+    train = replace(config.train, batch_rampup=None)
     drawn = open_data(replace(config, data=replace(config.data, mock=True), train=train)).training
     return [drawn.at(step) for step in range(DISTINCT_BATCHES)]
 

@@ -112,9 +112,9 @@ def show_recall(arguments: argparse.Namespace, folder: Path) -> bool:
         true = pairs[similarities >= threshold]
         known = {tuple(sorted(pair)) for pair in true.tolist()}
         false = sum(tuple(sorted((number(one["source"]), number(one["similar_to"])))) not in known for one in removed)
-        sketches = sketch(texts, WORDS, "words", bands)
-        together = (sketches.keys[:, true[:, 0]] == sketches.keys[:, true[:, 1]]).any(axis=0)
-        together &= estimate(*sketches.signatures[true.T]) >= worth_comparing(threshold)
+        signatures, keys = sketch(texts, WORDS, "words", bands)
+        together = (keys[:, true[:, 0]] == keys[:, true[:, 1]]).any(axis=0)
+        together &= estimate(*signatures[true.T]) >= worth_comparing(threshold)
         found = cluster[true[:, 0]] == cluster[true[:, 1]]
         good &= together.mean() >= LEAST_RECALL and found.mean() >= LEAST_RECALL and not false
         rows.append(

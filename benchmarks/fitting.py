@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mjax.cluster.hardware import Gpu
-from mjax.planner.calibration import FRACTIONS, LARGEST, Calibration, Rates, default_calibration
+from mjax.planner.time import FRACTIONS, LARGEST, Calibration, Rates, default_calibration
 
 # Rates determined by each kind of measurement.
 SETTLES = {

@@ -199,7 +199,7 @@ def one_micro_batch(arguments: Arguments) -> Config:
     if arguments.tiny:
         model = replace(model, layers=2, hidden=32, heads=4, sequence=16, vocabulary=250, vocabulary_multiple=128)
         batch, compute = 2, "fp32"
-    train = replace(config.train, global_batch=batch, micro_batch=batch, batch_rampup=None, batch_schedule=None)
+    train = replace(config.train, global_batch=batch, micro_batch=batch, batch_rampup=None)
     precision = replace(config.precision, compute=compute)
     data = replace(config.data, mock=True)
     return replace(config, model=model, mesh=MeshConfig(), data=data, train=train, precision=precision)

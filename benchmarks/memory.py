@@ -26,8 +26,7 @@ from mjax.cluster import launch
 from mjax.config import Config, from_dict, load_config, to_dict
 from mjax.config.checks import validate
 from mjax.errors import UsageError
-from mjax.planner.compile import check_compile
-from mjax.planner.compile import versions as compiler_versions
+from mjax.planner.command import check_compile, compile_step, compiler_versions
 from mjax.planner.memory import KINDS, predict_memory
 from mjax.utils.figures import GIB
 
@@ -84,7 +83,7 @@ def config_of(row: dict) -> Config:
     """The config of a row: a published one with some fields changed, and the batch of its last steps."""
     values = to_dict(load_config(row["config"]))
     values["data"]["mock"] = True
-    values["train"] |= {"batch_rampup": None, "batch_schedule": None, "unroll": "off"}
+    values["train"] |= {"batch_rampup": None, "unroll": "off"}
     for flag, value in row["flags"].items():
         section, knob = flag.split(".")
         values[section][knob] = value
@@ -95,8 +94,6 @@ def config_of(row: dict) -> Config:
 
 def compiled(config: Config) -> dict[str, int]:
     """Bytes per device that XLA allocates for the train step of `config`, and those of host memory if there are any."""
-    from mjax.planner.compile import compile_step
-
     memory = compile_step(config, "h100").memory
     found = {"argument": memory.arguments, "temporary": memory.temporaries, "total": memory.total}
     return found | ({"host": memory.host} if memory.host else {})

@@ -30,15 +30,16 @@ from mjax.cluster.huge_pages import has_nvidia_gpu
 from mjax.config import Config, MeshConfig, load_config
 from mjax.config.checks import validate
 from mjax.errors import RunError, UsageError
-from mjax.models.build import count_parameters
-from mjax.planner.calibration import (
+from mjax.planner.memory import predict_memory
+from mjax.planner.time import (
+    MJAX,
+    PARTS,
     Calibration,
     default_calibration,
+    predict_time,
     read_calibration,
     write_calibration,
 )
-from mjax.planner.memory import predict_memory
-from mjax.planner.time import MJAX, PARTS, predict_time
 from mjax.utils.figures import table
 
 # Config, sequences of a step, of a micro-batch, recomputation. All without dropout, so that attention is cuDNN's.
@@ -85,7 +86,6 @@ def cases(arguments: Arguments, gpu: Gpu | None = None) -> list[tuple[str, Confi
                 micro_batch=micro_batch,
                 recompute=recompute,
                 batch_rampup=None,
-                batch_schedule=None,
             ),
         )
         found.append((name, config))
@@ -133,7 +133,6 @@ def measured_runs(arguments: Arguments) -> tuple[list[Run], list[float], Gpu]:
 
 def kept(calibration: Calibration, runs: list[Run]) -> Calibration:
     """The calibration with the range and the error of these steps."""
-    sizes = [count_parameters(run.config.model) for run in runs]
     lengths = [run.config.model.sequence for run in runs]
     on = runs[0].gpu
     return replace(
@@ -142,9 +141,7 @@ def kept(calibration: Calibration, runs: list[Run]) -> Calibration:
         measured=calibration.measured if calibration.gpu == on else (),
         error=float(abs(as_mjax(runs, calibration)).max()),
         sequences=(min(lengths), max(lengths)),
-        parameters=(float(min(sizes)), float(max(sizes))),
-        devices=(1, 1),
-        sources=calibration.sources | {"error": f"{len(runs)} training steps of mjax on one {runs[0].source}"},
+        source=f"{len(runs)} training steps of mjax on one {runs[0].source}",
         date=datetime.now(UTC).date().isoformat(),
     )
 

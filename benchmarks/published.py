@@ -21,25 +21,17 @@ import numpy as np
 from benchmarks.fitting import fit_rates
 from mjax.cluster.hardware import Gpu, gpu_named
 from mjax.config import Config, GPTConfig, MeshConfig, TrainConfig, load_config
-from mjax.planner.calibration import A100, FITTED, Calibration
 from mjax.planner.layer import hardware_flops
-from mjax.planner.time import MJAX, LayerTime, Overlap, Software, Traffic, predict_time
+from mjax.planner.time import A100, MJAX, Calibration, LayerTime, Overlap, Software, Traffic, predict_time
 
 # --- Megatron-LM ------------------------------------------------------------------------------------------------------
 
-MEGATRON_A100 = replace(
-    A100, error=0.06, sequences=(2048, 2048), parameters=(1.7e9, 1008e9), sources=A100.sources | {"error": FITTED}
-)
+MEGATRON_A100 = replace(A100, error=0.06, sequences=(2048, 2048), source="18 runs of Megatron-LM")
 # Fitted to the fourteen scaling results of arXiv 1909.08053: `matmul` and `launch`, the cost of starting each kernel
 # from Python; the other rates as on A100.
 MEGATRON_V100 = replace(
-    MEGATRON_A100, gpu="v100-dgx2h",
-    matmul=0.7205, launch=91.1e-6,
-    error=0.12, sequences=(1024, 1024), parameters=(1.2e9, 8.3e9), devices=(1, 512),
-    sources=MEGATRON_A100.sources | dict.fromkeys(
-        ("matmul", "launch", "error"),
-        "fitted to 14 scaling results of Megatron-LM, arXiv 1909.08053, figure 5 and appendix D",
-    ),
+    MEGATRON_A100, gpu="v100-dgx2h", matmul=0.7205, launch=91.1e-6, error=0.12, sequences=(1024, 1024),
+    source="14 scaling results of Megatron-LM, arXiv 1909.08053, figure 5 and appendix D",
 )  # fmt: skip
 
 

@@ -11,9 +11,8 @@ from matplotlib.figure import Figure
 from benchmarks.published import MEGATRON_A100, MEGATRON_V100, Run, table_1, table_5, v100_scaling
 from mjax.models.build import count_parameters
 from mjax.pictures.figures import INK, SOFT_INK, save
-from mjax.planner.calibration import Calibration
 from mjax.planner.layer import hardware_flops
-from mjax.planner.time import predict_time
+from mjax.planner.time import Calibration, predict_time
 
 # Okabe and Ito's palette, as in the other figures.
 BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"

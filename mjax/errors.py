@@ -11,6 +11,7 @@ import re
 import select
 import sys
 import traceback
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -39,14 +40,7 @@ def one_sentence(message: str) -> str:
     message = without_secrets(message)
     if len(message) > LONGEST:
         message = f"{message[: LONGEST // 2]} […] {message[-LONGEST // 3 :]}"
-    if message.isprintable():
-        return message
-    return "".join(
-        letter
-        if letter.isprintable() or (letter.isspace() and letter not in "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029")
-        else letter.encode("unicode_escape").decode()
-        for letter in message
-    )
+    return "".join(c if c.isprintable() or unicodedata.category(c) == "Zs" else ascii(c)[1:-1] for c in message)
 
 
 class UsageError(ValueError):

@@ -152,7 +152,7 @@ OPTIONS = {
     "--data.mask-eod-loss": {"data.mask_eod_loss": True},
     "--model.attention flash": {"model.attention": "flash"},
     "--model.attention cudnn": {"model.attention": "cudnn"},
-    "--model.positions alibi": {"model.positions": "alibi"},
+    "model.positions alibi": {"model.positions": "alibi"},
     "--model.window 64": {"model.window": 64},
 }
 

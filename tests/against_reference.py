@@ -10,16 +10,7 @@ import numpy as np
 
 from mjax.config import MeshConfig, OptimizerConfig
 from tests import reference
-from tests.small import (
-    MEANS,
-    as_vector,
-    batch_of,
-    compiled_step,
-    gradient_program,
-    named,
-    state_of,
-    weights_of,
-)
+from tests.small import MEANS, as_vector, batch_of, compiled_step, gradient_program, named, state_of, weights_of
 
 STEP = 3  # numbers the dropout masks
 
@@ -86,8 +77,7 @@ def adapters_of(weights, model):
 
 
 def scale_of(model):
-    alpha = model.lora_alpha or 2 * model.lora_rank
-    return alpha / (np.sqrt(model.lora_rank) if model.lora_rslora else model.lora_rank)
+    return (model.lora_alpha or 2 * model.lora_rank) / model.lora_rank
 
 
 def merged(weights, model):

@@ -21,11 +21,10 @@ from mjax.config import (
 from mjax.config.model import as_kind
 from mjax.models.build import build_model
 from mjax.parallel.mesh import batch_specs, make_mesh
-from mjax.parallel.weights import trained
+from mjax.parallel.weights import leaf_name, trained
 from mjax.parallel.zero import cut_into_chunks, plan_storage
 from mjax.step.precision import parameter_type
 from mjax.step.step import TrainProgram, build_program, loss_and_gradients
-from mjax.utils.names import leaf_name
 
 MODEL = GPTConfig(
     layers=2,

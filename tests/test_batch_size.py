@@ -1,19 +1,17 @@
-"""Batch sizes by step: ramp-up and schedule against a walk over the samples, one step after the other."""
+"""Batch sizes by step: the ramp-up against a walk over the samples, one step after the other."""
 
 import random
 from dataclasses import replace
 
 import pytest
 
-from mjax.config.batch_size import BatchSizes, at_batch, in_units, parse_schedule, parse_tokens, training_samples
-from mjax.errors import UsageError
+from mjax.config.batch_size import BatchSizes, at_batch, in_units, parse_tokens, training_samples
 from tests.small import small_config
 
 
-def _config(global_batch=8, rampup=None, schedule=None):
+def _config(global_batch=8, rampup=None):
     config = small_config()
-    train = replace(config.train, global_batch=global_batch, batch_rampup=rampup, batch_schedule=schedule)
-    return replace(config, train=train)
+    return replace(config, train=replace(config.train, global_batch=global_batch, batch_rampup=rampup))
 
 
 def _sizes(*arguments, **changes) -> BatchSizes:
@@ -32,9 +30,7 @@ def _assert_sizes(sizes, expected):
     [
         ((6, (2, 2, 8)), [2, 2, 4, 6, 6, 6]),
         ((100, (10, 1, 30)), [10, 40, 100, 100]),  # a step larger than a portion leaves sizes out
-        # Samples have 16 tokens. The 100th is in the seventh sample: the step that begins after that is the first.
-        ((2, None, "0:2 100:8 300:2"), [2, 2, 2, 2, 8, 8, 2, 2]),
-        ((8, None, "0:8"), [8] * 5),
+        ((8, None), [8] * 5),
     ],
 )
 def test_batch_sizes_by_hand(config, expected):
@@ -62,24 +58,11 @@ def test_rampup_is_megatrons_rule_at_every_step(start, increment, increments, sa
     _assert_sizes(_sizes(end, rampup=(start, increment, samples)), expected)
 
 
-def test_schedule_units_are_thousands_to_trillions():
-    assert parse_schedule("0:768 250B:1536") == [(0, 768), (250_000_000_000, 1536)]
-    assert parse_schedule(" 0:1  1.5K:2 2M:3 0.3T:4") == [(0, 1), (1500, 2), (2 * 10**6, 3), (3 * 10**11, 4)]
-
-
-@pytest.mark.parametrize(
-    "schedule", ["", "8", "0:8 16", "10:8", "0:8 5:4 5:2", "0:8 5:4 3:2", "0:0", "0:8,5:4", "0:8 1Q:16", "0:1.5"]
-)
-def test_malformed_schedule_is_rejected(schedule):
-    with pytest.raises(UsageError, match="is not a list of TOKENS:BATCH with ascending tokens from 0 on"):
-        parse_schedule(schedule)
-
-
 def test_at_batch_is_the_run_at_a_constant_size():
-    assert at_batch(_config(6, rampup=(2, 2, 8)), 4) == at_batch(_config(6, schedule="0:2 64:6"), 4) == _config(4)
+    assert at_batch(_config(6, rampup=(2, 2, 8)), 4) == _config(4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"rampup": (2, 2, 12)}, {"schedule": "0:2 100:4 9K:8"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"rampup": (2, 2, 12)}], ids=str)
 def test_steps_for_samples_are_the_fewest(changes):
     sizes = _sizes(8, **changes)
     for samples in range(1, 90):

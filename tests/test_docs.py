@@ -24,8 +24,7 @@ from mjax.commands.flags import flag_names
 from mjax.commands.sft import DEFAULTS, SftArguments
 from mjax.commands.train import TrainArguments, choose_config
 from mjax.config import DataConfig
-from mjax.config.checks import validate
-from mjax.config.resolve import resolve
+from mjax.config.checks import resolve, validate
 from tests.conftest import COMPILE_QUICKLY, ROOT
 
 FILES = [ROOT / "README.md", ROOT / "notebooks" / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]

@@ -29,6 +29,7 @@ BAD_PATHS = {
     "a\u2028b": "has control characters",
     "\udcff": "has control characters",
     "é" * 128: "has a part of more than 255 bytes",
+    **dict.fromkeys((None, 3, ("a",), b"a"), "is not text"),
 }
 
 
@@ -36,12 +37,6 @@ BAD_PATHS = {
 def test_path_below_rejects(name, reason, tmp_path):
     with pytest.raises(UsageError, match=rf"^key {re.escape(repr(name)[:60])}.* {re.escape(reason)}; "):
         path_below(tmp_path, name, "key")
-
-
-@pytest.mark.parametrize("value", [None, 3, ["a"], {"a": 1}, b"a"])
-def test_path_below_rejects_values_without_text(value, tmp_path):
-    with pytest.raises(UsageError, match="is not text"):
-        path_below(tmp_path, value)
 
 
 def test_path_below_rejects_links_that_lead_out(tmp_path):
@@ -95,12 +90,6 @@ def test_run_name_is_one_short_component(name):
     assert "/" not in name
     assert name not in {".", ".."}
     assert path_below(Path("/runs"), name).parent == Path("/runs")
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "/elsewhere", "../x", "a/b", "a\nb", "a" * 129])
-def test_check_run_name_rejects(name):
-    with pytest.raises(UsageError, match=r"^run name .*; a name is one path component of 1 to 128 characters"):
-        check_run_name(name)
 
 
 @pytest.fixture
@@ -164,6 +153,6 @@ def test_metrics_log_writes_through_no_link(name, diary, tmp_path):
 
 
 def test_dataset_writer_writes_through_no_link(diary, tmp_path):
-    (tmp_path / "run" / "corpus.bin.tmp").symlink_to(diary)
-    with pytest.raises(UsageError, match=r"corpus\.bin\.tmp is a link"):
+    (tmp_path / "run" / "corpus.tmp").symlink_to(diary)
+    with pytest.raises(UsageError, match=r"corpus\.tmp is a link"):
         IndexedDatasetWriter(tmp_path / "run" / "corpus", 100).__enter__()

@@ -15,9 +15,9 @@ from mjax.commands import cli
 from mjax.config import load_config
 from mjax.config.model import REGISTRY
 from mjax.config.model_file import file_of
-from mjax.config.source import write_config
+from mjax.config.run import write_config
 from mjax.doctor import RED, Facts
-from mjax.doctor.checks import run_in_child
+from mjax.doctor.checks import examine
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.run.metrics import read_metrics
@@ -28,7 +28,7 @@ PALM = re.search(
     r"```python\n(# palm\.py.*?)```", (ROOT / "docs" / "how-to" / "add-a-model.md").read_text(), re.DOTALL
 )[1]
 TRAIN = """train --data.path data/corpus --data.split 80,20,0 --name 'my palm' --mesh.data 1 --train.eval-interval 2
---train.eval-batches 1 --optimizer.warmup-steps 0 --optimizer.decay-steps 4 --log.no-tensorboard
+--train.eval-batches 1 --optimizer.warmup-steps 0 --optimizer.decay-steps 4
 --log.sample-tokens 4"""
 RUN, FILE = "runs/my palm", "my models/palm.py"
 
@@ -229,5 +229,5 @@ def test_written_config_imports_own_class(place, monkeypatch):
 @pytest.mark.ci
 def test_doctor_knows_own_model_in_its_child(place):
     facts = Facts(name=FILE, environment=os.environ | {"PYTHONPATH": str(ROOT)})
-    (found, *_) = run_in_child(("storage",), facts, lambda name: None)
+    (found, *_) = examine(facts, lambda name: None, ("storage",))
     assert found.status != RED, found.found

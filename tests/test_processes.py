@@ -13,7 +13,6 @@ import time
 import pytest
 
 from mjax.checkpoint.folders import checkpoint_steps
-from mjax.commands import cli
 from tests.ports import free_port
 from tests.test_train_command import IMPATIENT, command, environment, losses, run_here
 
@@ -77,6 +76,15 @@ class Group:
         return self.outputs()
 
 
+def changed(folder, constants):
+    """The flags of the tiny run with other constants of mjax."""
+    file = folder / "changed.py"
+    file.write_text(
+        f"from mjax.cluster import processes, watchdog\nfrom tests.tiny_config import config\n{constants}\n"
+    )
+    return ["--config", str(file)]
+
+
 def test_two_processes_compute_and_stop_as_one(tmp_path, capsys):
     """SIGUSR1 and then SIGTERM, sent again and again to one of them, stop both after the same saved step."""
     with Group(tmp_path / "two", *LONG, *IMPATIENT, count=2) as group:
@@ -130,7 +138,8 @@ def test_run_of_four_processes_survives_a_killed_one(tmp_path):
 
 @pytest.mark.ci
 def test_stopped_process_is_reported_then_given_up(tmp_path):
-    with Group(tmp_path, *LONG, "--distributed.heartbeat", "12", "--distributed.watchdog", "4", count=2) as group:
+    hasty = changed(tmp_path, "processes.HEARTBEAT = 12\nwatchdog.PATIENCE = 4")
+    with Group(tmp_path, *LONG, *hasty, count=2) as group:
         first, stopped = group.processes
         group.wait_for_step(5)
         stopped.send_signal(signal.SIGSTOP)
@@ -169,7 +178,8 @@ def test_cut_cable_between_two_hosts_ends_both(hosts, tmp_path):
     (tmp_path / "hosts").write_text("".join(f"10.77.0.{i} {name}\n" for i, name in enumerate(hosts, start=1)))
     own = f'mount --bind {tmp_path / "hosts"} /etc/hosts && hostname $0 && exec "$@"'
     prefixes = [["ip", "netns", "exec", name, "unshare", "--mount", "--uts", "sh", "-c", own, name] for name in hosts]
-    with Group(tmp_path, *LONG, "--distributed.heartbeat", "6", count=2, host="10.77.0.1", prefixes=prefixes) as group:
+    hasty = changed(tmp_path, "processes.HEARTBEAT = 6")
+    with Group(tmp_path, *LONG, *hasty, count=2, host="10.77.0.1", prefixes=prefixes) as group:
         group.wait_for_step(5)
         subprocess.run(["ip", "-n", hosts[1], "link", "set", hosts[1], "down"], check=True)
         codes = group.ends(60)
@@ -182,10 +192,10 @@ def test_cut_cable_between_two_hosts_ends_both(hosts, tmp_path):
 @pytest.mark.ci
 def test_unjoined_processes_end_after_start_timeout(tmp_path):
     """One that waits for another, and one that waits for process 0: JAX's client would abort both."""
-    short = ["--distributed.start-timeout", "5"]
+    short = changed(tmp_path, "processes.START_TIMEOUT = 5")
     with Group(tmp_path / "a", *short, count=2, only=[0]) as first, Group(tmp_path / "b", *short, only=[1]) as other:
         (waiting,), (alone,) = first.finish(code=2), other.finish(code=2)
-    late = "mjax: error: the processes of this run did not come together within --distributed.start-timeout 5 s: "
+    late = "mjax: error: the processes of this run did not come together within 5 s: "
     assert re.fullmatch(rf"{late}process 0 listens at 127.0.0.1:\d+, and not all of 2 connected; check .*\n", waiting)
     assert re.fullmatch(
         rf"{late}this one on \S+ cannot reach process 0 at 127.0.0.1:\d+ \(Connection refused\); .*\n", alone
@@ -204,11 +214,6 @@ def test_disagreeing_processes_end_before_the_first_step(tmp_path):
     for output in outputs:
         assert re.search(rf"^mjax: error: the processes of this run do not agree: {differences}", output, re.MULTILINE)
     assert not (tmp_path / "run").exists()
-
-
-def test_distributed_flags_are_required_together(tmp_path, capsys):
-    assert cli.main(["train", *command(tmp_path)[2:], "--distributed.processes", "2"]) == 2
-    assert "go together" in capsys.readouterr().err
 
 
 FAILING = """

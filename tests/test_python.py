@@ -15,7 +15,7 @@ from mjax.config import MeshConfig, read_config, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.models.build import build_model
-from mjax.utils.names import leaf_name
+from mjax.parallel.weights import leaf_name
 from tests.small import batch_of, program_of, small_config
 
 CONFIG = small_config(layers=4, heads=4, vocabulary=257, dropout=0.0)
@@ -174,7 +174,7 @@ def test_errors_name_arguments_in_place_of_flags(run, tmp_path):
     bare = shutil.copytree(run, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer"))
     with pytest.raises(UsageError, match=r"has no tokenizer; add the one .*: tokenizer=\"KIND:FILES\""):
         mjax.generate(bare, "a")
-    with pytest.raises(UsageError, match=r"^stride is for .*; leave it out, positions cuts"):
+    with pytest.raises(UsageError, match=r"^stride is for .*; leave it out$"):
         mjax.evaluate(run, "positions", "x", stride=3)
     with pytest.raises(UsageError, match=r"^longest=8 needs gpu h100; add it$"):
         mjax.plan(read_config(run / "config.json"), longest=8)

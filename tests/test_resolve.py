@@ -13,8 +13,8 @@ from mjax.commands import cli
 from mjax.commands.flags import flag_names, parse
 from mjax.commands.train import TrainArguments
 from mjax.config import DataConfig, load_config, save_config
+from mjax.config.checks import resolve
 from mjax.config.datasets import DatasetMetadata
-from mjax.config.resolve import resolve
 from mjax.data.indexed import write_metadata
 from mjax.errors import UsageError
 from mjax.run.continuing import Origin, save_origin
@@ -32,9 +32,9 @@ def data(tmp_path, monkeypatch):
     return tmp_path
 
 
-def resolved(typed, file="", run="runs/it"):
+def resolved(typed, file="", run="runs/it", settings=GPT):
     """The config and the lines of a command line, with a config file that holds `file` too."""
-    given = parse(TrainArguments, shlex.split(file), "mjax train", TrainArguments(settings=GPT))
+    given = parse(TrainArguments, shlex.split(file), "mjax train", TrainArguments(settings=settings))
     argv = shlex.split(typed)
     settings = parse(TrainArguments, argv, "mjax train", given).settings
     return resolve(settings, given.settings, flag_names(argv), "gpt_345m", Path(run))
@@ -45,7 +45,6 @@ TAKEN = [
     ("--data.path a", "", VOCABULARY, 8192, "vocabulary 8,192 as in a (gpt_345m has 50,257)"),
     ("--data.path 0.3 a 0.7 b", "", VOCABULARY, 8192, "as in a "),
     ("--data.train-path megatron b", "", VOCABULARY, 8192, "as in b "),
-    ("--data.path a --model.vocabulary-multiple 5000", "", VOCABULARY, 8192, "10,000 rows of the embedding"),
     ("--data.path a --model.vocabulary 50257", "", VOCABULARY, 50257, None),
     ("--data.path megatron", "", VOCABULARY, 50257, None),
     ("--data.path a --data.mock", "", VOCABULARY, 50257, None),
@@ -69,6 +68,11 @@ def test_setting_is_taken_and_announced(data, typed, file, field, value, line):
     assert attrgetter(field)(config) == value
     assert config.train.tokens is None
     assert lines == [] if line is None else line in "\n".join(lines)
+
+
+def test_padded_vocabulary_is_announced(data):
+    padded = replace(GPT, model=replace(GPT.model, vocabulary_multiple=5000))
+    assert "10,000 rows of the embedding" in resolved("--data.path a", settings=padded)[1][0]
 
 
 @pytest.mark.parametrize(

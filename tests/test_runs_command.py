@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,45 +101,14 @@ def test_list_reads_the_end_of_long_metrics(runs, monkeypatch, capsys):
     assert names == sorted(["config.json", "metrics.jsonl", "environment.json"] * 2)
 
 
-def test_comparison_of_long_runs_takes_little_memory(runs):
-    file = runs / "base" / "metrics.jsonl"
-    with file.open("w") as stream:
-        for step in range(1, 20_001):
-            values = {"loss": 9 - step / 1e4, "val_loss": 9.0, "tokens": step, "tokens_per_second": 5.0 + step}
-            stream.write(json.dumps({"step": step} | values) + "\n")
-    tracemalloc.start()
-    history = runs_command.History(file)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 5e6  # with a dict for each line it was 10 MB
-    assert [len(curve.bins().steps) for curve in (history.losses, history.validation)] == [2501, 2501]
-    results = runs_command.results_of(history, 100)
-    assert (results["loss"], results["loss at step 100"]) == (pytest.approx(7.0), pytest.approx(8.99))
-    assert (results["tokens/s"], results["best val loss"]) == (10_006.0, 9.0)
-
-
-def test_help_and_list_import_no_jax(runs):
+def test_list_imports_no_jax(runs):
     """It takes seconds. Parameters are those that the start of a run recorded, or those in a checkpoint."""
     counted = count_parameters(TINY.model)
     (runs / "base" / "environment.json").write_text(json.dumps([{}, {"parameters": counted}]))
     checkpoint = runs / "fast" / "checkpoints" / "12"
     shapes = {f"model.{name}": ["float32", shape] for name, (shape, _) in abstract_weights(TINY.model).items()}
     write_manifest(checkpoint, 12, shapes | {"optimizer.mu": ["float32", [1000]]})
-    script = """if True:
-        import contextlib, sys
-        from mjax.commands import cli
-        def check(group, words):
-            for name, command in group.items():
-                if isinstance(command.run, dict):
-                    check(command.run, [*words, name])
-                    continue
-                with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr):
-                    cli.main([*words, name, "--help"])
-                assert "jax" not in sys.modules, [*words, name]
-        check(cli.COMMANDS, [])
-        cli.main(["runs", "--json"])
-        assert "jax" not in sys.modules
-    """
+    script = "import sys; from mjax.commands import cli; cli.main(['runs', '--json']); assert 'jax' not in sys.modules"
     environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -158,12 +126,11 @@ def test_comparison_has_results_and_different_settings(runs, capsys):
     assert [result["loss at step 4"] for result in results] == pytest.approx([4.6, 4.1, 5.6])
     assert [result["loss"] for result in results] == pytest.approx([3.8, 3.4, 5.6])
     assert [result["best val loss"] for result in results] == [4.5, 4.0, None]
+    assert [result["tokens/s"] for result in results] == [107.0, 107.0, 103.0]
     assert found["settings"] == {
         "mesh.data": {"base": 1, "fast": 1, "short": 2},
         "optimizer.learning_rate": {"base": 0.01, "fast": 0.02, "short": 0.01},
     }
-    labels = runs_command.curve_labels({"one": TINY, "two": replace(TINY, mesh=replace(TINY.mesh, model=2))})
-    assert list(labels.values()) == ["data 1 × model 1 (one)", "data 1 × model 2 (two)"]
     assert (runs / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert cli.main(["runs", "compare", "base", "fast", "--figure", "two.svg"]) == 0
     assert "1 settings differ; curves in two.svg" in capsys.readouterr().out
@@ -248,7 +215,6 @@ MISTAKES = {
     "compare base fast --figure no/where.png": "there is no folder no",
     "compare base fast --figure curve.txt": "use a name that ends in .png, .pdf or .svg",
     "compare base empty": "empty has no losses to compare",
-    "delete base": "mjax runs has no command 'delete'",
     "remove --yes": "takes names of runs",
     "remove bse --yes": "there is no run 'bse' in runs (did you mean 'base'?)",
     "remove notes --yes": "is not a run folder",

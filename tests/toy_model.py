@@ -18,9 +18,8 @@ from mjax.config import Config, PrecisionConfig, TrainConfig
 from mjax.config.bounds import Count, NotNegative
 from mjax.config.model import ModelConfig, register
 from mjax.models.block import Block
-from mjax.models.causal import CausalModel
+from mjax.models.causal import CausalModel, Output
 from mjax.models.parts.attention import Attention
-from mjax.models.parts.output import Output
 from mjax.models.parts.positions import Positions
 from mjax.models.stack import stack
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding

@@ -23,8 +23,8 @@ from benchmarks.aot.hlo import CONTROL, Line, arrays_of, dims_of, groups_of
 from benchmarks.aot.kernels import FREE, MOVES, Kernels
 from mjax.cluster.hardware import Gpu
 from mjax.parallel import scopes
-from mjax.planner.calibration import Rates, default_calibration
 from mjax.planner.ledger import source_of
+from mjax.planner.time import Rates, default_calibration
 
 PRODUCTS, ATTENTION, COLLECTIVES = "products", "attention", "collectives, exposed"
 HOST_COPIES = "host memory, exposed"

@@ -71,7 +71,7 @@ def save_program(file: Path, config: Config, program, platform: str, facts: dict
     import jax
     from jax import export
 
-    from mjax.utils.names import leaf_name
+    from mjax.parallel.weights import leaf_name
 
     # Leaves rather than trees: a file without our classes needs none to be read.
     arguments = (program.abstract_state, program.abstract_batch)

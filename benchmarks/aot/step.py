@@ -30,9 +30,8 @@ from mjax.commands.flags import flag_names, parse
 from mjax.commands.train import choose_config
 from mjax.config import Config
 from mjax.config.bounds import Count
-from mjax.config.checks import validate
-from mjax.config.resolve import resolve
-from mjax.planner.compile import check_compile
+from mjax.config.checks import resolve, validate
+from mjax.planner.command import check_compile, compile_step, compiler_versions
 from mjax.utils.figures import human_bytes, table
 
 
@@ -66,18 +65,16 @@ def main() -> int:
         check_save(arguments.save_program)
     launch.leave_accelerators_alone()  # nothing runs: the GPUs are described, not opened
     from mjax.config import axes
-    from mjax.planner.compile import announce, compile_step, versions
     from mjax.planner.layer import model_flops
 
     gpu, devices, compute = gpu_named(arguments.gpu), config.mesh.devices, config.precision.compute
-    compiled = compile_step(config, arguments.gpu, arguments.devices_per_node, announce)
+    compiled = compile_step(config, arguments.gpu, arguments.devices_per_node, quiet=False)
     if arguments.save_program is not None:
-        announce(f"writing {arguments.save_program}")
-        facts = {"gpu": compiled.gpu, "device_kind": compiled.device_kind}
+        facts = {"gpu": arguments.gpu, "device_kind": compiled.device_kind}
         facts |= {
             "attention": compiled.config.model.attention,
             "memory": asdict(compiled.memory),
-            "versions": versions(),
+            "versions": compiler_versions(),
         }
         save_program(arguments.save_program, compiled.config, compiled.step, "cuda", facts, compiled.text)
     overlaps = overlap_rows(read_overlaps(compiled.text, axes.sizes(config.mesh)))

@@ -16,8 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from mjax.errors import RunError, UsageError
-from mjax.parallel.weights import are_stacked
-from mjax.utils.names import leaf_name
+from mjax.parallel.weights import are_stacked, leaf_name
 
 CHUNK_BYTES = 1 << 26
 """Of one chunk on disk: what is decompressed to read one number."""

@@ -1,6 +1,6 @@
 """GPUs and their data-sheet values, each with its source. The only table of peaks.
 
-These are the manufacturer's numbers. The rates of programs are measured (`mjax/planner/calibration.py`).
+These are the manufacturer's numbers. The rates of programs are measured (`mjax/planner/time.py`).
 The table is outside `training`, which divides by the peaks, and `planner`, which predicts times with all of it, because
 both read it. No JAX is imported.
 

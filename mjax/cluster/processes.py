@@ -36,10 +36,11 @@ from jax.experimental import multihost_utils
 
 from mjax.cluster.huge_pages import has_nvidia_gpu
 from mjax.cluster.launch import Distributed, keep_programs, launched_by, simulate_devices
-from mjax.config.bounds import check_bounds
 from mjax.errors import UsageError
 
 MESSAGE_BYTES = 2048  # of bytes_from_first
+START_TIMEOUT = 300  # seconds within which all processes have to connect
+HEARTBEAT = 25  # seconds of silence after which a process is lost; one that dies is noticed at once
 OURS_FIRST = 60  # seconds by which JAX's limits are longer than ours, which have a better message
 WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that stop a run like SIGTERM: of a closed terminal, and of launchers before a time limit."""
@@ -72,7 +73,6 @@ def start(where: Distributed, simulate: int | None = None) -> None:
         raise UsageError(
             f"--distributed.coordinator {where.coordinator} has no port; use HOST:PORT, such as node0:1234"
         )
-    check_bounds(where, "--distributed.")
     if not any(given) and not launched:
         return
     processes, process = where.processes, where.process
@@ -82,16 +82,16 @@ def start(where: Distributed, simulate: int | None = None) -> None:
     if process == 0 or (process is None and os.environ.get("SLURM_PROCID") == "0"):
         _check_port(where.listening_port())
     try:
-        with _at_most(where.start_timeout, lambda: _who_is_missing(where, processes, process)):
+        with _at_most(START_TIMEOUT, lambda: _who_is_missing(where, processes, process)):
             jax.distributed.initialize(
                 where.coordinator,
                 processes,
                 process,
                 local_device_ids=local_devices(),
-                initialization_timeout=where.start_timeout + OURS_FIRST,
+                initialization_timeout=START_TIMEOUT + OURS_FIRST,
                 # A fallback for mjax/cluster/watchdog.py, which should report first: JAX may send only one heartbeat
                 # in half of its timeout.
-                heartbeat_timeout_seconds=2 * where.heartbeat + 10,
+                heartbeat_timeout_seconds=2 * HEARTBEAT + 10,
             )
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -164,7 +164,7 @@ def _at_most(seconds: float, explain: Callable[[], str]) -> Iterator[None]:
 
 def _who_is_missing(where: Distributed, count: int | None, process: int | None) -> str:
     """Describe why the processes did not connect, as far as one of them can tell."""
-    late = f"the processes of this run did not come together within --distributed.start-timeout {where.start_timeout} s"
+    late = f"the processes of this run did not come together within {START_TIMEOUT} s"
     if where.coordinator is None:  # the launcher told JAX where process 0 is
         return f"{late}; see the output of the others for one that ended, or {GIVE_EACH}"
     host, port = where.coordinator.rsplit(":", 1)
@@ -230,12 +230,11 @@ def place_on_host() -> tuple[int, int]:
     Raises:
       UsageError: a variable of the launcher is wrong.
     """
-    if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:  # of torchrun
-        count = _number("LOCAL_WORLD_SIZE", 1)
-        return _number("LOCAL_RANK", 0, count - 1), count
-    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
-        count = _number("OMPI_COMM_WORLD_LOCAL_SIZE", 1)
-        return _number("OMPI_COMM_WORLD_LOCAL_RANK", 0, count - 1), count
+    of_open_mpi = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    for index, number in (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), of_open_mpi):  # torchrun's first
+        if index in os.environ and number in os.environ:
+            count = _number(number, 1)
+            return _number(index, 0, count - 1), count
     if "SLURM_STEP_TASKS_PER_NODE" in os.environ and "SLURM_LOCALID" in os.environ:
         counts: list[int] = []  # of each node, from strings like "8(x63),4"
         for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"]):
@@ -414,7 +413,7 @@ def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int,
     """In process 0: wait for all others.
 
     Args:
-      where: the address known to the others, and how long to wait.
+      where: the address known to the others.
       count: number of processes.
       name: of this one.
       share: returns process 0's bytes in every process.
@@ -426,7 +425,7 @@ def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int,
       UsageError: some did not connect.
     """
     met: dict[int, tuple[Line, str]] = {}
-    deadline = time.monotonic() + where.start_timeout
+    deadline = time.monotonic() + START_TIMEOUT
     with _server(0, backlog=count) as server, selectors.DefaultSelector() as door:
         token, port, hosts = secrets.token_hex(16), server.getsockname()[1], _addresses(where)
         share(json.dumps({"hosts": hosts, "port": port, "token": token, "name": name}).encode())
@@ -436,7 +435,7 @@ def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int,
                 missing = ", ".join(str(index) for index in range(1, count) if index not in met)
                 raise UsageError(
                     f"processes {missing} did not reach process 0 at port {port} of {' or '.join(hosts)} "
-                    f"within {where.start_timeout} s; open the port range between the hosts"
+                    f"within {START_TIMEOUT} s; open the port range between the hosts"
                 )
             # Connections are not waited for: a stranger that connects and says nothing must not block the others.
             for key, _ in door.select(max(0.01, deadline - time.monotonic())):
@@ -465,7 +464,7 @@ def _welcome(line: Line, token: str) -> dict[int, tuple[Line, str]]:
     return {}
 
 
-def connect(where: Distributed, index: int, name: str, share: Share) -> dict[int, tuple[Line, str]]:
+def connect(index: int, name: str, share: Share) -> dict[int, tuple[Line, str]]:
     """In process `index`: the connection to process 0, and its name, by its index. Arguments as for `listen`.
 
     Raises:
@@ -473,7 +472,7 @@ def connect(where: Distributed, index: int, name: str, share: Share) -> dict[int
     """
     there = json.loads(share(b""))
     hosts, port = there["hosts"], there["port"]
-    deadline = time.monotonic() + where.start_timeout
+    deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline:
         for host in hosts:
             with contextlib.suppress(*STRANGE):  # try the next host

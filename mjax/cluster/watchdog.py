@@ -47,6 +47,7 @@ from mjax.errors import UnhealthyError, UsageError, exit_code, first_line, short
 BEAT = 0.5  # seconds between two messages
 GRACE = 5.0  # seconds in which a failed collective may turn out to be caused by the death of another process
 SUSPECT = 3.0  # seconds of silence that prove a loss once something has failed in this process
+PATIENCE = 60.0  # seconds without a finished step, at least, after which process 0 reports who is behind
 FAREWELL = 3.0  # seconds that process 0 waits for the others to exit first
 CONTINUES = "what was saved is intact, the same command continues from it"
 
@@ -56,6 +57,8 @@ class Watchdog:
 
     Attributes:
       say: called by process 0 with one line of text; the loop puts its display here.
+      heartbeat: seconds of silence after which a process is lost.
+      patience: seconds without a finished step, at least, after which process 0 reports who is behind.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Watchdog:
         """`watching` fills the arguments from JAX.
 
         Args:
-          where: heartbeat and limit, seconds.
+          where: limit, seconds.
           explain: prints an error and returns the exit code for it.
           index: of this process.
           count: number of processes.
@@ -82,6 +85,8 @@ class Watchdog:
         self._explain, self._share, self._leave = explain, share, leave
         self.say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
         self.place = Place(f"process {index} on {socket.gethostname()} (pid {os.getpid()})")
+        self.heartbeat: float = processes.HEARTBEAT
+        self.patience = PATIENCE
         self._seconds: deque[float] = deque(maxlen=99)  # of the last steps
         self._began = time.monotonic()  # start of the current step of this process
         self._heard: queue.SimpleQueue = queue.SimpleQueue()  # values for `ask_first`, with the index of the sender
@@ -164,8 +169,11 @@ class Watchdog:
 
     def _connect(self) -> None:
         """Meet all others in process 0; in the others process 0, which is not silent until it has met all."""
-        meet, number = (processes.connect, self.index) if self.index else (processes.listen, self.count)
-        met = meet(self.where, number, self.place.name, self._share) if self.count > 1 else {}
+        met: dict[int, tuple[processes.Line, str]] = {}
+        if self.index:
+            met = processes.connect(self.index, self.place.name, self._share)
+        elif self.count > 1:
+            met = processes.listen(self.where, self.count, self.place.name, self._share)
         for index, (line, name) in met.items():
             self._peers[index] = line, Place(name, heard=math.inf if self.index else time.monotonic())
             self._selector.register(line, selectors.EVENT_READ, index)
@@ -195,7 +203,7 @@ class Watchdog:
         if self.index == 0:
             return self._end(*self.place.error(self._farewell))
         self._tell_all(**self._farewell)
-        return self._wait_for_end(self.where.heartbeat)  # process 0 tells the others first
+        return self._wait_for_end(self.heartbeat)  # process 0 tells the others first
 
     def _hear(self, index: int) -> tuple | None:
         """Read messages of process `index`; returns the sentence that ends the run, with its exit code, or None."""
@@ -258,7 +266,7 @@ class Watchdog:
 
         Not while there is data to read from it: then it was this process that was stopped.
         """
-        patience = min(SUSPECT, self.where.heartbeat) if self._failing else self.where.heartbeat
+        patience = min(SUSPECT, self.heartbeat) if self._failing else self.heartbeat
         return now - place.heard > patience and all(key.data != index for key, _ in self._selector.select(0))
 
     def _leave_with(self, sentence: str, code: int = 1) -> None:
@@ -275,9 +283,9 @@ class Watchdog:
         """Report which processes are silent, and which are behind if no step has finished for long; returns the
         sentence that ends the run, or nothing."""
         peers = {index: peer for index, (_, peer) in self._peers.items()}
-        silent = {index for index, peer in peers.items() if now - peer.heard > self.where.heartbeat / 2}
+        silent = {index for index, peer in peers.items() if now - peer.heard > self.heartbeat / 2}
         for index in silent - self._silent:
-            self.say(f"{peers[index].silence(now)}; at {self.where.heartbeat:g} s the run ends")
+            self.say(f"{peers[index].silence(now)}; at {self.heartbeat:g} s the run ends")
         for index in (self._silent - silent) & peers.keys():
             self.say(f"{peers[index].name} is heard again")
         self._silent = silent
@@ -290,7 +298,7 @@ class Watchdog:
             self._slowest, self._progress, self._reported = slowest, now, 0.0
         waited, patience, limit = now - self._progress, self._patience(places), self.where.hang_limit
         ends = limit is not None and waited >= limit * patience
-        if not (ends or (0 < self._limit() * patience <= waited and waited >= 2 * self._reported)):
+        if not (ends or (self._limit() * patience <= waited and waited >= 2 * self._reported)):
             return ""
         self._reported = waited
         standing = f"no step has been finished for {waited:.0f} s: {_standing(places, now)}"
@@ -300,10 +308,8 @@ class Watchdog:
         return ""
 
     def _limit(self) -> float:
-        """Seconds without a step after which to report; 0: never."""
-        if self.where.watchdog is not None:
-            return self.where.watchdog
-        return max(60.0, 10.0 * statistics.median(self._seconds or [0.0]))
+        """Seconds without a step after which to report."""
+        return max(self.patience, 10.0 * statistics.median(self._seconds or [0.0]))
 
     def _patience(self, places: list[Place]) -> float:
         """Factor for the limits: compiling may take long, and so may evaluating and saving while all processes do

@@ -33,7 +33,7 @@ one would lose a sentence by chance.
 """
 
 import importlib
-import importlib.util
+import runpy
 import sys
 from bisect import bisect_left
 from collections import Counter
@@ -47,9 +47,9 @@ import ftfy
 import numpy as np
 
 from mjax.commands.arguments import CleanArguments
-from mjax.data.corpus import Document, MalformedLines, TextFiles, find_files, outputs, parse, tasks
+from mjax.data.corpus import Document, MalformedLines, TextFiles, find_files, parse, tasks
 from mjax.data.corpus.near_duplicates import window_hashes, word_hashes
-from mjax.data.corpus.outputs import FilterJob, Tally, check_outputs
+from mjax.data.corpus.tasks import FilterJob, Tally, check_outputs
 from mjax.data.tokenizers import files_of, load_tokenizer
 from mjax.errors import RunError, UsageError
 from mjax.utils.remote import located
@@ -210,8 +210,8 @@ class CleanShare:
 
     def remove(self, reason: str, text: str, source: str, /, **details: Any) -> None:
         """Record that a document was removed."""
-        self.removed.write(outputs.json_line({"source": source, "reason": reason, **details}))
-        self.count(reason, text, source=source, text=outputs.excerpt(text), **details)
+        self.removed.write(tasks.json_line({"source": source, "reason": reason, **details}))
+        self.count(reason, text, source=source, text=tasks.excerpt(text), **details)
 
 
 class Cleaner:
@@ -233,7 +233,7 @@ class Cleaner:
         if self.how.repair:
             repaired = ftfy.fix_text(text)
             if repaired != text:
-                before, after = outputs.where_they_differ(text, repaired)
+                before, after = tasks.where_they_differ(text, repaired)
                 share.count(REPAIRED, text, source=source, before=before, after=after)
             text = repaired
         pieces, runs = cut(text, self.grams) if self.grams else ([text], [])
@@ -259,7 +259,7 @@ class Cleaner:
         if reason is not None:
             share.remove(reason, document.text, document.source, **split)
             return
-        share.kept.write(outputs.document_line(document, self.how.key, **split))
+        share.kept.write(tasks.document_line(document, self.how.key, **split))
         share.count("kept", document.text)
 
     def _is_short(self, text: str) -> bool:
@@ -278,22 +278,15 @@ def load_function(spec: str) -> Callable[[str], bool]:
       UsageError: there is no such function, or its file fails.
     """
     source, _, name = spec.rpartition(":")
-    if not source or not name:
-        raise UsageError(f"--keep {spec} names no function; use FILE.py:FUNCTION or MODULE:FUNCTION")
     try:
-        if source.endswith(".py"):
-            file_spec = importlib.util.spec_from_file_location(Path(source).stem, source)
-            module = importlib.util.module_from_spec(file_spec)
-            file_spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(source)
+        names = runpy.run_path(source) if source.endswith(".py") else vars(importlib.import_module(source))
     except Exception as error:
-        raise UsageError(f"--keep {spec}: {source} cannot be loaded: {error!r}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UsageError(f"--keep {spec}: {source} has no function {name!r}; it has {', '.join(names) or 'none'}")
-    return function
+        fix = "use FILE.py:FUNCTION or MODULE:FUNCTION"
+        raise UsageError(f"--keep {spec}: {source!r} cannot be loaded ({error!r}); {fix}") from error
+    if not callable(names.get(name)):
+        there = ", ".join(key for key, value in names.items() if callable(value) and not key.startswith("_"))
+        raise UsageError(f"--keep {spec}: {source} has no function {name!r}; it has {there or 'none'}")
+    return names[name]
 
 
 def _verdict(spec: str, function: Callable[[str], bool], document: Document) -> bool:

@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mjax.commands.arguments import DedupArguments
-from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, outputs, parse, tasks
-from mjax.data.corpus.near_duplicates import EDGE, HASHES, ROUNDS, Bands, Shingles, begins, shingle_hashes, shingle_set
-from mjax.data.corpus.outputs import EXAMPLES, FilterJob, Tally, check_outputs, where_they_differ
+from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, parse, tasks
+from mjax.data.corpus.near_duplicates import EDGE, HASHES, ROUNDS, Bands, Shingles, begins, shingle_hashes
+from mjax.data.corpus.tasks import EXAMPLES, FilterJob, Tally, check_outputs, where_they_differ
 from mjax.errors import RunError
 
 EXACT, NEAR = "exact duplicate", "near-duplicate"
-KEPT, NAMED, SHOWN = 1, 2, 4  # what is needed of a document: its line for the output, its source, its text
+KEPT, SHOWN = 1, 2  # what is needed of a document: its line for the output, its text
 PART = 2**22  # documents, pairs or values that a task holds at a time
 
 
@@ -57,7 +57,7 @@ class DedupJob(FilterJob):
     first      int64   of distinct documents, the first of its cluster
     similar    int64   the most similar document
     jaccard    float64 its similarity to that one; 0: none is at or above the threshold
-    needed     uint8   KEPT, NAMED, SHOWN
+    needed     uint8   KEPT, SHOWN
     """
 
     single = ("join", "join_others", "choose", "finish")
@@ -73,20 +73,23 @@ class DedupJob(FilterJob):
 
     def read(self, rank: int) -> tuple[list[int], MalformedLines]:
         """Write sorted digests and bands of a share, and signatures; returns the documents in each block."""
-        how, malformed, counts, digests, keys = self.arguments, self.malformed(), [], [], []
+        how, malformed, counts, digests, keys, places = self.arguments, self.malformed(), [], [], [], []
         with self.writing(rank, "signatures") as (stream,):
             for block in self.blocks(rank):
                 documents, lines = parse(block, how.key)
                 malformed.add(lines)
                 counts.append(len(documents))
+                file = self.corpus.names.index(block.file)
+                places += ((file, int(one.source.rpartition(":")[2]) if block.first else 0) for one in documents)
                 texts = [document.text for document in documents]
                 digests += (hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
                 if texts and not how.exact:
-                    sketches = near_duplicates.sketch(texts, how.shingle_size, how.shingles, self.bands)
-                    sketches.signatures.tofile(stream)
-                    keys.append(sketches.keys)
+                    signatures, of_bands = near_duplicates.sketch(texts, how.shingle_size, how.shingles, self.bands)
+                    signatures.tofile(stream)
+                    keys.append(of_bands)
         values = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
-        with self.writing(rank, "digests", "keys", "documents") as (halves, sorted_keys, numbers):
+        with self.writing(rank, "digests", "keys", "documents", "places") as (halves, sorted_keys, numbers, where):
+            np.array(places, np.int64).tofile(where)
             order = np.lexsort(values.T[::-1])
             for column in (values[order, 0], values[order, 1], order):
                 column.tofile(halves)
@@ -122,7 +125,7 @@ class DedupJob(FilterJob):
             np.stack((numbers[later], first[later])).tofile(stream)
 
     def gather(self, rank: int) -> None:
-        """Put `same` and the signatures of a share in place."""
+        """Put `same`, the signatures and the places of a share into the files of all."""
         begin, end = self.firsts[rank : rank + 2].tolist()
         same = np.arange(begin, end)
         for other in range(self.tasks):
@@ -131,6 +134,7 @@ class DedupJob(FilterJob):
             same[numbers[inside] - begin] = first[inside]
         self.put_values("same", begin, same)
         self.put_part("signatures", rank, self.folder / "all-signatures", begin * HASHES)
+        self.put_part("places", rank, self.folder / "all-places", begin * 16)
 
     # --- Similar texts ------------------------------------------------------------------------------------------------
 
@@ -191,7 +195,7 @@ class DedupJob(FilterJob):
                 if texts:
                     hashes, offsets = shingle_hashes(texts, how.shingle_size, how.shingles)
                     for start, stop in pairwise(offsets):
-                        distinct = shingle_set(hashes[start:stop])
+                        distinct = np.unique(hashes[start:stop])
                         distinct.tofile(stream)
                         sizes[next(rows)] = len(distinct)
             np.cumsum(sizes).tofile(ends)
@@ -283,9 +287,6 @@ class DedupJob(FilterJob):
         for part in self._all_documents():
             fate = self.fate(part)
             needed[fate.numbers] |= np.where(fate.kept, KEPT, 0).astype(np.uint8)
-            gone = ~fate.kept
-            for which in (fate.numbers, fate.instead, fate.similar):
-                needed[which[gone]] |= NAMED
             np.add.at(sizes, fate.instead[~fate.exact], 1)
             by_jaccard += np.histogram(fate.jaccard[fate.near], edges)[0]
             # Examples are the least similar near-duplicates, the most doubtful removals.
@@ -304,7 +305,7 @@ class DedupJob(FilterJob):
         return {"examples": examples, "clusters": clusters, "largest": largest, "by_jaccard": by_jaccard.tolist()}
 
     def write(self, rank: int) -> tuple[dict[str, Tally], dict[int, str]]:
-        """Write the documents of a share that are kept, and the sources of those that are named.
+        """Write the documents of a share that are kept.
 
         Returns:
           Counts of the share, and the texts of the documents that are SHOWN, by number.
@@ -312,38 +313,27 @@ class DedupJob(FilterJob):
         part = slice(*self.firsts[rank : rank + 2].tolist())
         fate, tallies, texts = self.fate(part), {name: Tally(name) for name in ("read", EXACT, NEAR, "kept")}, {}
         reasons = np.select([fate.exact, fate.near], [EXACT, NEAR], "kept").tolist()
-        numbers, ends, needed = [], [0], self.values("needed", np.uint8)[part]
-        row = 0
-        with self.writing(rank, "kept", "sources", "named") as (kept, sources, named):
+        needed, row = self.values("needed", np.uint8)[part], 0
+        with self.writing(rank, "kept") as (kept,):
             for wanted, documents in self._read_again(rank, needed):
                 for document, need in zip(documents, wanted.tolist(), strict=True):
                     tallies["read"].add(document.text)
                     tallies[reasons[row]].add(document.text)
                     if need & KEPT:
-                        kept.write(outputs.document_line(document, self.corpus.key))
-                    if need & NAMED:
-                        source = document.source.encode(errors="surrogatepass")
-                        numbers.append(part.start + row)
-                        ends.append(ends[-1] + sources.write(source))
+                        kept.write(tasks.document_line(document, self.corpus.key))
                     if need & SHOWN:
                         texts[part.start + row] = document.text
                     row += 1
-            np.array([*numbers, *ends], np.int64).tofile(named)
         return tallies, texts
 
-    def _source(self, number: int) -> str:
-        """The source of a document that `needed` has as NAMED."""
-        rank = int(np.searchsorted(self.firsts, number, "right")) - 1
-        if rank not in self._sources:
-            self._sources[rank] = (self.mapped("named", rank, np.int64), self.mapped("sources", rank, np.uint8))
-        named, sources = self._sources[rank]
-        count = len(named) // 2
-        row = count + int(np.searchsorted(named[:count], number))
-        return sources[named[row] : named[row + 1]].tobytes().decode(errors="surrogatepass")
-
     @cached_property
-    def _sources(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        return {}
+    def places(self) -> np.ndarray:
+        """The file and the line of each document, 0 in a text file; int64 [documents, 2]."""
+        return self.values("all-places").reshape(-1, 2)
+
+    def _source(self, number: int) -> str:
+        file, line = self.places[number].tolist()
+        return f"{self.corpus.names[file]}:{line}" if line else self.corpus.names[file]
 
     def story(self, fate: "Fate", row: int) -> dict[str, Any]:
         """A removed document in the record."""
@@ -359,7 +349,7 @@ class DedupJob(FilterJob):
         """Write the record of the documents of a share that are removed."""
         fate = self.fate(slice(*self.firsts[rank : rank + 2].tolist()))
         with self.writing(rank, "removed") as (stream,):
-            stream.writelines(outputs.json_line(self.story(fate, row)) for row in np.flatnonzero(~fate.kept).tolist())
+            stream.writelines(tasks.json_line(self.story(fate, row)) for row in np.flatnonzero(~fate.kept).tolist())
 
     def finish(self, rank: int) -> dict[str, Any]:
         """Write the report, and give the files their names."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -58,8 +56,6 @@ def doctor(arguments: DoctorArguments) -> int:
     """
     check_bounds(arguments)
     config = None if arguments.config is None else load_config(arguments.config)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # some terminals cannot print the marks
     console = Console(highlight=False, soft_wrap=True, quiet=arguments.json)
     findings = []
     with console.status("starting …") as status:
@@ -82,15 +78,9 @@ def _plain(finding: Finding) -> dict:
 
 
 def _show(console: Console, finding: Finding) -> None:
-    """Print a finding, and below it the fix; wrapped on a terminal, in whole lines elsewhere, for grep."""
+    """Print a finding, and below it the fix, in whole lines for grep."""
     mark, style = MARKS[finding.status]
-    indent = " " * (MARK_WIDTH + NAME_WIDTH)
-    lines = [f"{mark:<{MARK_WIDTH}}{finding.check:<{NAME_WIDTH}}{finding.found}"]
+    text = Text.assemble((f"{mark:<{MARK_WIDTH}}", style), (f"{finding.check:<{NAME_WIDTH}}", "bold"), finding.found)
     if finding.advice:
-        lines.append(f"{indent}→ {finding.advice}")
-    if console.is_terminal:
-        lines = [textwrap.fill(line, max(60, console.width), subsequent_indent=indent) for line in lines]
-    text = Text("\n".join(lines))
-    text.stylize(style, 0, MARK_WIDTH)
-    text.stylize("bold", MARK_WIDTH, len(indent))
+        text.append(f"\n{'':{MARK_WIDTH + NAME_WIDTH}}→ {finding.advice}")
     console.print(text)

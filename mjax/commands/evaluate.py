@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, TextColumn
 
 from mjax.commands.arguments import EvaluateArguments, PositionsOptions
-from mjax.config import Config, load_own_model, read_settings
+from mjax.config import load_own_model, read_settings
 from mjax.config.bounds import check_bounds
 from mjax.errors import UsageError, check_picture, either, in_python
-from mjax.tasks import labelled, labelled_task
+from mjax.tasks import labelled
 from mjax.tasks.interface import FOR_TEXT, Metric, Task
 from mjax.tasks.zero_shot import Lambada, Perplexity, Positions, WikiText103
 from mjax.utils.files import without_parents
@@ -72,18 +73,18 @@ def metrics_of(folder: str | Path, task: str, data: str, **options) -> dict[str,
 
 def _check(arguments: EvaluateArguments) -> None:
     """Refuse flags that do not go together."""
-    task, of_text, of_labels = arguments.task, list(TEXT_TASKS), list(labelled.TASKS)
-    labelled.check_name(task, of_text + of_labels)
-    if task in of_text and arguments.predictions is not None:
-        raise UsageError(f"--predictions is for {either(of_labels)}; leave it out, {task} predicts text")
-    if task not in SHORT_TASKS and arguments.stride is not None:
-        raise UsageError(f"--stride is for {either(SHORT_TASKS)}; leave it out, {task} cuts long texts its own way")
+    labelled.check_name(arguments.task, [*TEXT_TASKS, *labelled.TASKS])
     check_bounds(arguments.positions, "--positions.")
-    if task != "positions" and arguments.positions != PositionsOptions():
-        raise UsageError(f"flags that begin with --positions are for --task positions; leave them out for {task}")
+    flags = {
+        "--predictions": (arguments.predictions is not None, labelled.TASKS),
+        "--stride": (arguments.stride is not None, SHORT_TASKS),
+        "--figure": (arguments.figure is not None, ["positions"]),
+        "--positions.length and --positions.bins": (arguments.positions != PositionsOptions(), ["positions"]),
+    }
+    for flag, (is_given, tasks) in flags.items():
+        if is_given and arguments.task not in tasks:
+            raise UsageError(f"{flag} is for {either(tasks)}; leave it out")
     if arguments.figure is not None:
-        if task != "positions":
-            raise UsageError(f"--figure is for positions; leave it out, {task} has no picture")
         check_picture("--figure", arguments.figure)
 
 
@@ -91,17 +92,17 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     """The step of the checkpoint, and the metrics; writes predictions on request."""
     from mjax.checkpoint.base import restore_weights
     from mjax.cluster import processes
-    from mjax.generation.inference import inference_config, run_tokenizer
+    from mjax.generation.inference import inference_config, read_run, run_tokenizer
     from mjax.parallel.mesh import make_mesh
     from mjax.step.layout import with_kernel
     from mjax.tasks.scoring import LossScorer, Scorer, TaskScorer
 
     # --- The run and the file -----------------------------------------------------------------------------------------
     notices = Console(stderr=True, highlight=False, quiet=not processes.is_first())
-    say = lambda line: notices.print(line, markup=False, soft_wrap=True)  # noqa: E731
+    say = partial(notices.print, markup=False, soft_wrap=True)
     run, is_labelled = arguments.checkpoint, arguments.task in labelled.TASKS
     load_own_model(arguments.config, run, say)
-    saved = _read_run(arguments)
+    saved = read_settings(run / "config.json") if is_labelled else read_run(run, *FOR_TEXT)
     tokenizer = run_tokenizer(run, saved.model, arguments.tokenizer)
     with notices.status(f"reading {arguments.data}"):
         if is_labelled:
@@ -118,7 +119,13 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     if is_labelled:
         for note in task.notes:
             say(note)
-        _check_labelled(arguments, saved, task)
+        if task.with_head(saved.model) != saved.model:
+            tuned = f"run of mjax finetune --task {arguments.task}"
+            raise UsageError(
+                f"the model in {run} was not fine-tuned for {arguments.task}; give the folder best of a {tuned}"
+            )
+        if arguments.predictions is None and not task.has_labels:
+            raise UsageError(f"{arguments.data} has no labels to compute metrics from; add --predictions FOLDER")
 
     # --- The mesh and the weights -------------------------------------------------------------------------------------
     config = inference_config(saved, arguments.mesh, arguments.attention, arguments.micro_batch, arguments.compute)
@@ -141,34 +148,6 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
         task.draw(scores, arguments.figure, f"{run}, step {step:,}, on {arguments.data}")
         say(f"picture  {arguments.figure}")
     return step, metrics
-
-
-def _read_run(arguments: EvaluateArguments) -> Config:
-    """The config of the run, whose model must support the task."""
-    from mjax.generation.inference import read_run
-
-    if arguments.task in TEXT_TASKS:
-        return read_run(arguments.checkpoint, *FOR_TEXT)
-    saved = read_settings(arguments.checkpoint / "config.json")
-    if not labelled_task.is_fine_tuned(saved.model):
-        raise UsageError(
-            f"{arguments.checkpoint} has not been fine-tuned for {arguments.task}; type mjax finetune "
-            "--help, and give the folder best that it writes"
-        )
-    return saved
-
-
-def _check_labelled(arguments: EvaluateArguments, saved: Config, task: labelled.LabelledTask) -> None:
-    """Refuse a model that was not fine-tuned for this form of task, and a file that would give no output."""
-    if task.with_head(saved.model) != saved.model:
-        raise UsageError(
-            f"the model in {arguments.checkpoint} predicts {labelled_task.what_is_told(saved.model)} and was not "
-            f"fine-tuned for {arguments.task}; give a run of mjax finetune --task {arguments.task}"
-        )
-    if arguments.predictions is None and not task.has_labels:
-        raise UsageError(
-            f"{arguments.data} has no labels to compute metrics from; add --predictions FOLDER to write predictions"
-        )
 
 
 def report(arguments: EvaluateArguments, step: int, metrics: Sequence[Metric]) -> None:

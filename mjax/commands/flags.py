@@ -26,7 +26,7 @@ import tyro
 from mjax.config.bounds import check_bounds, fields_of, is_unsectioned
 from mjax.config.marks import FILE_ONLY, PLANNED, RUN_ELSEWHERE, Elsewhere, Mark
 from mjax.config.model import KIND_FLAG, REGISTRY
-from mjax.config.plain_values import describe, fits
+from mjax.config.plain_values import describe, fits, get_type_hints
 from mjax.errors import UsageError, either, suggestion
 from mjax.utils.files import without_parents
 
@@ -131,31 +131,25 @@ def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
 
 def _check_value(name: str, words: Sequence[str], kind: Any) -> None:
     """Refuse words of another type or number than a flag of this kind takes."""
-    options = [option for option in _options(kind) if option is not type(None)]
     if not any(_accepts(option, words) for option in _options(kind)):
-        typed = " ".join([f"--{name}", *words[: len(get_args(options[0])) if _is_tuple(options[0]) else 1]])
+        options = [option for option in _options(kind) if option is not types.NoneType]
+        several = len(get_args(options[0])) if get_origin(options[0]) is tuple else 1
+        typed = " ".join([f"--{name}", *words[:several]])
         raise UsageError(f"{typed}: it takes {' or '.join(map(_describe_option, options))}")
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
-    """The alternatives of a kind, without their annotations."""
-    if get_origin(kind) is Annotated:
-        return _options(get_args(kind)[0])
-    is_union = get_origin(kind) in (Union, types.UnionType)
-    return tuple(one for option in get_args(kind) for one in _options(option)) if is_union else (kind,)
-
-
-def _is_tuple(kind: Any) -> bool:
-    return get_origin(kind) is tuple
+    """The alternatives of a kind."""
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 def _accepts(kind: Any, words: Sequence[str]) -> bool:
     """True if the first of `words` can be read as `kind`; later ones may belong to the command."""
-    if _is_tuple(kind):
-        parts = get_args(kind)
+    parts = get_args(kind)
+    if get_origin(kind) is tuple:
         return ... in parts or fits([_plain(word) for word in words[: len(parts)]], kind)
     if get_origin(kind) is Literal:
-        return words[:1] in [[str(choice)] for choice in get_args(kind)]
+        return words[:1] in [[str(choice)] for choice in parts]
     return bool(words) and (kind in (str, Path) or fits(_plain(words[0]), kind))
 
 
@@ -169,7 +163,7 @@ def _plain(word: str) -> Any:
 
 def _describe_option(kind: Any) -> str:
     """'a whole number', '3 whole numbers', 'one of bf16, fp16'."""
-    if _is_tuple(kind) and ... not in get_args(kind):
+    if get_origin(kind) is tuple and ... not in get_args(kind):
         return f"{len(get_args(kind))} {_describe_option(get_args(kind)[0]).removeprefix('a ')}s"
     return describe(str if kind is Path else kind)
 
@@ -273,9 +267,10 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
 
 
 def _format_default(cls: type, flag: Flag) -> str:
-    """' [24]'; in words if it follows from other flags, which `derived` of `cls` says for flags and whole sections."""
-    derived = getattr(cls, "derived", {})
-    value = derived.get(flag.name) or derived.get(flag.name.partition(".")[0], flag.default)
+    """' [24]'; in words if it follows from other flags: `derived` of `cls` has the flags and whole sections."""
+    derived, value = getattr(cls, "derived", {}), flag.default
+    for words, names in derived.items():
+        value = words if {flag.name, flag.name.partition(".")[0]} & set(names.split()) else value
     if value in (None, "", (), dataclasses.MISSING) or value is False:
         return ""
     return f" [{' '.join(map(str, value)) if isinstance(value, tuple) else value}]"
@@ -333,7 +328,9 @@ def list_fields(
 ) -> Iterator[Flag]:
     """The flags of `cls`, and its fields that are no flags (`hidden`): by default those with the mark `cls.without`."""
     without = without or getattr(cls, "without", None)
-    for field, (name, flag, kind, marks) in zip(dataclasses.fields(cls), fields_of(cls), strict=True):
+    kinds = get_type_hints(cls)
+    for field, (name, flag, _, marks) in zip(dataclasses.fields(cls), fields_of(cls), strict=True):
+        kind = kinds[name]
         value = getattr(default, name, None) if default is not None else field.default
         reason = f"no result depends on {prefix}{name}: leave it out" if without in marks else hidden
         if dataclasses.is_dataclass(kind):
@@ -357,12 +354,10 @@ def _form(marks: Sequence) -> str:
 
 
 def _placeholder(kind: Any) -> str:
-    options = [option for option in _options(kind) if option is not type(None)]
-    if kind is bool:
-        return ""
-    if get_origin(options[0]) is Literal:
-        return "|".join(map(str, get_args(options[0])))
-    return {int: "N", float: "X"}.get(options[0], "PATH" if options[0] is Path else "TEXT")
+    option = _options(kind)[0]
+    if get_origin(option) is Literal:
+        return "|".join(map(str, get_args(option)))
+    return {bool: "", int: "N", float: "X", Path: "PATH"}.get(option, "TEXT")
 
 
 @functools.cache

@@ -12,9 +12,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
@@ -23,16 +22,17 @@ from mjax.commands.flags import flag_names, parse
 from mjax.commands.train import TrainArguments, choose_config, name_of
 from mjax.config import Config, axes, load_config
 from mjax.config.bounds import Count, Positive
-from mjax.config.checks import validate
+from mjax.config.checks import resolve, resolve_steps, validate
 from mjax.config.kernels import attention_on_gpu
 from mjax.config.marks import RUN_ELSEWHERE, UNPLANNED
-from mjax.config.resolve import resolve, resolve_steps
-from mjax.config.source import check_new, write_config
+from mjax.config.run import check_new, write_config
 from mjax.errors import UsageError, check_picture, in_python
 from mjax.planner import Section
-from mjax.planner.calibration import Calibration, Rates, default_calibration, read_calibration
 from mjax.utils.figures import human_bytes, named_rows, table
 from mjax.utils.files import cache_home
+
+if TYPE_CHECKING:
+    from mjax.planner.time import Calibration
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,8 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
       UsageError: the config cannot run, a figure shows a part that it does not have, or its file cannot be written.
     """
     config, name, devices = arguments.settings, arguments.config, arguments.devices
+    from mjax.planner.time import Rates
+
     gpu, calibration = _hardware(arguments)
     per_server = 8 if gpu is None else gpu.gpus_per_node
     sections: dict[str, Section | None] = dict.fromkeys(KEYS)
@@ -210,8 +212,8 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
         if arguments.days is not None:
             name = name if arguments.run is None else f"{arguments.run}/config.json"
             budget = Budget(devices, gpu, arguments.days, arguments.tokens_per_parameter)
-            base, say = config if name == OWN else load_config(name), partial(print, file=sys.stderr)
-            config, sections["budget"] = run_budget(config, name, base, budget, calibration, arguments.keep, say)
+            base = config if name == OWN else load_config(name)
+            config, sections["budget"] = run_budget(config, name, base, budget, calibration, arguments.keep)
         config, sections["search"] = run_search(config, name, devices, gpu, calibration, arguments.keep)
     _check(arguments, config, name, gpu, per_server)
     if arguments.write is not None:  # after all checks
@@ -230,9 +232,9 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
 
         sections["longest"] = run_longest(config, name, arguments.longest, gpu, calibration)
     if arguments.compile:
-        from mjax.planner.compile import compile_and_tell
+        from mjax.planner.command import compile_for
 
-        sections["compile"] = compile_and_tell(config, gpu.name, per_server)
+        sections["compile"] = compile_for(config, gpu)
     return sections
 
 
@@ -251,6 +253,8 @@ def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration | None]
             raise UsageError(f"--{name.replace('_', '-')} {shown} needs --{needed}; add it")
     per_server, network, file = arguments.devices_per_node, arguments.network, arguments.calibration
     if arguments.gpu is not None:
+        from mjax.planner.time import default_calibration, read_calibration
+
         gpu = gpu_named(arguments.gpu).in_server(per_server, network)
         return gpu, default_calibration(gpu) if file is None else read_calibration(file)
     return None, None
@@ -268,7 +272,7 @@ def _check(arguments: PlanArguments, config: Config, name: str, gpu: Gpu | None,
             f"--schedule-figure needs a pipeline and {name} has none; add stages, such as --mesh.pipe {stages}{keep}"
         )
     if arguments.compile:
-        from mjax.planner.compile import check_compile
+        from mjax.planner.command import check_compile
 
         check_compile(config, gpu and gpu.name, per_server)
     if gpu is None:
@@ -387,7 +391,7 @@ def _communication(config: Config, name: str, file: Path | None) -> Section:
 
 def _time(config: Config, gpu: Gpu, calibration: Calibration | None) -> Section:
     """The time of a step and of the run."""
-    from mjax.planner.time import time_section
+    from mjax.planner.time import Rates, time_section
 
     try:
         Rates(gpu, calibration, config.precision.compute)

@@ -40,12 +40,11 @@ from mjax.config import DataConfig, load_config, read_settings
 from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
 from mjax.data import indexed, tokenizers
-from mjax.data.corpus import Corpus, TextFiles, parse, tasks
-from mjax.data.corpus.documents import OF_ROWS, Block, Questions, Wikipedia, ending_of
-from mjax.data.corpus.outputs import speed
+from mjax.data.corpus import TextFiles, parse, tasks
+from mjax.data.corpus.documents import OF_ROWS, Block, Wikipedia, ending_of
 from mjax.data.indexed import Shape, index_file, mask_file, token_dtype, token_file
 from mjax.data.samples import advice
-from mjax.data.tokenizers import DESCRIPTION, BertTokenizer, HuggingFaceTokenizer, Tokenizer
+from mjax.data.tokenizers import BertTokenizer, HuggingFaceTokenizer, Tokenizer
 from mjax.errors import UsageError
 from mjax.generation.chat import PLAIN, TEMPLATE, Chat, Trained, Unfit, encode, preview, refused
 from mjax.utils.progress import facts
@@ -65,7 +64,6 @@ class PrepareSummary:
       encoder: the package that encoded: gigatoken, tokenizers, sentencepiece, or mjax for bytes.
       workers: processes that encoded; 1 means this process alone.
       seconds: total time.
-      encoding_seconds: time from the first text to the last token on disk, without training a tokenizer.
       dropped, cut: conversations that were too long.
       endless: conversations whose last turn ends without a special token.
       for_bert: whether the tokenizer has the tokens of a BERT's samples.
@@ -76,7 +74,6 @@ class PrepareSummary:
     encoder: str
     workers: int
     seconds: float
-    encoding_seconds: float
     dropped: int = 0
     cut: int = 0
     endless: int = 0
@@ -100,7 +97,7 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
         if arguments.longest is None:
             model = read_settings(_run_of(arguments) / "config.json").model
             arguments = replace(arguments, longest=model.sequence + 1)
-        corpus = Questions() if arguments.demo else _conversations_of(arguments)
+        corpus = Wikipedia(questions=True) if arguments.demo else _conversations_of(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
     return tasks.run(PrepareJob(arguments, corpus, following))
@@ -116,7 +113,7 @@ class PrepareJob(tasks.Job):
     single = ("tokenizer", "finish")
     readers = ("lines", "tokenizer", "encode")
 
-    def __init__(self, arguments: PrepareArguments, corpus: Corpus, following: bool):
+    def __init__(self, arguments: PrepareArguments, corpus: TextFiles, following: bool):
         stages = [*["tokenizer"] * _trains(arguments), "encode", "merge", "finish"]
         super().__init__(arguments, corpus, arguments.output, stages)
         self.following, self.given = following, None
@@ -247,16 +244,12 @@ class PrepareJob(tasks.Job):
             if not how.chat:
                 remove(mask_file(prefix))
         self.put_outputs({"bin": token_file(prefix), "mask": mask_file(prefix), "idx": index_file(prefix)})
-        now = time.time()
         return PrepareSummary(
             prefix=prefix,
             metadata=metadata,
             encoder=min(share["encoder"] for share in shares),  # gigatoken, if it took some
             workers=(how.workers or self.tasks) if how.sbatch else max(self.processes, 1),
-            seconds=now - self.began,
-            encoding_seconds=max(
-                now - (self._tokenizer_folder / DESCRIPTION).stat().st_mtime, 1e-3
-            ),  # of another clock
+            seconds=time.time() - self.began,
             for_bert=isinstance(tokenizer, BertTokenizer),
             **{name: counts[name] for name in ("dropped", "cut", "endless")},
         )
@@ -268,12 +261,10 @@ class PrepareJob(tasks.Job):
 
     def show(self, result: PrepareSummary) -> None:
         """Print the summary, as JSON with --json."""
-        how, metadata, seconds = self.arguments, result.metadata, result.encoding_seconds
+        how, metadata = self.arguments, result.metadata
         if how.json:
-            rates = {"documents_per_second": metadata.documents / seconds}
-            rates["megabytes_per_second"] = metadata.text_bytes / seconds / 1e6
             values = dataclasses.asdict(result)
-            values = {**values, **values.pop("metadata"), "files": result.files, **rates}
+            values = {**values, **values.pop("metadata"), "files": result.files}
             print(json.dumps(values, ensure_ascii=False, default=str))
             return
         console = Console(soft_wrap=True, highlight=False)
@@ -286,8 +277,7 @@ class PrepareJob(tasks.Job):
         for example in metadata.malformed_examples:
             console.print(f"left out: {example}", markup=False)
         workers = f"{result.workers} worker{'s' * (result.workers > 1)}"
-        rates = speed(metadata.documents, metadata.text_bytes, seconds)
-        console.print(f"encoded with {result.encoder}, {workers}: {rates}", markup=False)
+        console.print(f"encoded with {result.encoder}, {workers}", markup=False)
         if self.following:
             print(f"\nNext: {_following(how, metadata, result.for_bert)}")
 
@@ -471,7 +461,7 @@ def _conversations_of(arguments: ConversationArguments) -> TextFiles:
     return corpus
 
 
-def _show_first(arguments: ConversationArguments, corpus: Corpus, folder: Path) -> None:
+def _show_first(arguments: ConversationArguments, corpus: TextFiles, folder: Path) -> None:
     """Print the first conversations, with what is trained in green."""
     console, chat = Console(soft_wrap=True, highlight=False), Chat(folder)
     for document in islice(corpus, arguments.preview):

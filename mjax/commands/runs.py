@@ -31,7 +31,6 @@ from rich.prompt import Confirm
 from mjax.checkpoint import mirror
 from mjax.checkpoint.folders import BASE, GOOD, MANIFEST, Unusable, adapters_on, checkpoint_steps, locked, read_manifest
 from mjax.config import Config, differences, read_settings
-from mjax.config.axes import in_words
 from mjax.config.batch_size import BatchSizes
 from mjax.config.model import is_own, kind_of
 from mjax.config.model_file import MODEL_FILE, model_file_of
@@ -298,8 +297,7 @@ def compare_runs(arguments: CompareArguments) -> int:
         name: {"parameters": _parameters(folder, configs[name]), **results_of(histories[name], common)}
         for name, folder in runs.items()
     }
-    labels = curve_labels(configs)
-    draw_runs({labels[name]: (each.losses, each.validation) for name, each in histories.items()}, figure, x)
+    draw_runs({name: (each.losses, each.validation) for name, each in histories.items()}, figure, x)
     if arguments.json:
         print(json.dumps({"runs": results, "settings": settings, "figure": str(figure)}, ensure_ascii=False))
     else:
@@ -368,13 +366,6 @@ def results_of(history: History, common: int) -> dict[str, float | int | None]:
         "tokens/s": speeds[len(speeds) // 2] if speeds else None,
         "skipped steps": history.skipped,
     }
-
-
-def curve_labels(configs: dict[str, Config]) -> dict[str, str]:
-    """Return the label of each run's curve: its name, and before it the mesh if the runs have several."""
-    meshes = {name: in_words(config.mesh) for name, config in configs.items()}
-    several = len(set(meshes.values())) > 1
-    return {name: f"{mesh} ({name})" if several else name for name, mesh in meshes.items()}
 
 
 def _different_settings(configs: dict[str, Config]) -> dict[str, dict[str, Any]]:

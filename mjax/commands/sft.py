@@ -20,12 +20,13 @@ import tyro
 
 from mjax import __version__
 from mjax.cluster import launch
+from mjax.commands.arguments import PrepareArguments
 from mjax.commands.flags import first_values, flag_names, parse
 from mjax.commands.train import TrainArguments, train
 from mjax.config import Config, DataConfig, OptimizerConfig, TrainConfig, load_own_model, read_config
 from mjax.config.bounds import Bounds
 from mjax.config.marks import Elsewhere
-from mjax.config.run import BLENDS, as_flag, differences
+from mjax.config.run import as_flag, differences
 from mjax.data.corpus.documents import OF_ROWS
 from mjax.errors import UsageError
 from mjax.utils.files import cache_home, make_folder
@@ -63,20 +64,13 @@ class SftArguments(TrainArguments):
         **{topic: TrainArguments.usual[topic] for topic in ("devices", "learning", "what is kept")},
     }
     derived: ClassVar = {
-        "config": "of --init",
-        "model": "of --init",
-        "name": "INIT-sft",
-        "optimizer.learning-rate": "2e-05, of adapters 0.0002",
-        "optimizer.min-learning-rate": "2e-06, of adapters 2e-05",
-        "optimizer.warmup-steps": "3% of the steps",
-        "precision": "of --init",
-        "train.eval-batches": "those of the validation data",
-        "train.eval-interval": f"1/{EVALUATIONS} of the steps, if there are validation data",
-        "train.loss-chunks": "of --init",
-        "train.micro-batch": "1, or as --init was trained",
-        "train.recompute": "of --init",
-        "train.steps": "as --epochs gives",
-        "data.samples": "as --epochs gives",
+        "of --init": "config model precision train.loss-chunks train.recompute",
+        "INIT-sft": "name",
+        "2e-05, of adapters 0.0002": "optimizer.learning-rate",
+        "2e-06, of adapters 2e-05": "optimizer.min-learning-rate",
+        "1, or as --init was trained": "train.micro-batch",
+        "by --epochs and the data": "train.steps data.samples train.eval-batches train.eval-interval",
+        "3% of the steps": "optimizer.warmup-steps",
     }
     examples: ClassVar = (
         "mjax sft --init runs/q --data chat.jsonl --name q-chat",
@@ -104,15 +98,11 @@ def sft(argv: Sequence[str]) -> int:
         raise UsageError(f"{init} holds {saved.model.title}, which writes no answers; see mjax finetune --help")
     defaults = _defaults(saved, trained=any((init / "checkpoints").glob("[1-9]*")))  # not only converted
     given = parse(SftArguments, argv, "mjax sft", SftArguments(settings=defaults))
-    data = given.settings.data
-    if not data.path and not data.train_path:
+    if not given.settings.data.path and not given.settings.data.train_path:
         raise UsageError("there are no conversations; add --data FILE.jsonl, or the prefix of `mjax prepare --chat`")
-    prefixes = _prepare_files(given, first)
-    for file, prefix in prefixes.items():
+    for file, prefix in _prepare_files(given, first).items():
         argv = [prefix if word == file else word.replace(f"={file}", f"={prefix}") for word in argv]
-    paths = {name: tuple(prefixes.get(path, path) for path in getattr(data, name)) for name in BLENDS}
-    given = replace(given, settings=replace(given.settings, data=replace(data, **paths)))
-    chosen = _chosen(given, defaults, first)
+    chosen = _chosen(parse(SftArguments, argv, "mjax sft", given), defaults, first)
     _print_defaults(chosen.settings, first)
     return train(argv, lambda _: chosen, "mjax sft")
 
@@ -134,7 +124,7 @@ def _prepare_files(given: SftArguments, typed: Container[str]) -> dict[str, str]
 
 def _prepare_file(given: SftArguments, file: str, longest: int | None) -> str:
     """The prefix of a file of conversations in the folder of caches, prepared unless that was done before."""
-    from mjax.commands.prepare import PrepareArguments, prepare
+    from mjax.commands.prepare import prepare
     from mjax.data.indexed import index_file
     from mjax.generation.chat import TEMPLATE
 
@@ -144,8 +134,17 @@ def _prepare_file(given: SftArguments, file: str, longest: int | None) -> str:
     if template is None and not (given.init / "tokenizer" / TEMPLATE).is_file():
         template = "plain"
         print(f"{given.init} has no chat template and learns the plain one, User: … Assistant: …")
+    arguments = PrepareArguments(
+        inputs=(Path(file),),
+        output="",
+        tokenizer=f"run:{given.init}",
+        chat=True,
+        template=template,
+        turns=given.turns,
+        longest=longest,
+    )
     name = re.sub(r"[^\w.-].*", "", Path(file).name)[:64]  # without the query of an address
-    prefix = home.absolute() / "conversations" / f"{name}-{cache_key(given, file, template, longest)}"
+    prefix = home.absolute() / "conversations" / f"{name}-{cache_key(arguments, given.init)}"
     if index_file(prefix).is_file():
         print(f"data    {prefix}, prepared before")
         return str(prefix)
@@ -155,28 +154,17 @@ def _prepare_file(given: SftArguments, file: str, longest: int | None) -> str:
             f"run:{given.init} --output data/chat, and start the run with --data data/chat"
         )
     make_folder(prefix.parent)
-    arguments = PrepareArguments(
-        inputs=(Path(file),),
-        output=str(prefix),
-        tokenizer=f"run:{given.init}",
-        chat=True,
-        template=template,
-        turns=given.turns,
-        longest=longest,
-    )
-    prepare(arguments, following=False)
+    prepare(replace(arguments, output=str(prefix)), following=False)
     return str(prefix)
 
 
-def cache_key(given: SftArguments, file: str, template: str | None, longest: int | None) -> str:
-    """A name for all that prepared conversations depend on: contents of the files, never their times, and flags."""
+def cache_key(arguments: PrepareArguments, init: Path) -> str:
+    """A name for all that prepared conversations depend on: flags and contents of the files, never their times."""
     from mjax.utils.remote import located
 
-    tokenizer = given.init / "tokenizer"
-    files = [located(Path(file)), *sorted(path for path in tokenizer.rglob("*") if path.is_file())]
-    files += [Path(template)] if template not in (None, "plain") else []
-    length = read_config(given.init / "config.json").model.sequence
-    parts = [__version__, given.turns, template == "plain", longest, length]
+    files = [located(*arguments.inputs), *sorted(path for path in (init / "tokenizer").rglob("*") if path.is_file())]
+    files += [] if arguments.template in (None, "plain") else [Path(arguments.template)]
+    parts = [__version__, str(replace(arguments, inputs=())), read_config(init / "config.json").model.sequence]
     for path in files:
         with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:  # `prepare` says which is missing
             parts += [path.name, hashlib.file_digest(stream, "sha256").hexdigest()]

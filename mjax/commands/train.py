@@ -14,10 +14,9 @@ from mjax.cluster import launch
 from mjax.cluster.launch import Distributed, be_repeatable
 from mjax.commands.flags import first_values, flag_names, parse
 from mjax.config import Config, has_own_model, load_config, load_own_model, read_config
-from mjax.config.checks import validate
+from mjax.config.checks import resolve, resolve_steps, validate
 from mjax.config.marks import RUN_ELSEWHERE, Elsewhere
 from mjax.config.model import KIND_FLAG, as_kind, kind_of
-from mjax.config.resolve import resolve, resolve_steps
 from mjax.errors import RunError, UsageError, either, exit_code, explain, lines_of
 from mjax.profiling import profiled_steps
 from mjax.run.callbacks import Callback
@@ -221,7 +220,10 @@ def _train_arguments(
     check_run_folder(folder)
     run_to_train(folder)
     if arguments.step is not None and arguments.init is None:
-        _check_step(arguments, folder, checkpoint_steps(folder))
+        if arguments.resume is None:
+            raise UsageError(f"--step {arguments.step} goes with --resume or --init; add --resume {folder}")
+        if arguments.step not in (steps := checkpoint_steps(folder)):
+            raise UsageError(f"--step {arguments.step}: {folder} has no such checkpoint; use {either(steps)}")
     from mjax.run.continuing import after_steps_taken, changes_since, choose_origin, with_positions
 
     step = arguments.step if arguments.resume is not None else None
@@ -252,14 +254,6 @@ def _train_arguments(
 
     check_trackers(settings.log)
     return replace(arguments, resume=folder, settings=settings), label, origin, [*taken, *changes]
-
-
-def _check_step(arguments: TrainArguments, folder: Path, steps: Sequence[int]) -> None:
-    """Refuse `--step` without a run, or without a checkpoint in it."""
-    if arguments.resume is None:
-        raise UsageError(f"--step {arguments.step} goes with --resume or --init; add --resume {folder}")
-    if arguments.step not in steps:
-        raise UsageError(f"--step {arguments.step}: {folder} has no such checkpoint; use {either(steps)}")
 
 
 def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> None:

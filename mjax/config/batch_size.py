@@ -1,14 +1,13 @@
 """Global batch sizes as a function of the step.
 
 Early in training a small batch is enough (its gradient noise is small, arXiv 1812.06162), so large runs begin with one
-and let it grow, as GPT-3 did (arXiv 2005.14165, appendix B). There are two ways to say how, at most one may be given:
+and let it grow, as GPT-3 did (arXiv 2005.14165, appendix B):
 
     train.batch_rampup     (start, increment, samples), Megatron's --rampup-batch-size: from `start` to
                            train.global_batch by `increment` at a time, in equal portions of `samples` samples
-    train.batch_schedule   '0:768 250B:1536': from each number of tokens on, this batch
 
-Either way the size of a step follows from the samples before it, and so from the step alone: it is the same after a
-restart. Sample order does not depend on the sizes; only the split into steps does:
+The size of a step follows from the samples before it, and so from the step alone: it is the same after a restart.
+Sample order does not depend on the sizes; only the split into steps does:
 
     samples   0 1 2 3 4 5 6 7 8 9 …          batch_rampup 2 2 8, global batch 6: 4 samples for each of two increments
     steps     └0┘ └1┘ └──2──┘ └────3────┘ …
@@ -48,18 +47,11 @@ class BatchSizes:
 
     @classmethod
     def of(cls, config: Config) -> BatchSizes:
-        """The sizes of the run that `config` describes.
-
-        Raises:
-          UsageError: train.batch_schedule is malformed.
-        """
+        """The sizes of the run that `config` describes."""
         train = config.train
         changes = [(0, train.global_batch)]
         if train.batch_rampup is not None:
             changes = _rampup(*train.batch_rampup, train.global_batch)
-        elif train.batch_schedule is not None:
-            tokens = parse_schedule(train.batch_schedule)
-            changes = [(-(-start // config.model.sequence), size) for start, size in tokens]
         return cls._from_changes(changes, train.taken)
 
     @classmethod
@@ -129,9 +121,7 @@ def training_samples(config: Config) -> int:
 
 def at_batch(config: Config, size: int) -> Config:
     """`config` for the steps of one size: a constant global batch of `size`."""
-    return replace(
-        config, train=replace(config.train, global_batch=size, batch_rampup=None, batch_schedule=None, taken=())
-    )
+    return replace(config, train=replace(config.train, global_batch=size, batch_rampup=None, taken=()))
 
 
 def _rampup(start: int, increment: int, samples: int, end: int) -> list[tuple[int, int]]:
@@ -167,7 +157,7 @@ def with_steps(config: Config, typed: Collection[str] = ()) -> tuple[Config, str
     """`config` with the steps of its train.tokens, and a line about it; as it is if it gives steps.
 
     Args:
-      config: with a valid batch ramp-up or schedule.
+      config: with a valid batch ramp-up.
       typed: names of the flags of the command line, such as "train.steps"; they go before those of a file.
 
     Raises:
@@ -193,25 +183,6 @@ def with_steps(config: Config, typed: Collection[str] = ()) -> tuple[Config, str
     steps = sizes.steps_for(-(-wanted // sample))
     line = f"{tokens} tokens are {steps:,} steps ({sizes.samples_before(steps) * sample:,} tokens)"
     return replace(config, train=replace(train, steps=steps, tokens=None)), line
-
-
-def parse_schedule(schedule: str) -> list[tuple[int, int]]:
-    """'0:768 250B:1536' → [(0, 768), (250 × 10⁹, 1536)]: from how many tokens on, and the batch.
-
-    Tokens may end in K, M, B or T: thousands, millions, billions (10⁹) or trillions.
-
-    Raises:
-      UsageError: it is malformed, does not begin at 0, or its tokens do not ascend.
-    """
-    found = [re.fullmatch(rf"({TOKENS.pattern}):(\d+)", entry) for entry in schedule.split()]
-    changes = [(parse_tokens(m[1]), int(m[4])) for m in found if m]
-    tokens = [start for start, _ in changes]
-    if None in found or tokens[:1] != [0] or sorted(set(tokens)) != tokens or min(size for _, size in changes) < 1:
-        raise UsageError(
-            f"--train.batch-schedule {schedule!r} is not a list of TOKENS:BATCH with ascending tokens from 0 on; "
-            "write it like '0:768 250B:1536' (K, M, B or T: thousands to trillions of tokens)"
-        )
-    return changes
 
 
 def check_pipeline(stages: int, micro_batches: int, chunks: int) -> None:

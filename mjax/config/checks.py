@@ -1,17 +1,23 @@
-"""Checks before a device is touched. Each refusal is one sentence: what was given, what is allowed, what to type."""
+"""Checks before a device is touched, and settings that follow from the data and the length of a run.
+
+Each refusal is one sentence: what was given, what is allowed, what to type.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Set
+from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 
 from mjax.config import axes
-from mjax.config.batch_size import BatchSizes, check_pipeline, parse_schedule
+from mjax.config.batch_size import BatchSizes, check_pipeline, with_steps
 from mjax.config.bounds import check_bounds
-from mjax.config.datasets import parse_blend, split_sequences
+from mjax.config.datasets import DatasetMetadata, parse_blend, read_metadata, split_sequences
 from mjax.config.marks import Only, marks_of
 from mjax.config.pattern import check_stages
-from mjax.config.run import BLENDS, Config, as_flag, differences
+from mjax.config.run import BLENDS, Config, MeshConfig, as_flag, differences, read_settings
 from mjax.errors import UsageError, either
 
 MAX_DIVISOR = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
@@ -175,7 +181,7 @@ def can_run_layers(config: Config) -> bool:
 
 
 def _check_schedules(config: Config) -> None:
-    """Check the learning-rate schedule, the number of samples, the loss scale and loss spikes."""
+    """Check the learning-rate schedule, the number of samples."""
     train, optimizer = config.train, config.optimizer
     decay_steps = optimizer.decay_steps or train.steps
     if optimizer.warmup_steps >= decay_steps and optimizer.schedule != "constant":
@@ -199,10 +205,6 @@ def _check_schedules(config: Config) -> None:
     if config.data.samples is not None and config.data.samples < needed:
         raise UsageError(
             f"--data.samples {config.data.samples} is below the {needed} samples of all steps; leave it out or raise it"
-        )
-    if config.health.spike != "announce" and config.health.spike_deviations == 0:
-        raise UsageError(
-            f"--health.spike {config.health.spike} needs --health.spike-deviations above 0; leave one of them out"
         )
 
 
@@ -244,34 +246,25 @@ def _check_data(config: Config, name: str) -> None:
 
 
 def check_batch_sizes(config: Config) -> None:
-    """Check the ramp-up or schedule of the batch, and that each size makes whole micro-batches.
+    """Check the ramp-up of the batch, and that each size makes whole micro-batches.
 
     Raises:
       UsageError: one sentence, with values that fit.
     """
     train, mesh = config.train, config.mesh
-    if train.batch_rampup is None and train.batch_schedule is None:
+    if train.batch_rampup is None:
         return
-    if train.batch_rampup is not None and train.batch_schedule is not None:
-        raise UsageError("--train.batch-rampup and --train.batch-schedule both set the batch; leave one of them out")
     unit, end = mesh.data * train.micro_batch, train.global_batch
     of = f"data {mesh.data} × micro-batch {train.micro_batch}"
     if mesh.chunks > 1:
         unit, of = unit * mesh.pipe, f"{of} × pipe {mesh.pipe}, for the interleaved pipeline"
-    if train.batch_rampup is not None:
-        flag = f"--train.batch-rampup {' '.join(map(str, train.batch_rampup))}"
-        start, increment, _ = train.batch_rampup
-        if min(train.batch_rampup) < 1 or start >= end or (end - start) % increment:
-            raise UsageError(
-                f"{flag} does not reach --train.global-batch {end} in whole increments; use a START below it and an "
-                "INCREMENT that divides the difference"
-            )
-    else:
-        flag = f"--train.batch-schedule {train.batch_schedule!r}"
-        if (last := parse_schedule(train.batch_schedule)[-1][1]) != end:
-            raise UsageError(
-                f"{flag} ends with {last} and --train.global-batch is {end}; use --train.global-batch {last}"
-            )
+    flag = f"--train.batch-rampup {' '.join(map(str, train.batch_rampup))}"
+    start, increment, _ = train.batch_rampup
+    if min(train.batch_rampup) < 1 or start >= end or (end - start) % increment:
+        raise UsageError(
+            f"{flag} does not reach --train.global-batch {end} in whole increments; use a START below it and an "
+            "INCREMENT that divides the difference"
+        )
     for first_step, _, size in BatchSizes.of(config).ahead():
         if size % unit:
             raise UsageError(
@@ -330,3 +323,88 @@ def _join_numbers(numbers: list[int]) -> str:
 
 def _nearest_multiple(n: int, of: int) -> int:
     return max(of, round(n / of) * of)
+
+
+# --- Settings that a config takes from its data and its length, unless the command line sets them ---------------------
+#
+#     steps           of train.tokens, if that is given in their place
+#     vocabulary      that of the data's tokenizer; a config file has that of another, often GPT-2's
+#     conversations   where the data are some, with what of them is trained
+#     warm-up         shortened in proportion if --train.steps leaves no room for it
+#
+# Each is announced in one line, and the run's config.json has the resulting values.
+
+
+def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Path) -> tuple[Config, list[str]]:
+    """The config of a run, and one line for each setting taken from elsewhere.
+
+    Args:
+      config: including the flags of the command line.
+      chosen: without them.
+      typed: names of these flags, such as "train.steps".
+      label: name of the config in messages.
+      run: folder with the weights of the run, if there are any yet: they keep their vocabulary.
+
+    Raises:
+      UsageError: the data or the run there are damaged.
+    """
+    config, lines = resolve_steps(config, typed)
+    chosen, _ = resolve_steps(chosen)
+    noted = _metadata(config)
+    prefix, vocabulary = next(((name, one.vocabulary) for name, one in noted.items()), (None, 0))
+    if "model.vocabulary" in typed or not noted:
+        vocabulary = config.model.vocabulary
+    if vocabulary != config.model.vocabulary and not _goes_on(run, config.model.vocabulary):
+        model = replace(config.model, vocabulary=vocabulary)
+        rows = "" if model.padded_vocabulary == vocabulary else f", {model.padded_vocabulary:,} rows of the embedding"
+        lines.append(f"vocabulary {vocabulary:,} as in {prefix}{rows} ({label} has {config.model.vocabulary:,})")
+        config = replace(config, model=model)
+    if any(one.trained is not None for one in noted.values()):
+        config = replace(config, data=replace(config.data, conversations=True))
+        lines.append("conversations, in which the turns of the assistant are trained")
+    warmup = None if "optimizer.warmup-steps" in typed else shorter_warmup(config, chosen)
+    if warmup is not None:
+        steps = f"{warmup} step{'s' * (warmup != 1)}"
+        lines.append(
+            f"warm-up of {steps} instead of {config.optimizer.warmup_steps:,}, in proportion to the run's length"
+        )
+        config = replace(config, optimizer=replace(config.optimizer, warmup_steps=warmup))
+    return config, lines
+
+
+def resolve_steps(config: Config, typed: Set[str] = frozenset()) -> tuple[Config, list[str]]:
+    """The config with steps in place of tokens, and a line about it if tokens are given.
+
+    Raises:
+      UsageError: tokens and steps are both given, or tokens or the sizes of the batch are malformed.
+    """
+    if config.train.tokens is not None:  # the mesh may still have to be found
+        check_batch_sizes(replace(config, mesh=MeshConfig(), train=replace(config.train, micro_batch=1)))
+    config, line = with_steps(config, typed)
+    return config, [line] if line else []
+
+
+def _metadata(config: Config) -> dict[str, DatasetMetadata]:
+    """Return the metadata that `mjax prepare` recorded, by dataset; Megatron's tools record none.
+
+    Several datasets have the same tokenizer, or `open_data` refuses them.
+    """
+    field = "path" if config.data.path else "train_path"
+    values = () if config.data.mock else getattr(config.data, field)
+    prefixes = parse_blend(values, f"--data.{field.replace('_', '-')}").prefixes if values else ()
+    return {prefix: noted for prefix in prefixes if (noted := read_metadata(prefix)) is not None}
+
+
+def _goes_on(run: Path, vocabulary: int) -> bool:
+    """True if the run in this folder has this vocabulary."""
+    file = run / "config.json"
+    return file.is_file() and read_settings(file).model.vocabulary == vocabulary
+
+
+def shorter_warmup(config: Config, chosen: Config) -> int | None:
+    """A warm-up that fits, if the config file's does not fit the given length; else None."""
+    before, now = (one.optimizer.decay_steps or one.train.steps for one in (chosen, config))
+    warmup = config.optimizer.warmup_steps
+    if config.optimizer.schedule == "constant" or warmup < now or warmup >= before or now < 1:
+        return None
+    return min(max(round(warmup * now / before), 1), now - 1)

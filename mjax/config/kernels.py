@@ -59,11 +59,16 @@ def choose_kernel(
         fused, obstacle = "flash", _flash_obstacle(model, compute, platform, capability, chunks)
     else:
         fused, obstacle = "cudnn", _cudnn_obstacle(model, compute, platform, documents, capability)
+    return _choose("attention", asked, fused, obstacle, "xla" if platform == "gpu" else "xla_blocks"), obstacle
+
+
+def _choose(field: str, asked: str, fused: str, obstacle: str | None, otherwise: str) -> str:
+    """The kernel that is asked for, or by rule the fused one where nothing rules it out."""
     if asked == fused and obstacle:
-        raise UsageError(f"--model.attention {asked} cannot be used: {obstacle}; change that, or set it to auto")
+        raise UsageError(f"--model.{field} {asked} cannot be used: {obstacle}; change that, or set it to auto")
     if asked != "auto":
-        return asked, obstacle
-    return (("xla" if obstacle else fused) if platform == "gpu" else "xla_blocks"), obstacle
+        return asked
+    return otherwise if obstacle else fused
 
 
 def position_unit(config: Config) -> int:
@@ -184,14 +189,15 @@ def choose_grouped(config: Config, platform: str, capability: tuple[int, ...] = 
       UsageError: `pallas` was requested by name and does not support the run.
     """
     model = config.model
-    obstacle = _grouped_obstacle(
-        platform, capability, config.precision.compute, (model.hidden, model.width_of_expert // config.mesh.model)
-    )
-    if model.grouped == "pallas" and obstacle:
-        raise UsageError(f"--model.grouped pallas cannot be used: {obstacle}; change that, or use --model.grouped xla")
-    if model.grouped != "auto":
-        return model.grouped, obstacle
-    return ("xla" if obstacle else "pallas"), obstacle
+    obstacle = _gpu_obstacle(platform, capability)
+    if not obstacle and config.precision.compute == "fp64":
+        obstacle = "it computes in bf16, fp16 or fp32 and --precision.compute is fp64"
+    odd = [size for size in (model.hidden, model.width_of_expert // config.mesh.model) if size % SMALLEST]
+    if not obstacle and odd:
+        obstacle = (
+            f"it needs sizes that are multiples of {SMALLEST} and an expert's matrix has a dim of {odd[0]} on a GPU"
+        )
+    return _choose("grouped", model.grouped, "pallas", obstacle, "xla"), obstacle
 
 
 def capability_of(device) -> tuple[int, ...]:
@@ -209,17 +215,6 @@ def _flash_obstacle(
         return f"it needs a head size from 16 to 128 and hidden / heads is {model.head_size}"
     if model.sequence % (BLOCK * chunks):
         return f"it needs a multiple of {BLOCK * chunks} positions and --model.sequence is {model.sequence}"
-    return None
-
-
-def _grouped_obstacle(platform: str, capability: tuple[int, ...], compute: str, sizes: tuple[int, ...]) -> str | None:
-    if obstacle := _gpu_obstacle(platform, capability):
-        return obstacle
-    if compute == "fp64":
-        return "it computes in bf16, fp16 or fp32 and --precision.compute is fp64"
-    odd = [size for size in sizes if size % SMALLEST]
-    if odd:
-        return f"it needs sizes that are multiples of {SMALLEST} and an expert's matrix has a dim of {odd[0]} on a GPU"
     return None
 
 
@@ -256,6 +251,6 @@ def _cudnn_obstacle(
         return f"it needs a head size that is {allowed} and hidden / heads is {model.head_size}"
     if (documents or model.biased_scores) and model.sequence % 2:
         padded = "--data.reset-attention" if model.causal else "a BERT's padding"
-        cause = padded if documents else "--model.positions alibi"
+        cause = padded if documents else "ALiBi"
         return f"with {cause} it needs an even number of positions and --model.sequence is {model.sequence}"
     return None

@@ -90,7 +90,7 @@ def marks_of(config: Any, name: str) -> frozenset[Mark | Only]:
     return frozenset(mark for mark in marks if isinstance(mark, Mark | Only))
 
 
-def names_with(mark: Mark, cls: type) -> tuple[str, ...]:
+def names_with(mark: Any, cls: type) -> tuple[str, ...]:
     """Names of the fields of a dataclass with this mark."""
     return tuple(name for name, marks in _marks(cls).items() if mark in marks)
 
@@ -107,3 +107,29 @@ def _marks(cls: type) -> dict[str, tuple[Any, ...]]:
 
 
 RUN_ELSEWHERE = Elsewhere("load ckpt checkpoint-path resume-from-checkpoint checkpoint resume pretrained init-from")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The labels under which a run shows one mean of a model.
+
+    Attributes:
+      name: of the mean, as in metrics.jsonl.
+      line: its text on the progress line, a format of {value} and {perplexity}.
+      verdict: its text after the last evaluation, a format also of {guess}, {guess_perplexity}, {sequences} and
+        {error}, the standard error of a share; empty for none.
+      axis: label of the axis of its panel in loss.png; empty if it has no panel.
+      title: of the panel.
+      guess: the value of a model that guesses; a name adds to evaluations, under it, the entropy of their labels.
+      guess_label: its text in the panel, a format of {guess}.
+      share: True for a share, False for nats per token, which have a perplexity.
+    """
+
+    name: str
+    line: str
+    verdict: str = ""
+    axis: str = ""
+    title: str = ""
+    guess: str | float | None = None
+    guess_label: str = ""
+    share: bool = False

@@ -16,26 +16,20 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import tyro
-
-from mjax.config.bounds import Count, CountOrZero, NotNegative, Positive, Share
-from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, NEW_RUN, TUNING, UNPLANNED, By, Elsewhere
+from mjax.config.bounds import Count, NotNegative, Share
+from mjax.config.lora import LoRAConfig
+from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, NEW_RUN, TUNING, UNPLANNED, By, Elsewhere, Metric
 from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError, suggestion
 
 C = TypeVar("C", bound="type[ModelConfig]")
 Arrays = dict[str, tuple[tuple[int, ...], str]]
 """By name of an array of a batch the shape that one sample has in it, [s] or [], and its dtype."""
-
-
-def lora_flag(name: str):
-    """Mark of a field of LoRA, whose flag has a section of its own: --lora.rank."""
-    return tyro.conf.arg(name=f"lora.{name}", prefix_name=False)
 
 
 Tuned = Annotated[NotNegative, TUNING]
@@ -48,33 +42,7 @@ Attention = Literal["auto", "cudnn", "flash", "xla", "xla_blocks"]
 
 
 @dataclass(frozen=True)
-class Metric:
-    """The labels under which a run shows one mean of a model.
-
-    Attributes:
-      name: of the mean, as in metrics.jsonl.
-      line: its text on the progress line, a format of {value} and {perplexity}.
-      verdict: its text after the last evaluation, a format also of {guess}, {guess_perplexity}, {sequences} and
-        {error}, the standard error of a share; empty for none.
-      axis: label of the axis of its panel in loss.png; empty if it has no panel.
-      title: of the panel.
-      guess: the value of a model that guesses; a name adds to evaluations, under it, the entropy of their labels.
-      guess_label: its text in the panel, a format of {guess}.
-      share: True for a share, False for nats per token, which have a perplexity.
-    """
-
-    name: str
-    line: str
-    verdict: str = ""
-    axis: str = ""
-    title: str = ""
-    guess: str | float | None = None
-    guess_label: str = ""
-    share: bool = False
-
-
-@dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(LoRAConfig):
     """Fields that every model has. Dimension letters: s sequence, h hidden, n heads, d head size, f feed-forward, v
     vocabulary.
 
@@ -113,24 +81,15 @@ class ModelConfig:
     say; as many as sequence when not given."""
     vocabulary: Annotated[Count, NEW_RUN, Elsewhere("vocab-size padded-vocab-size")] = 50257
     """Token ids the tokenizer can produce."""
-    vocabulary_multiple: Annotated[Count, NEW_RUN, ANY_FAMILY, Elsewhere("make-vocab-size-divisible-by")] = 1024
+    vocabulary_multiple: Annotated[Count, FILE_ONLY, NEW_RUN, ANY_FAMILY, Elsewhere("make-vocab-size-divisible-by")] = (
+        1024
+    )
     """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
     init_std: Annotated[Tuned, FILE_ONLY, Elsewhere("init-method-std initializer-range")] = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
     attention: Annotated[Attention, FREE, NEW_RUN, ANY_FAMILY, Elsewhere("attn-implementation")] = "auto"
     """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
     a CPU. flash has dropout and keeps no scores, and no GPU has run it yet."""
-    lora_rank: Annotated[CountOrZero, lora_flag("rank")] = 0
-    """Rank r of LoRA's adapters (arXiv 2106.09685), which are trained while the weights are frozen; 0: none."""
-    lora_alpha: Annotated[Positive | None, lora_flag("alpha"), UNPLANNED] = None
-    """Adapters are multiplied by alpha / r, with lora.rslora by alpha / √r; by default alpha is 2 r."""
-    lora_targets: Annotated[tuple[str, ...], lora_flag("targets")] = ("all",)
-    """Linear layers that get an adapter: all, or some of q, k, v, out, gate, up, down; in a model of your own the names
-    of its layers."""
-    lora_rslora: Annotated[bool, lora_flag("rslora"), UNPLANNED] = False
-    """Scale by alpha / √r (rsLoRA, arXiv 2312.03732)."""
-    lora_dropout: Annotated[Rate, lora_flag("dropout"), UNPLANNED] = 0.0
-    """Dropout rate on the input of adapters."""
 
     title: ClassVar[str] = "a language model"
     module: ClassVar[str] = ""
@@ -170,9 +129,9 @@ class ModelConfig:
         """The model with weights initialised from `key`, a key of `jax.random`, in `dtype`."""
         return imported(self.module)(key, self, dtype)
 
-    def batch(self, data, evaluation: bool = False) -> Arrays:
+    def batch(self, data) -> Arrays:
         """The arrays of a batch with this `DataConfig`; here for a model that predicts the next token."""
-        return {name: ((self.sequence,), dtype) for name, dtype in data.batch_types(evaluation).items()}
+        return {name: ((self.sequence,), dtype) for name, dtype in data.batch_types().items()}
 
     def limits(self) -> dict[str, int]:
         """Exclusive upper bound of the values of each integer array in a batch, by name; the lower bound is 0."""
@@ -208,16 +167,6 @@ class ModelConfig:
         return self.max_positions
 
     @property
-    def adapter_alpha(self) -> float:
-        """The alpha of the adapters that is in use."""
-        return 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
-
-    @property
-    def lora_scale(self) -> float:
-        """The factor of the adapters: alpha / r or alpha / √r."""
-        return self.adapter_alpha / (self.lora_rank**0.5 if self.lora_rslora else self.lora_rank)
-
-    @property
     def groups(self) -> int:
         """Heads of keys and values, k."""
         return self.heads
@@ -247,14 +196,6 @@ class ModelConfig:
         Raises:
           UsageError: one sentence with the flag, its value and what to type.
         """
-
-    def without_lora(self) -> Self:
-        """The same model without adapters: the base of them."""
-        return dataclasses.replace(self, **dict(_lora_defaults(self)))
-
-    def lora_settings(self) -> dict[str, Any]:
-        """The settings of adapters that are not at their defaults, by field."""
-        return {name: getattr(self, name) for name, default in _lora_defaults(self) if getattr(self, name) != default}
 
     def without_dropout(self) -> ModelConfig:
         """The same model with all dropout rates 0."""
@@ -344,11 +285,6 @@ def as_kind(model: ModelConfig, kind: str) -> ModelConfig:
     cls = config_class(kind, KIND_FLAG)
     shared = (field for field in dataclasses.fields(model) if field.name in _names(cls) - {"kind"})
     return cls(**{field.name: value for field in shared if (value := getattr(model, field.name)) != field.default})
-
-
-def _lora_defaults(model: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """The fields that describe adapters, and their defaults."""
-    return ((field.name, field.default) for field in dataclasses.fields(model) if field.name.startswith("lora_"))
 
 
 def _names(cls: type[ModelConfig]) -> set[str]:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import sys
 import typing
+from collections.abc import Iterable
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, is_typeddict
@@ -55,19 +56,33 @@ def check(kind: type[T], value: Any, source: str, fix: str) -> T:
 
 def misfit(value: Any, kind: Any, name: str = "") -> str | None:
     """Describe the first part of `value`, itself called `name`, that is not of its type in `kind`; None: all are."""
-    parts, dot = (), f"{name}." if name else ""
+    dot, origin, kinds, fit = f"{name}." if name else "", get_origin(kind), get_args(kind), False
     if is_typeddict(kind) and isinstance(value, dict):
         if missing := sorted(kind.__required_keys__ - value.keys()):
             return f"there is no {dot}{missing[0]}"
         hints = get_type_hints(kind)
-        parts = ((value[key], hint, f"{dot}{key}") for key, hint in hints.items() if key in value)
-    elif get_origin(kind) is list and isinstance(value, list):
-        parts = ((part, get_args(kind)[0], f"{name}[{number}]") for number, part in enumerate(value))
-    elif get_origin(kind) is dict and isinstance(value, dict):
-        parts = ((part, get_args(kind)[1], f"{dot}{key}") for key, part in value.items())
-    elif not fits(value, kind):
-        return f"{name or 'the content'} is {value!r}, which is not {describe(kind)}"
-    return next(filter(None, (misfit(*part_of) for part_of in parts)), None)
+        return _first_misfit((value[key], hint, f"{dot}{key}") for key, hint in hints.items() if key in value)
+    if origin is list and isinstance(value, list):
+        return _first_misfit((part, kinds[0], f"{name}[{number}]") for number, part in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return _first_misfit((part, kinds[1], f"{dot}{key}") for key, part in value.items())
+    if origin is tuple and isinstance(value, (list, tuple)):  # JSON has lists
+        kinds = kinds[:1] * len(value) if kinds[1:] == (...,) else kinds
+        fit = len(value) == len(kinds) and all(map(fits, value, kinds))
+    elif origin is Literal:
+        fit = value in kinds
+    elif origin not in (list, dict, tuple) and not is_typeddict(kind):
+        fit = any(fits(value, option) for option in kinds) if kinds else _fits_scalar(value, kind)
+    return None if fit else f"{name or 'the content'} is {value!r}, which is not {describe(kind)}"
+
+
+def _first_misfit(parts: Iterable[tuple[Any, Any, str]]) -> str | None:
+    return next(filter(None, (misfit(*part) for part in parts)), None)
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """True if a plain value is one of `kind`."""
+    return misfit(value, kind) is None
 
 
 def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
@@ -111,29 +126,10 @@ def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
-def fits(value: Any, kind: Any) -> bool:
-    """True if a plain value is one of `kind`."""
-    if kind is Any:
-        return True
-    if is_typeddict(kind):
-        return isinstance(value, dict) and misfit(value, kind) is None
-    origin, kinds = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return value in kinds
-    if origin is tuple:  # JSON has lists
-        if not isinstance(value, (list, tuple)):
-            return False
-        kinds = kinds[:1] * len(value) if kinds[1:] == (...,) else kinds
-        return len(value) == len(kinds) and all(map(fits, value, kinds))
-    if origin is list:
-        return isinstance(value, list) and all(fits(part, *kinds) for part in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(fits(part, kinds[1]) for part in value.values())
-    return any(fits(value, option) for option in kinds) if kinds else _fits_scalar(value, kind)
-
-
 def _fits_scalar(value: Any, kind: type) -> bool:
     """True if a value is a number in range, text that can be a path, or another instance of `kind`."""
+    if kind is Any:
+        return True
     if kind is float:  # NaN is out of range
         return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if kind is int:

@@ -44,16 +44,16 @@ from mjax.config.model import (
     stand_in,
 )
 from mjax.config.model_file import change_of_file, file_of, model_file_of, refuse_unknown
-from mjax.config.plain_values import build
-from mjax.errors import UsageError, suggestion
+from mjax.config.plain_values import build, fits
+from mjax.errors import UsageError, check_folder, suggestion
 from mjax.utils.files import read_json, write_whole
 
 Compute = Literal["bf16", "fp8", "fp16", "fp32", "fp64"]
 Recompute = Literal["none", "selective", "full", "offload"]
-WSD, MUON = Only("optimizer.schedule", "wsd"), Only("optimizer.name", "muon")
+WSD = Only("optimizer.schedule", "wsd")
 Schedule = Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"]
-TEXT, PAIRS = Only("samples", "text"), Only("samples", "pairs")
-"""Fields for text read from left to right, and for BERT's pairs of text."""
+TEXT = Only("samples", "text")
+"""Fields for text read from left to right."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class MeshConfig:
     sequence_parallel: Annotated[bool, Elsewhere("sp")] = False
     """Also split LayerNorm, dropout and the residual stream over `model`, by tokens (arXiv 2205.05198): less memory for
     the same communication. It has no effect with `model` 1."""
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    schedule: Annotated[Literal["gpipe", "1f1b"], FILE_ONLY] = "1f1b"
     """Order of forward and backward passes in the pipeline; with chunks above 1, 1f1b is interleaved."""
     chunks: Annotated[Count, Elsewhere("num-layers-per-virtual-pipeline-stage~")] = 1
     """Chunks of layers per pipeline stage (virtual stages), V; they shrink the bubble V times."""
@@ -116,7 +116,7 @@ class DataConfig:
     """With train_path: a blend used for validation only."""
     mock: Annotated[bool, PLANNED, Elsewhere("mock-data")] = False
     """Train on synthetic tokens instead of data.path; for measuring speed."""
-    own: bool = False
+    own: Annotated[bool, FILE_ONLY] = False
     """Batches come from the caller of `mjax.Trainer`, which sets this."""
     samples: Count | None = None
     """Number of training samples for which the order is drawn; by default those of all steps. Megatron's sample order
@@ -128,18 +128,11 @@ class DataConfig:
     """Let a token attend only to tokens of its own document."""
     mask_eod_loss: Annotated[bool, TEXT, Elsewhere("eod-mask-loss")] = False
     """Ignore the loss of the token after an end of document, which cannot be predicted."""
-    conversations: Annotated[bool, PLANNED, Only("samples", "text conversations")] = False
+    conversations: Annotated[bool, FILE_ONLY, Only("samples", "text conversations")] = False
     """Samples are whole conversations of `mjax prepare --chat`, which do not see each other, and only what the
     assistant wrote is trained. Set by the data of a new run."""
     pack: Annotated[bool, Only("samples", "conversations")] = True
     """For conversations: as many in a sequence as fit; else one in each, padded."""
-    validation_tail: Annotated[bool, FILE_ONLY, TEXT] = False
-    """Keep the last, partial validation sample, padded; padding does not count."""
-    mask_probability: Annotated[float, Bounds(gt=0, lt=1), FILE_ONLY, PAIRS, Elsewhere("mask-prob")] = 0.15
-    """For pairs of text (BERT): share of masked tokens; Megatron's --mask-prob."""
-    short_probability: Annotated[float, Bounds(ge=0, le=1), FILE_ONLY, PAIRS, Elsewhere("short-seq-prob")] = 0.1
-    """For pairs of text (BERT): share of samples with a shorter target length, as texts for fine-tuning often are;
-    Megatron's --short-seq-prob."""
     eod: CountOrZero | None = None
     """End-of-document id, for the resets and the mask above; by default that of the data's tokenizer."""
     cache: Annotated[str | None, FREE, PER_PROCESS, Elsewhere("data-cache-path")] = None
@@ -151,7 +144,7 @@ class DataConfig:
             if value is None or isinstance(value, str):  # one prefix or none
                 object.__setattr__(self, name, (value,) if value else ())
 
-    def batch_types(self, evaluation: bool = False) -> dict[str, str]:
+    def batch_types(self) -> dict[str, str]:
         """The arrays [B, s] of a batch and their dtypes: what a sample consists of and a step takes.
 
         tokens     the sample
@@ -161,7 +154,7 @@ class DataConfig:
         documents  the number of a token's document within the sample
         """
         types = {"tokens": "int32", "labels": "int32"}
-        if self.own or self.conversations or self.mask_eod_loss or (evaluation and self.validation_tail):
+        if self.own or self.conversations or self.mask_eod_loss:
             types["loss_mask"] = "bool"
         if self.reset_positions or self.conversations:
             types["positions"] = "int32"
@@ -204,9 +197,6 @@ class OptimizerConfig:
     """Decay of the second moment."""
     epsilon: Annotated[float, Bounds(gt=0, such_as="1e-8"), FILE_ONLY, Elsewhere("adam-eps adam-epsilon eps")] = 1e-8
     """Added to the square root of the second moment; with 0 a weight without gradient would become 0 / 0."""
-    muon_adjust_lr: Annotated[Literal["match_rms_adamw", "original"], FILE_ONLY, MUON] = "match_rms_adamw"
-    """muon only: factor of the update of a matrix. match_rms_adamw: 0.2 √max(in, out), so that AdamW's learning rates
-    and weight decay fit (arXiv 2502.16982); original: √max(1, out / in). As adjust_lr_fn of torch.optim.Muon."""
     clip_norm: Annotated[NotNegative, Elsewhere("clip-grad grad-clip gradient-clip-val max-grad-norm")] = 1.0
     """Largest global L2 norm of the gradient; 0: no clipping."""
 
@@ -220,10 +210,8 @@ class PrecisionConfig:
     """Dtype of activations and matrix products. fp8 is bf16 with the products of the layers' linear layers in float8,
     in training; fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs JAX_ENABLE_X64=1 in the
     environment."""
-    loss_scale: Annotated[float, Bounds(ge=1), FILE_ONLY, Only("precision.compute", "fp16")] | None = None
-    """fp16 only: a constant loss scale instead of the dynamic one."""
     initial_loss_scale: Annotated[float, Bounds(ge=1), FILE_ONLY] = 2.0**32
-    """fp16 only: initial dynamic loss scale."""
+    """fp16 only: initial loss scale."""
     loss_scale_window: Annotated[Count, FILE_ONLY] = 1000
     """fp16 only: finite steps in a row after which the loss scale doubles."""
 
@@ -236,15 +224,12 @@ class TrainConfig:
     """Number of optimizer steps; an epoch is the tokens of the data / (global batch × sequence) steps."""
     tokens: Annotated[str | None, FREE, Elsewhere("train-tokens total-tokens max-tokens")] = None
     """Instead of steps: training tokens, such as 300B or 1.5T (K, M, B, T: thousands to trillions), rounded up to whole
-    steps of the global batch with its ramp-up or schedule. The run's config.json has the steps."""
+    steps of the global batch with its ramp-up. The run's config.json has the steps."""
     global_batch: Annotated[Count, Elsewhere("batch-size global-batch-size gradient-accumulation-steps~")] = 512
-    """Sequences per step over all devices; with a ramp-up or a schedule, those of the last steps."""
+    """Sequences per step over all devices; with a ramp-up, those of the last steps."""
     batch_rampup: Annotated[tuple[int, int, int] | None, Elsewhere("rampup-batch-size")] = None
     """START INCREMENT SAMPLES, as Megatron's --rampup-batch-size: begin with START sequences per step and add INCREMENT
     at a time, in equal portions of the first SAMPLES samples, up to global_batch."""
-    batch_schedule: str | None = None
-    """Instead of a ramp-up: pairs TOKENS:BATCH such as '0:768 250B:1536', from that many training tokens on (K, M, B,
-    T: thousands to trillions) that many sequences per step. The last is global_batch."""
     taken: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
     """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
     data, tokens and learning rate continue from their samples. A run writes it; it has no flag."""
@@ -289,21 +274,10 @@ class HealthConfig:
     """When a run counts as unhealthy, and what happens then. A step is unhealthy if it is skipped because of non-finite
     values, or if its loss is far above the running mean."""
 
-    spike: Literal["announce", "skip", "rewind"] = "announce"
-    """Response to a loss spike: announce reports it; skip drops the update of that batch; rewind goes back to the last
-    good checkpoint and skips the batches that led to the spike."""
-    spike_deviations: NotNegative = 6.0
-    """A loss this many standard deviations above its running mean is a spike; 0: no spikes. In the first quarter of a
-    window only ten times the mean is."""
-    window: Annotated[int, Bounds(ge=2)] = 100
-    """Number of steps for the mean and the standard deviation; more than half of them unhealthy, also of a whole run
-    that is shorter, end the run with exit code 3."""
-    skipped_in_a_row: Count = 20
-    """Skipped steps in a row that end the run with exit code 3. Steps in which fp16's dynamic loss scale still falls do
-    not count."""
-    replica_interval: Annotated[CountOrZero, FILE_ONLY] = 100
-    """Steps between comparisons of the weights of all replicas, bit for bit; they are also compared before each
-    checkpoint. Replicas that differ end the run with exit code 3. 0: never."""
+    spike: Literal["announce", "skip", "rewind", "ignore"] = "announce"
+    """Response to a loss spike, six standard deviations above the mean of 100 steps: announce reports it; skip drops
+    the update of that batch; rewind goes back to the last good checkpoint and skips the batches that led to the spike;
+    ignore takes no loss for one."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +286,7 @@ class LogConfig:
 
     interval: Annotated[Count, Elsewhere("every log-every log-interval logging-steps")] = 1
     """Steps between lines of metrics.jsonl and TensorBoard scalars."""
-    tensorboard: Annotated[bool, PER_PROCESS, Elsewhere("tensorboard-dir")] = True
+    tensorboard: Annotated[bool, FILE_ONLY, PER_PROCESS, Elsewhere("tensorboard-dir")] = True
     """Write TensorBoard scalars into the run folder."""
     wandb: Annotated[str | None, PER_PROCESS, Elsewhere("wandb-project wandb")] = None
     """Weights & Biases project to log to (needs the wandb package)."""
@@ -367,9 +341,9 @@ class Config:
         """Chunks of a sequence, of which a rank of `context` has two where attention gathers; else 1."""
         return 2 * self.mesh.context if self.across == "gather" else 1
 
-    def batch_arrays(self, evaluation: bool = False) -> Arrays:
+    def batch_arrays(self) -> Arrays:
         """The arrays of a batch: shape of one sample, [s] or [], and dtype."""
-        return self.model.batch(self.data, evaluation)
+        return self.model.batch(self.data)
 
 
 # --- Finding and loading a config -------------------------------------------------------------------------------------
@@ -497,10 +471,9 @@ def from_dict(values: dict[str, Any], source: str = "config.json") -> Config:
 def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], type[ModelConfig]]) -> Config:
     if not isinstance(values, dict) or not isinstance(values.get("model", {}), dict):
         return build(Config, values, source)  # which refuses it
+    values = _without_removed(values, source)
     model = {"kind": "gpt", **values.get("model", {})}
     rest = {name: value for name, value in values.items() if name != "model"}
-    if isinstance(mesh := rest.get("mesh"), dict) and mesh.get("schedule") == "zb-h1":  # of 0.2.0: the same results
-        rest["mesh"] = mesh | {"schedule": "1f1b"}
     config, cls = build(Config, rest, source), class_of(model)
     try:
         return replace(config, model=build(cls, model, source, "model."))
@@ -508,6 +481,49 @@ def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], ty
         if (file := file_of(cls)) is None:
             raise
         raise UsageError(f"{error}; {cls.__name__} is that of {file}") from None
+
+
+REMOVED = {
+    "model.lora_rslora": False,
+    "data.validation_tail": False,
+    "data.mask_probability": 0.15,
+    "data.short_probability": 0.1,
+    "optimizer.muon_adjust_lr": "match_rms_adamw",
+    "precision.loss_scale": None,
+    "train.batch_schedule": None,
+    "health.spike_deviations": 6.0,
+    "health.window": 100,
+    "health.skipped_in_a_row": 20,
+    "health.replica_interval": 100,
+}
+"""Fields that the config of a run of 0.2.0 has, with the value that holds now."""
+
+
+def _without_removed(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """The sections of a config without `REMOVED`; what means the same today is translated.
+
+    Raises:
+      UsageError: such a field has another value.
+    """
+    values = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
+    mesh, model, health = (
+        section if isinstance(section := values.get(name), dict) else {} for name in ("mesh", "model", "health")
+    )
+    if mesh.get("schedule") == "zb-h1":
+        mesh["schedule"] = "1f1b"
+    if health.get("spike_deviations") == 0.0:
+        health |= {"spike": "ignore", "spike_deviations": 6.0}
+    rank, alpha = model.get("lora_rank"), model.get("lora_alpha")
+    if model.get("lora_rslora") is True and fits(rank, int) and fits(alpha, float | None):
+        model |= {"lora_alpha": (2 * rank if alpha is None else alpha) * rank**0.5, "lora_rslora": False}
+    for name, only in REMOVED.items():
+        section, _, knob = name.partition(".")
+        if isinstance(values.get(section), dict) and (value := values[section].pop(knob, only)) != only:
+            raise UsageError(
+                f"{source}: {name} is {value!r}, and since mjax 0.2.0 it is always {only!r}; "
+                "remove it there to continue with that"
+            )
+    return values
 
 
 def save_config(config: Config, file: Path) -> None:
@@ -563,3 +579,66 @@ def as_flag(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return f"--{section}.{'' if value else 'no-'}{knob}"
     return f"--{section}.{knob} {shlex.join(map(str, value if isinstance(value, tuple) else (value,)))}"
+
+
+# --- As a file of short Python that has only the differences from the defaults, formatted as by ruff ------------------
+
+
+def check_new(file: Path, flag: str = "--write") -> None:
+    """Refuse an output file that cannot be written, before any work is done.
+
+    Raises:
+      UsageError: it is not a .py file, it exists already, or its folder does not.
+    """
+    if file.suffix != ".py":
+        raise UsageError(f"{flag} {file} is not a Python file; use a name that ends in .py")
+    if file.exists():
+        raise UsageError(f"{flag} {file} already exists and is not overwritten; use another file, or move it away")
+    check_folder(flag, file)
+
+
+def write_config(config: Config, file: Path, about: str) -> None:
+    """Write `config` into the new file `file`, atomically; `load_config` returns exactly this config.
+
+    Args:
+      config: the config.
+      file: its path, ending in .py.
+      about: docstring of the file: a first line, an empty one, and further text.
+
+    Raises:
+      UsageError: the file exists already, or its folder does not.
+    """
+    text = config_source(config, about)
+    check_new(file)
+    write_whole(file, text)
+
+
+def config_source(config: Config, about: str) -> str:
+    """The text of a config file."""
+    names, own_models, of_folders, calls, default = ["Config"], "", "", "", Config()
+    for name, section in vars(config).items():
+        if section == getattr(default, name):
+            continue
+        cls, file = type(section), file_of(type(section))
+        if file is None and is_own(cls):
+            of_folders += f"from {cls.__module__} import {cls.__name__}\n"
+        else:
+            names.append(cls.__name__ if file is None else "load_config")
+        own_models += f"{cls.__name__} = type(load_config({_literal(file)}).model)\n\n" if file else ""
+        values = {knob.name: getattr(section, knob.name) for knob in dataclasses.fields(section)}
+        changed = [knob.name for knob in dataclasses.fields(section) if values[knob.name] != knob.default]
+        arguments = "".join(f"        {knob}={_literal(values[knob])},\n" for knob in changed)
+        calls += f"    {name}={cls.__name__}(\n{arguments}    ),\n"
+    docstring = about.strip().replace("\\", "\\\\").replace('"""', "'''")
+    imports = "from mjax.config import (\n" + "".join(f"    {name},\n" for name in sorted(names)) + ")"
+    return f'"""{docstring}\n"""\n\n{imports}\n{of_folders}\n{own_models}config = Config(\n{calls})\n'
+
+
+def _literal(value: Any) -> str:
+    """A value as Python source; whole numbers with underscores."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
+        return f"{value:_}"
+    if isinstance(value, tuple):
+        parts = [_literal(part) for part in value]
+        return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

@@ -119,7 +119,7 @@ class OwnBatches:
     taken, so it must give the same ones again.
     """
 
-    def __init__(self, source: Source, sizes: BatchSizes, config: Config, evaluation: bool = False):
+    def __init__(self, source: Source, sizes: BatchSizes, config: Config):
         """Nothing is read before the first step.
 
         Args:
@@ -127,10 +127,9 @@ class OwnBatches:
             model gets no "loss_mask" are all.
           sizes: samples of each step.
           config: of the run.
-          evaluation: whether these are batches of validation.
         """
         self.source, self.sizes, self.model = source, sizes, config.model
-        self.arrays = config.batch_arrays(evaluation)
+        self.arrays = config.batch_arrays()
         self._next, self._last = 0, (-1, {})
 
     def at(self, step: int, rows: slice = slice(None), positions: slice = slice(None)) -> dict[str, np.ndarray]:

@@ -35,7 +35,6 @@ import mmap
 import os
 import shutil
 import struct
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -44,7 +43,7 @@ import numpy as np
 
 from mjax.config.datasets import DatasetMetadata, metadata_file
 from mjax.errors import UsageError
-from mjax.utils.files import lock, open_no_link, remove_temporary
+from mjax.utils.files import lock_folder, remove_temporary
 from mjax.utils.ranges import Ranges, local_prefix
 from mjax.utils.remote import RemoteFile, beside, located, put, remove, write_whole
 
@@ -294,8 +293,8 @@ class IndexedDatasetWriter:
         writer.add_document([17, 4, 50256])
 
     The files get their final names when the block ends, the index last, so a dataset that can be opened is complete. An
-    exception in the block leaves nothing, nor in `temporary_tokenizer`. An existing dataset of that name is replaced. A
-    process that is killed leaves at most PREFIX.bin.tmp and PREFIX.idx.tmp, which the next writer of that name reuses.
+    exception in the block leaves nothing. An existing dataset of that name is replaced. A process that is killed leaves
+    the folder PREFIX.tmp at most, which the next writer of that name empties.
 
     `dtype` is Megatron's choice for the vocabulary by default.
 
@@ -304,22 +303,20 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str | Path, vocabulary: int, dtype: np.dtype | None = None):
-        self.prefix, self.vocabulary = prefix, vocabulary
+        self.prefix, self.vocabulary, self.folder = prefix, vocabulary, working_folder(prefix)
         self.dtype = np.dtype(dtype or token_dtype(vocabulary)).newbyteorder("<")
         self.lengths = array.array("i")  # 4 and 8 bytes an item: a billion documents fit
         self.document_indices = array.array("q", [0])
         self.tokens = 0
-        self._temporary = temporary_files(prefix)
         self._masks: BinaryIO | None = None
 
     def __enter__(self) -> "IndexedDatasetWriter":
-        self._temporary[0].parent.mkdir(parents=True, exist_ok=True)
-        self._stream = open_no_link(self._temporary[0], "ab")
-        if not lock(self._stream, self._temporary[0], lambda line: print(line, file=sys.stderr)):
-            self._stream.close()
-            raise UsageError(f"another process is writing {self.prefix}; wait for it, or choose another name")
-        self._stream.truncate(0)
-        shutil.rmtree(temporary_tokenizer(self.prefix), ignore_errors=True)  # of a run that was killed
+        self._lock = lock_folder(self.folder, str(self.prefix))
+        self._lock.truncate(0)
+        for file in self.folder.iterdir():  # of a process that was killed
+            if file.name != "plan.json":
+                remove(file)
+        self._stream = (self.folder / "bin").open("wb")
         return self
 
     def add_document(self, *sequences: Sequence[int] | np.ndarray) -> None:
@@ -357,7 +354,7 @@ class IndexedDatasetWriter:
 
     def _write(self, tokens: np.ndarray, masks: np.ndarray | None) -> int:
         if masks is not None:
-            self._masks = self._masks or open_no_link(self._temporary[2], "wb")
+            self._masks = self._masks or (self.folder / "mask").open("wb")
             self._masks.write(masks.tobytes())
         return self._stream.write(tokens.tobytes())
 
@@ -383,26 +380,24 @@ class IndexedDatasetWriter:
             if exception is None:
                 self._finish()
         finally:
-            if self._masks is not None:
-                self._masks.close()
-            for file in self._temporary:
-                file.unlink(missing_ok=True)
-            shutil.rmtree(temporary_tokenizer(self.prefix), ignore_errors=True)
-            self._stream.close()  # last, because it releases the lock
+            for stream in (self._stream, self._masks):
+                if stream is not None:
+                    stream.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._lock.close()
 
     def _finish(self) -> None:
         self._stream.flush()
         ends = np.asarray(self.document_indices)[1:]
         shape = Shape(len(ends), len(self.lengths), self.tokens)
-        self._temporary[1].unlink(missing_ok=True)
-        put_index(self._temporary[1], self.dtype, Shape(), shape, np.asarray(self.lengths), ends)
+        put_index(self.folder / "idx", self.dtype, Shape(), shape, np.asarray(self.lengths), ends)
         remove(index_file(self.prefix))  # an old index must never meet the new tokens
         remove(mask_file(self.prefix))
-        put(self._temporary[0], token_file(self.prefix))
+        put(self.folder / "bin", token_file(self.prefix))
         if self._masks is not None:
             self._masks.flush()
-            put(self._temporary[2], mask_file(self.prefix))
-        put(self._temporary[1], index_file(self.prefix))
+            put(self.folder / "mask", mask_file(self.prefix))
+        put(self.folder / "idx", index_file(self.prefix))
 
 
 class Shape(NamedTuple):
@@ -453,13 +448,8 @@ def check_ids(tokens: np.ndarray, vocabulary: int) -> None:
 
 
 def working_folder(prefix: str | Path) -> Path:
-    """PREFIX.tmp: what `mjax prepare` keeps until the dataset is complete."""
+    """PREFIX.tmp: what a dataset is made of until it is complete."""
     return Path(f"{beside(prefix)}.tmp")
-
-
-def temporary_files(prefix: str | Path) -> list[Path]:
-    """Names of a dataset's tokens, index and mask until they are complete."""
-    return [Path(f"{beside(prefix)}{ending}.tmp") for ending in (".bin", ".idx", ".mask")]
 
 
 # --- Metadata and tokenizer next to a dataset -------------------------------------------------------------------------
@@ -490,14 +480,13 @@ def dataset_files(prefix: str | Path) -> list[Path]:
 
 def temporary_tokenizer(prefix: str | Path) -> Path:
     """Folder of a dataset's tokenizer until the dataset is complete."""
-    return Path(f"{beside(prefix)}.tokenizer.tmp")
+    return working_folder(prefix) / "new-tokenizer"
 
 
 def check_output(prefix: str, overwrite: bool) -> None:
     """Check that a dataset may be written under `prefix`.
 
-    Files of a killed run do not prevent it: if tokens or an index have a temporary name and no index has the final one,
-    the files next to them are of that run.
+    Files of a killed run do not prevent it: if there is its working folder and no index, the files are of that run.
 
     Raises:
       UsageError: `prefix` is not a valid prefix, the dataset exists and `overwrite` is not set, or a store refuses
@@ -507,8 +496,7 @@ def check_output(prefix: str, overwrite: bool) -> None:
         raise UsageError(f"{prefix} is not a prefix; give one such as data/corpus, to which .bin and .idx are added")
     if isinstance(output := located(Path(prefix)), RemoteFile):
         output.check_writable()
-    temporary = (*temporary_files(prefix), working_folder(prefix))
-    unfinished = any(file.exists() for file in temporary) and not index_file(prefix).exists()
+    unfinished = working_folder(prefix).exists() and not index_file(prefix).exists()
     existing = [str(file) for file in dataset_files(prefix) if file.exists()]
     if existing and not overwrite and not unfinished:
         raise UsageError(f"{existing[0]} exists; choose another name, or add --overwrite to replace the dataset")

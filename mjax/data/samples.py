@@ -15,13 +15,11 @@ If only part of the last epoch is needed (less than 80% of its samples), it is s
 that every document has been seen equally often before. All shuffles use one generator, NumPy's legacy Mersenne Twister,
 whose stream never changes.
 
-The rest of the stream after the last whole sample is dropped or, for validation, padded with `PAD`. A document
-begins after each end-of-document token; `labelled` derives positions, document numbers and a loss mask from that, for
-training without attention across documents.
+The rest of the stream after the last whole sample is dropped. A document begins after each end-of-document token;
+`labelled` derives positions, document numbers and a loss mask from that, for training without attention across
+documents.
 
-Given the same files, split, seed and number of samples, sample i is Megatron's sample i, token for token. One thing
-differs: the number of samples in a partial tail. Megatron's C++ divides in float32, which beyond 2^24 tokens can add an
-empty sample or lose the tail; here the division is exact.
+Given the same files, split, seed and number of samples, sample i is Megatron's sample i, token for token.
 
 Source: Megatron-LM, core/datasets/gpt_dataset.py, helpers.cpp and blended_megatron_dataset_config.py.
 
@@ -61,7 +59,6 @@ from mjax.errors import UsageError
 
 SEPARATE_BELOW = 0.80  # share of its samples below which the last epoch is shuffled separately
 MOST_EPOCHS = 10_000
-PAD = -1  # marks positions after the end of the stream; never a token of a dataset
 
 # --- The three indices ------------------------------------------------------------------------------------------------
 
@@ -123,25 +120,23 @@ def labelled(
     documents[k] == documents[q].
 
     Args:
-      tokens: int [s + 1]; `PAD` after the end of the stream.
+      tokens: int [s + 1].
       names: what to give, as `DataConfig.batch_types` says it.
       eod: the id that ends a document; None: there are no boundaries.
       mask_eod: whether to exclude the label after an `eod` token: the beginning of a document is unpredictable.
 
     Returns:
-      "tokens" and "labels", int32 [s], with 0 for padding; where asked for, "loss_mask" bool [s] (False: this label
-      does not count; padding never does), "positions" int32 [s] (0 again where a document begins) and "documents"
+      "tokens" and "labels", int32 [s]; where asked for, "loss_mask" bool [s] (False: this label does not count),
+      "positions" int32 [s] (0 again where a document begins) and "documents"
       int32 [s] (0, 1, …).
     """
     inputs, labels = tokens[:-1], tokens[1:]
-    sample = {"tokens": np.maximum(inputs, 0, dtype=np.int32), "labels": np.maximum(labels, 0, dtype=np.int32)}
+    sample = {"tokens": inputs.astype(np.int32), "labels": labels.astype(np.int32)}
     begins = np.zeros(len(inputs), bool)  # where a document begins within the sample
     if eod is not None:
         begins[1:] = inputs[:-1] == eod
     if "loss_mask" in names:
-        sample["loss_mask"] = labels != PAD
-        if mask_eod:
-            sample["loss_mask"] &= inputs != eod
+        sample["loss_mask"] = inputs != eod if mask_eod else np.ones(len(inputs), bool)
     if "positions" in names:
         position = np.arange(len(inputs), dtype=np.int32)
         sample["positions"] = position - np.maximum.accumulate(np.where(begins, position, 0), dtype=np.int32)
@@ -166,8 +161,6 @@ class GPTDataset:
       seed: determines the order.
       name: name of this part in errors.
       vocabulary: ids must be below it: a lookup on the device would silently clip a larger one.
-      keep_tail: whether the rest of the stream makes a last, padded sample (the opposite of Megatron's
-        drop_last_partial_validation_sequence).
       cache: keeps the indices on disk.
 
     Raises:
@@ -184,7 +177,6 @@ class GPTDataset:
         name: str = "training part",
         *,
         vocabulary: int = 2**31,
-        keep_tail: bool = False,
         cache: IndexCache = NO_CACHE,
     ):
         self.indexed, self.sequence, self.vocabulary = indexed, sequence, vocabulary
@@ -197,21 +189,18 @@ class GPTDataset:
 
         names = ("document_index", "sample_index", "shuffle_index")
         source = {"kind": "samples", "lengths": indexed.fingerprint, "documents": [documents.start, documents.stop]}
-        source |= {"samples": samples, "sequence": sequence, "seed": seed, "keep_tail": keep_tail}
-        build = partial(self._build_indices, documents, tokens, samples, seed, keep_tail)
+        source |= {"samples": samples, "sequence": sequence, "seed": seed}
+        build = partial(self._build_indices, documents, tokens, samples, seed)
         arrays = cache.arrays(source, names, build)
         self.document_index, self.sample_index, self.shuffle_index = (arrays[name] for name in names)
 
-    def _build_indices(
-        self, documents: range, tokens: int, samples: int | None, seed: int, keep_tail: bool
-    ) -> dict[str, np.ndarray]:
+    def _build_indices(self, documents: range, tokens: int, samples: int | None, seed: int) -> dict[str, np.ndarray]:
         """The three indices of at least `samples` samples; an epoch has `tokens` tokens."""
         sequence, epochs = self.sequence, self.epochs
         before_last = ((epochs - 1) * tokens - 1) // sequence  # samples that end before the last epoch does
         per_epoch = (tokens - 1) // sequence
         separate_last = epochs > 1 and samples - before_last < int(SEPARATE_BELOW * per_epoch)
-        total, tail = divmod(epochs * tokens - 1, sequence)
-        total += keep_tail and tail > 0
+        total = (epochs * tokens - 1) // sequence
 
         random = np.random.RandomState(seed)  # the order of its two uses is part of the format
         numbers = np.arange(documents.start, documents.stop, dtype=np.int32)
@@ -227,7 +216,7 @@ class GPTDataset:
         return len(self.shuffle_index)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Sample `index`, int32 [s + 1], padded with `PAD`.
+        """Sample `index`, int32 [s + 1].
 
         Raises:
           IndexError: there is no such sample.
@@ -239,9 +228,7 @@ class GPTDataset:
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
         read = self.indexed.join(self.document_index[first : last + 1], begin, end + 1)
         check_ids(read, self.vocabulary, f"sample {index} of {self.indexed.prefix}")
-        sample = np.full(self.sequence + 1, PAD, np.int32)
-        sample[: len(read)] = read
-        return sample
+        return read.astype(np.int32)
 
 
 def check_ids(tokens: np.ndarray, vocabulary: int, sample: str, whose: str = "the model's") -> None:

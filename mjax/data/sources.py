@@ -69,7 +69,7 @@ def open_data(config: Config, before_drawing: Callable[[int], None] = lambda sam
     if model.samples is None:
         raise UsageError(f"{KIND_FLAG} {kind_of(model)} is not for pre-training; leave it out, or use mjax finetune")
     if data.own:
-        fix = "continue it there, or add --data.no-own and --data.path PREFIX"
+        fix = "continue it there, or start from its weights with --init"
         raise UsageError(f"this run was trained on batches of a program (mjax.Trainer); {fix}")
     evaluates = train.eval_interval > 0
     notes: dict[str, None] = {}  # each sentence once
@@ -77,7 +77,7 @@ def open_data(config: Config, before_drawing: Callable[[int], None] = lambda sam
     if data.mock:
         mock, summary = MockDataset, "mock tokens"
         if model.samples == "pairs":
-            mock, summary = partial(MockPairs, masked=data.mask_probability), "mock pairs of text"
+            mock, summary = MockPairs, "mock pairs of text"
         training = mock(model.vocabulary, model.sequence, train.seed)
         validation = mock(model.vocabulary, model.sequence, train.seed + 1) if evaluates else None
     else:
@@ -96,18 +96,16 @@ def open_data(config: Config, before_drawing: Callable[[int], None] = lambda sam
 
     packed = data.conversations and not data.mock
 
-    def label(evaluation: bool):
-        if model.samples == "pairs" or packed:
-            return dict  # its dataset makes a complete sample
-        return partial(labelled, names=data.batch_types(evaluation), eod=eod, mask_eod=data.mask_eod_loss)
-
+    label = partial(labelled, names=data.batch_types(), eod=eod, mask_eod=data.mask_eod_loss)
+    if model.samples == "pairs" or packed:
+        label = dict  # its dataset makes a complete sample
     sizes, whole = BatchSizes.of(config), BatchSizes.constant(train.global_batch)
     if packed:
         training = PaddedDataset(training, sizes.samples_before(train.steps))
         validation = PaddedDataset(validation, train.eval_batches * train.global_batch) if evaluates else None
     return TrainingData(
-        training=Batches(training, sizes, label(False)),
-        validation=Batches(validation, whole, label(True)) if evaluates else None,
+        training=Batches(training, sizes, label),
+        validation=Batches(validation, whole, label) if evaluates else None,
         tokenizer=tokenizer,
         summary=summary,
         notes=tuple(notes),
@@ -192,18 +190,16 @@ class _Files:
         data, indexed, cache = self.config.data, self._opened[prefix], self._cache(prefix)
         drawn = (indexed, self._documents(part, prefix), samples, self.config.model.sequence, self.config.train.seed)
         if self._pieces is not None:
-            shares = {"short_probability": data.short_probability, "mask_probability": data.mask_probability}
-            return BertDataset(*drawn, self._pieces, f"{part} part", cache=cache, **shares)
+            return BertDataset(*drawn, self._pieces, f"{part} part", cache=cache)
         if data.conversations:
             options = {"vocabulary": self.config.model.vocabulary, "pack": data.pack, "cache": cache}
             return ConversationDataset(*drawn, f"{part} part", **options)
         if indexed.masked:
             self.say(
                 f"note: {prefix} holds conversations, and all of their text is trained, in sequences that cut them; "
-                "add --data.conversations to train what the assistant wrote"
+                "set data.conversations in a config file to train what the assistant wrote"
             )
-        tail, vocabulary = data.validation_tail and part == "validation", self.config.model.vocabulary
-        return GPTDataset(*drawn, f"{part} part", vocabulary=vocabulary, keep_tail=tail, cache=cache)
+        return GPTDataset(*drawn, f"{part} part", vocabulary=self.config.model.vocabulary, cache=cache)
 
     def _documents(self, part: str, prefix: str) -> range:
         """Numbers of a part's documents: for a GPT each is one sequence, for a BERT each sentence is."""

@@ -528,10 +528,8 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
     files, fix = [folder / name for name in SCHEMES[kind][1]], "restore the folder or prepare the data again"
     contents = [file.read_bytes() if file.is_file() else None for file in files]
     for file, content in zip(files, contents, strict=True):
-        if content is None:
-            raise UsageError(f"{file} does not exist, but {description} lists it; {fix}")
-        if sha256(content) != values["sha256"].get(file.name):
-            raise UsageError(f"{file} was changed (its sha256 differs); {fix}")
+        if content is None or sha256(content) != values["sha256"].get(file.name):
+            raise UsageError(f"{file} is missing or was changed (its sha256 differs); {fix}")
     tokenizer = parse_tokenizer(kind, contents, [*map(str, files)], stated[1])
     if tokenizer.vocabulary > stated[0]:
         tokenizer.leave_out(stated[0])

@@ -94,12 +94,10 @@ def check_device_memory(facts: Facts) -> Finding | None:
     totals = dict(zip(driver.gpus, driver.memory, strict=False))  # without slices of a GPU
     total = totals.get(devices[0].device_kind, 0)
     text = f"JAX may use {human_bytes(limit)} of {human_bytes(total)}"
-    by_driver = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform"
     by_piece = environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0")
     variable = next((name for name in MEMORY_FRACTIONS if name in environment), MEMORY_FRACTIONS[0])
     return first(
         text,
-        (by_driver, YELLOW, "the driver allocates each array, slowly", "unset XLA_PYTHON_CLIENT_ALLOCATOR"),
         (not limit or not total, FIGURE, f"{text}, where 0 is unknown"),
         (by_piece, YELLOW, f"{text}, piece by piece: it may fragment", "unset XLA_PYTHON_CLIENT_PREALLOCATE"),
         (limit < MIN_MEMORY * total, YELLOW, text, f"export {variable}={USABLE_FRACTION}"),

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import resource
-import shlex
 import shutil
 import sys
 import tempfile
@@ -157,9 +156,6 @@ def check_storage(facts: Facts) -> Finding:
         write, read = measure(folder)
         free = shutil.disk_usage(folder).free
         saved = max(len(steps_in(run / "checkpoints")) for run in (runs, runs / Path(facts.name).stem))
-    except FileNotFoundError:
-        make = f"mkdir -p {shlex.quote(os.path.realpath(folder))}"
-        return Finding(RED, f"{text} is a link to nowhere", f"{make}, or {other}")
     except OSError as error:
         remedy = "free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
         return Finding(RED, f"{text} cannot be written: {error.strerror or error}", f"{remedy}, or {other}")

@@ -1,7 +1,6 @@
 """Operations of training on this device, compared with their formulas in float64.
 
-A miscompiled kernel or a broken chip silently gives wrong results; JAX 0.11.0 and 0.11.1 did on one kind of GPU, and
-only outside `jit` (jax issue 40633). So operations run both inside and outside `jit`.
+A miscompiled kernel or a broken chip silently gives wrong results.
 """
 
 from __future__ import annotations
@@ -51,12 +50,11 @@ class Operation:
     dtype: type
     bound: float
 
-    def error(self, jit: bool = True) -> float:
+    def error(self) -> float:
         """The largest difference of output and gradients from the formula, relative to the largest value of each."""
         random = np.random.default_rng(0)
         inputs = [jnp.asarray(random.standard_normal(shape), self.dtype) for shape in self.shapes]
-        run = partial(_output_and_gradients, self.run)
-        results = (jax.jit(run) if jit else run)(*inputs)
+        results = jax.jit(partial(_output_and_gradients, self.run))(*inputs)
         with jax.enable_x64(True):
             truth = jax.jit(partial(_output_and_gradients, self.formula))(
                 *(jnp.asarray(x, jnp.float64) for x in inputs)
@@ -93,33 +91,25 @@ OPERATIONS = [
 
 
 def check_numerics(facts: Facts) -> list[Finding]:
-    """Check small operations on each device.
-
-    A compiler's fault shows on any GPU, a chip's with `jit` or without: with it is enough on all but the first.
-    """
-    return judge(OPERATIONS, devices_to_check(), WRONG, (True, False))
+    """Check small operations on each device."""
+    return judge(OPERATIONS, devices_to_check(), WRONG)
 
 
-def judge(operations: Sequence[Operation], devices: Sequence[jax.Device], advice: str, modes=(True,)) -> list[Finding]:
-    """Run operations; one finding for all, or one for each that is wrong, with this advice.
-
-    Args:
-      modes: with and without `jit`, on the first device.
-    """
+def judge(operations: Sequence[Operation], devices: Sequence[jax.Device], advice: str) -> list[Finding]:
+    """Run operations; one finding for all, or one for each that is wrong, with this advice."""
     worst, wrong = {}, []
     for device, operation in itertools.product(devices, operations):
-        for jit in modes if device is devices[0] else (True,):
-            text = f"{operation.name} on {name_of(device)}{'' if jit else ' outside jit'}"
-            try:
-                with jax.default_device(device):
-                    error = operation.error(jit)
-            except Exception as problem:  # whatever the library reports is about this operation
-                wrong.append(Finding(RED, f"{text} does not run ({first_line(problem)})", advice))
-                continue
-            worst[operation.name] = float(np.maximum(error, worst.get(operation.name, 0.0)))
-            if not error < operation.bound:
-                text += f" is wrong: error {error:.1e}, {operation.bound:.0e} is allowed"
-                wrong.append(Finding(RED, text, advice, {"error_relative": error}))
+        text = f"{operation.name} on {name_of(device)}"
+        try:
+            with jax.default_device(device):
+                error = operation.error()
+        except Exception as problem:  # whatever the library reports is about this operation
+            wrong.append(Finding(RED, f"{text} does not run ({first_line(problem)})", advice))
+            continue
+        worst[operation.name] = float(np.maximum(error, worst.get(operation.name, 0.0)))
+        if not error < operation.bound:
+            text += f" is wrong: error {error:.1e}, {operation.bound:.0e} is allowed"
+            wrong.append(Finding(RED, text, advice, {"error_relative": error}))
     errors = ", ".join(f"{error:.0e} of {name}" for name, error in worst.items())
     text = f"errors on {', '.join(map(name_of, devices))}: {errors}"
     figures = {f"{name.replace(' ', '_')}_relative": error for name, error in worst.items()}

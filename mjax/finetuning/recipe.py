@@ -142,7 +142,7 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
         micro_batch = 1 if mesh.pipe > 1 else recipe.batch // max(mesh.data, 1)
     precision = saved.precision
     if arguments.compute is not None:
-        precision = replace(precision, compute=arguments.compute, loss_scale=None)
+        precision = replace(precision, compute=arguments.compute)
     return replace(
         saved,
         model=replace(
@@ -170,7 +170,7 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
             eval_interval=steps_of_epoch,
         ),
         checkpoint=configs.CheckpointConfig(interval=steps_of_epoch, keep_last=2),
-        health=configs.HealthConfig(spike_deviations=0.0),  # the loss of a few examples varies a lot
+        health=configs.HealthConfig(spike="ignore"),  # the loss of a few examples varies a lot
         log=configs.LogConfig(tensorboard=False, sample_tokens=0),
     )
 

@@ -43,8 +43,8 @@ from mjax.errors import UsageError
 from mjax.generation import Sampling
 from mjax.models import decoding
 from mjax.models.causal import CausalModel
-from mjax.models.context import Context
 from mjax.models.decoding import Cache, Layers
+from mjax.models.protocol import Context
 from mjax.models.stack import map_stacks, runs_with_weights
 from mjax.parallel import mappings
 from mjax.parallel.pipeline import pipeline_decode

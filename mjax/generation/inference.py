@@ -150,11 +150,11 @@ def inference_config(
     if attention is None:
         attention = "xla" if jax.default_backend() == "gpu" else "xla_blocks"
     if compute is not None:
-        precision = replace(precision, compute=compute, loss_scale=None)
+        precision = replace(precision, compute=compute)
     if model.causal:
         model = replace(model, sequence=model.max_positions)
     samples = train.micro_batch * mesh.data * (MICRO_BATCHES_A_STAGE * mesh.pipe if mesh.pipe > 1 else 1)
-    train = replace(train, global_batch=samples, batch_rampup=None, batch_schedule=None, taken=())
+    train = replace(train, global_batch=samples, batch_rampup=None, taken=())
     model, data = replace(model, attention=attention), DataConfig(mock=True)  # no training data are read
     config = replace(config, model=model, mesh=mesh, precision=precision, data=data, train=train)
     validate(config)

@@ -133,7 +133,6 @@ def adapter_config(model: ModelConfig, modules: Mapping[str, Module], base: str)
         "base_model_name_or_path": base,
         "r": model.lora_rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "use_rslora": model.lora_rslora,
         "lora_dropout": model.lora_dropout,
         "target_modules": sorted(names),
         "bias": "none",
@@ -228,7 +227,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{file}: r is {rank!r} and lora_alpha {alpha!r}; restore the file")
     return {
         "lora_rank": rank,
-        "lora_alpha": float(alpha),
-        "lora_rslora": bool(values.get("use_rslora")),
+        "lora_alpha": alpha * rank**0.5 if values.get("use_rslora") else float(alpha),
         "lora_dropout": float(values.get("lora_dropout") or 0.0),
     }

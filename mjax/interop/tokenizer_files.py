@@ -23,7 +23,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Library
 
 from mjax.config.model import ModelConfig
-from mjax.data.tokenizer_trial import remember
+from mjax.data.tokenizer_trial import PROSE, remember
 from mjax.data.tokenizers import (
     DESCRIPTION,
     EOD_PIECE,
@@ -52,7 +52,7 @@ SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 SPACE = "▁"  # U+2581, sentencepiece's
 WEIGHTS_ALONE = "export the weights alone with --tokenizer none"
 AWKWARD = (
-    "The quick brown fox, 3.14 times. Don't!\n\n\tdef f(x):\n        return x  # two  spaces \r\n",
+    PROSE,
     "  naïve café, e\u0301 s\u0323\u0307 ﬁ\u0301 Ⅷ ① ½ İ ẞ 漢字、한국어 हिन्दी ภาษาไทย مرحبا 👩‍👩‍👧🇫🇷",
     "\u00a0no\u3000break\u200b\u2028\ufeff",
     f"a\x00\x01\x7f {SPACE}Ġ <s>a</s> <unk><0x0A><pad> [CLS] [MASK] [SEP] {EOD_PIECE}one",
@@ -228,13 +228,11 @@ def _texts(tokenizer: Tokenizer) -> list[str]:
 def _convert_sentencepiece(processor: SentencePieceProcessor) -> Library:
     """Byte pairs of the library for a model of byte pairs without normalization; others fail `_check_same`."""
     ids = {processor.id_to_piece(number): number for number in range(processor.vocab_size())}
-    scores = {piece: processor.get_score(number) for piece, number in ids.items()}
     special = [piece for piece, number in ids.items() if processor.is_control(number) or processor.is_unknown(number)]
-    bytes_of = {piece for piece, number in ids.items() if processor.is_byte(number)}
-    # The trainer gives pieces of the user the score 0.0, and those it learns -0.0, -1.0, …
-    plain = [piece for piece, number in ids.items() if piece not in {*special, *bytes_of}]
-    given = [piece for piece in plain if scores[piece] == 0 and math.copysign(1, scores[piece]) > 0]
-    learned = {piece: scores[piece] for piece in plain if piece not in given}
+    bytes_of = [piece for piece, number in ids.items() if processor.is_byte(number)]
+    scores = {piece: processor.get_score(ids[piece]) for piece in ids if piece not in {*special, *bytes_of}}
+    given = _pieces_of_user(scores)
+    learned = {piece: score for piece, score in scores.items() if piece not in given}
 
     unknown = processor.id_to_piece(processor.unk_id())
     prefix = processor.encode("a", out_type=str)[0].startswith(SPACE)
@@ -246,9 +244,14 @@ def _convert_sentencepiece(processor: SentencePieceProcessor) -> Library:
     add_special(library, *special)
     # Pieces of the user are never split or joined; a single character that is part of no other is never joined anyway.
     inside = {character for piece in learned for character in piece}
-    looked_for = [text for text in given if len(text) > 1 or text in inside]
+    looked_for = [text for text in scores if text in given and (len(text) > 1 or text in inside)]
     library.add_tokens([AddedToken(text, special=False, normalized=True) for text in looked_for])
     return library
+
+
+def _pieces_of_user(scores: dict[str, float]) -> set[str]:
+    """Pieces that were not learned: the trainer gives them the score 0.0, and those it learns -0.0, -1.0, …"""
+    return {piece for piece, score in scores.items() if score == 0 and math.copysign(1, score) > 0}
 
 
 def _byte_pairs(ids: dict[str, int], scores: dict[str, float], unknown: str, byte_fallback: bool) -> models.BPE:
@@ -298,11 +301,10 @@ def collect_files(folder: Path, config: dict[str, Any], positions: int | None = 
     """
     if not (folder / SETTINGS).is_file():
         return {}
-    files, settings, of_settings, of_files = _read_files(folder)
+    files, settings, templates = _read_files(folder)
     limit = settings.get("model_max_length")
     if positions is not None and isinstance(limit, int | float):
         settings["model_max_length"] = max(limit, positions)
-    templates = of_files or of_settings  # `transformers` looks no further where there are files
     if "default" in templates:
         files[TEMPLATE] = templates.pop("default").encode()
     if templates:
@@ -319,8 +321,7 @@ def restore_files(folder: Path) -> dict[str, bytes]:
     """
     if not (folder / SETTINGS).is_file():
         return {}
-    files, settings, of_settings, of_files = _read_files(folder)
-    templates = of_settings | of_files
+    files, settings, templates = _read_files(folder)
     if [*templates] == ["default"]:
         settings["chat_template"] = templates["default"]
         files[TEMPLATE] = templates["default"].encode()
@@ -329,25 +330,24 @@ def restore_files(folder: Path) -> dict[str, bytes]:
     return files | {SETTINGS: _json(settings)}
 
 
-def _read_files(folder: Path) -> tuple[dict[str, bytes], dict[str, Any], dict[str, str], dict[str, str]]:
-    """Files of a tokenizer, its settings, and the chat templates by name, in these and in files of their own."""
+def _read_files(folder: Path) -> tuple[dict[str, bytes], dict[str, Any], dict[str, str]]:
+    """Files of a tokenizer, its settings, and the chat templates by name; files of their own take precedence."""
     settings = read_object(folder / SETTINGS)
     files = {name: (folder / name).read_bytes() for name in UNREAD if (folder / name).is_file()}
     if (folder / GENERATION).is_file():
         files[GENERATION] = _json(read_object(folder / GENERATION))
-    named = {file.stem: file for file in sorted((folder / NAMED).glob("*.jinja"))}
-    if (folder / TEMPLATE).is_file():
-        named["default"] = folder / TEMPLATE
-    with library_errors(f"{folder} has a chat template that is not UTF-8", "download it again"):
-        of_files = {name: file.read_bytes().decode() for name, file in named.items()}
     listed = settings.pop("chat_template", None) or []
     with library_errors(
         f"{folder / SETTINGS}: chat_template is neither text nor a list of templates with name and template",
         "restore the file",
     ):
         listed = [{"name": "default", "template": listed}] if isinstance(listed, str) else listed
-        of_settings = {one["name"] + "": one["template"] + "" for one in listed}
-    return files, settings, of_settings, of_files
+        templates = {one["name"] + "": one["template"] + "" for one in listed}
+    with library_errors(f"{folder} has a chat template that is not UTF-8", "download it again"):
+        for file in (folder / TEMPLATE, *sorted((folder / NAMED).glob("*.jinja"))):
+            if file.is_file():
+                templates["default" if file.name == TEMPLATE else file.stem] = file.read_bytes().decode()
+    return files, settings, templates
 
 
 def _list_templates(templates: dict[str, str]) -> list[dict[str, str]]:

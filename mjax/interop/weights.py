@@ -28,8 +28,7 @@ from mjax.interop.tensor_files import FLOATS, Kind, Tensors
 from mjax.models.build import abstract_weights, weight_dims
 from mjax.models.huggingface.family import Family
 from mjax.models.protocol import Model
-from mjax.parallel.weights import EXPERT, INPUTS, LAYER, OUTPUTS, PART, POSITION, TOKEN
-from mjax.utils.names import leaf_name
+from mjax.parallel.weights import EXPERT, INPUTS, LAYER, OUTPUTS, PART, POSITION, TOKEN, leaf_name
 
 ROWS = 4096  # of an embedding to read at once
 ALONE = (EXPERT, TOKEN, POSITION)

@@ -29,8 +29,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from mjax.models.context import Context
 from mjax.models.parts.attention import Attention
+from mjax.models.protocol import Context
 from mjax.parallel import random
 
 Sums = dict[str, Array]

@@ -13,8 +13,7 @@ from mjax.config.axes import EXPERT
 from mjax.config.model import ModelConfig
 from mjax.models.parts.positions import Positions
 from mjax.models.protocol import Model, build_model
-from mjax.parallel.weights import Dims, dims_of, metadata_of, muon_matrices
-from mjax.utils.names import leaf_name
+from mjax.parallel.weights import Dims, dims_of, leaf_name, metadata_of, muon_matrices
 
 
 @lru_cache(maxsize=64)
@@ -42,11 +41,8 @@ def weight_dims(config: ModelConfig) -> dict[str, Dims]:
 @lru_cache(maxsize=64)
 def frozen_weights(config: ModelConfig) -> frozenset[str]:
     """The names of the weights that are not trained."""
-    return frozenset(
-        name
-        for name, frozen in zip(abstract_weights(config), metadata_of(_traced(config), "frozen"), strict=True)
-        if frozen
-    )
+    marks = zip(abstract_weights(config), metadata_of(_traced(config), "frozen"), strict=True)
+    return frozenset(name for name, frozen in marks if frozen)
 
 
 @lru_cache(maxsize=64)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
-from mjax.models.context import Context
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
+from mjax.models.protocol import Context
 from mjax.parallel import mappings
 from mjax.parallel.tokens import Across, Tokens
 
@@ -114,11 +114,7 @@ def _read(
 
 
 def decode(
-    model: CausalModel,
-    tokens: Int[Array, " b"],
-    cached: Cache,
-    lengths: Int[Array, " b"],
-    layers: Layers,
+    model: CausalModel, tokens: Int[Array, " b"], cached: Cache, lengths: Int[Array, " b"], layers: Layers
 ) -> tuple[Float[Array, "b v"], Cache]:
     """Read one token of each sequence, whose `lengths` previous tokens are in the cache.
 

@@ -36,7 +36,7 @@ from jaxtyping import Array, Float, Int
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import LayerKind, Stack, stacks_of
 from mjax.models.block import Sums, with_sums
-from mjax.models.context import Context
+from mjax.models.protocol import Context
 from mjax.parallel.weights import add_layer_dim
 from mjax.parallel.zero import all_but_gathered_weights
 

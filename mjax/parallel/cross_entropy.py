@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mjax.config.axes import MODEL
 from mjax.parallel import mappings
 from mjax.parallel.layers import owned_rows
 
@@ -53,16 +52,3 @@ def _cross_entropy_backward(residuals, gradient: Array):
 
 
 vocab_parallel_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
-
-
-def vocab_parallel_argmax(logits: Float[Array, "t v_local"]) -> Int[Array, " t"]:
-    """The id with the highest logit when each rank holds v/p of them; the lowest id in a tie, as in `argmax`.
-
-    Two numbers per token are communicated over `model`: the highest logit, and the lowest id that has it.
-    """
-    rows = logits.shape[-1]
-    highest = logits.max(-1)
-    ids = jnp.argmax(logits, -1).astype(jnp.int32) + mappings.rank(MODEL) * rows
-    nobody = jnp.iinfo(jnp.int32).max
-    local_ids = jnp.where(highest == mappings.maximum(highest), ids, nobody)
-    return -mappings.maximum(-local_ids)

@@ -20,7 +20,6 @@ that a branch differentiates is typed as varying over `pipe` before, and sums ov
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -313,7 +312,7 @@ def _column(schedule: Schedule) -> dict:
     column = {name: local(getattr(schedule, name)) for name in ("receive_activation", "receive_gradient")}
     for kind in ("forward", "backward"):
         if (slots := getattr(schedule, kind)) is not None:
-            fields = {field.name: local(getattr(slots, field.name)) for field in dataclasses.fields(slots)}
+            fields = {name: local(table) for name, table in vars(slots).items()}
             column[kind] = {**fields, "virtual_stage": fields["chunk"] * schedule.stages + stage}
     return column
 

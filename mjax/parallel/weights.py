@@ -93,6 +93,12 @@ def metadata_of(weights, name: str) -> list:
     return [weight.get_metadata().get(name) for weight in _parameters(weights)]
 
 
+def leaf_name(path: tuple) -> str:
+    """The dotted name of a tree path: 'blocks.mlp.up.kernel', without the slot in which an NNX variable keeps its
+    array."""
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+
+
 def _parameters(weights) -> list[nnx.Param]:
     leaves = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, nnx.Param))
     return [weight for weight in leaves if jax.tree.leaves(weight)]

@@ -37,8 +37,7 @@ from mjax.parallel import float8, mappings, scopes
 from mjax.parallel.float8 import Float8
 from mjax.parallel.mappings import Gathers
 from mjax.parallel.overlap import linear_map
-from mjax.parallel.weights import are_stacked, metadata_of
-from mjax.utils.names import leaf_name
+from mjax.parallel.weights import are_stacked, leaf_name, metadata_of
 
 REPLICAS = axes.holding()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mjax.config.model import Metric
+from mjax.config.marks import Metric
 from mjax.pictures.figures import PALETTE, add_heading, add_perplexity, save
 
 if TYPE_CHECKING:  # matplotlib takes a second to import
@@ -46,12 +46,6 @@ class Curve:
         """Add the value of a step."""
         self.steps.append(step)
         self.values.append(value)
-
-    def copy(self) -> Curve:
-        """A curve that does not grow with this one."""
-        copied = Curve()
-        copied.steps, copied.values = self.steps[:], self.values[:]
-        return copied
 
     @property
     def width(self) -> int:

@@ -6,26 +6,36 @@ it fit (`search.changes_that_fit`), also before training.
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 import textwrap
 import time
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-from mjax.cluster.hardware import Gpu
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.topologies import get_topology_desc
+
+from mjax.cluster.hardware import Gpu, gpu_named
 from mjax.cluster.launch import host_memory
-from mjax.config import Config, MeshConfig, as_flag, axes, differences
+from mjax.cluster.processes import place_on_host
+from mjax.config import Config, MeshConfig, as_flag, differences
 from mjax.config.axes import PIPE, in_words
 from mjax.config.batch_size import in_units
 from mjax.config.checks import can_run_layers, validate
-from mjax.config.kernels import HOPPER, capability_of, is_unrolled, resolved_on_gpu
-from mjax.config.source import WIDTH
-from mjax.errors import UsageError, suggestion
+from mjax.config.kernels import HOPPER, capability_of, is_unrolled, resolved_on_gpu, with_unrolling
+from mjax.errors import RunError, UsageError, suggestion
+from mjax.parallel.mesh import make_mesh
 from mjax.planner import Section, good_to, layers_in_words
-from mjax.planner.calibration import Calibration
 from mjax.planner.layer import kinds_of, layer_forward
-from mjax.planner.memory import HEADROOM, fits_host, free_share, predict_memory, usable_memory
+from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory, usable_memory
 from mjax.planner.search import (
     RECOMPUTE,
     SEARCHED,
@@ -50,9 +60,11 @@ from mjax.planner.search import (
     value_of,
     with_values,
 )
-from mjax.planner.time import run_tokens
+from mjax.planner.time import Calibration, run_tokens
 from mjax.step.precision import in_float8
+from mjax.step.step import build_program
 from mjax.utils.figures import GIB, named_rows, table
+from mjax.utils.packages import cuda_build, installed
 
 SHOWN = 10
 """Candidates in the table of a search."""
@@ -96,7 +108,7 @@ def about(section: Section, name: str, config: Config) -> str:
     )
     warning = [line for line in section.lines if line.startswith("warning")]
     title = f"{name} for {values['devices']:,} × {values['gpu']}, found by the planner.\n"
-    return "\n".join([title, *(textwrap.fill(line, WIDTH) for line in (text, *warning))])
+    return "\n".join([title, *(textwrap.fill(line, 120) for line in (text, *warning))])
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------
@@ -210,7 +222,7 @@ def report(result: SearchResult, name: str, config: Config, gpu: Gpu, seconds: f
         f"the host, {len(result.tight):,} leave less than {HEADROOM:.0%} of it free, {len(result.roomy):,} fit, and "
         f"{result.slower:,} take {WITHIN - 1:.0%} longer or more ({seconds:.1f} s)",
         "",
-        *_table(result, shown),
+        *_table([{"": number, **_cells(candidate)} for number, candidate in enumerate(shown, 1)]),
         "",
         f"{run_tokens(config):,} tokens in {config.train.steps:,} steps: {days:.3g} days, {hours:,.0f} GPU-hours; "
         f"the prediction: {good_to(best.time.error)}",
@@ -240,20 +252,18 @@ def _cost(candidate: Candidate) -> tuple[float, float]:
 OPTIONAL = {"groups": 1, "expert": 1, "context": "1", "loss chunks": "-", "host GiB": "-"}
 
 
-def _table(result: SearchResult, shown: list[Candidate]) -> list[str]:
-    rows = [{"": number, **_cells(candidate, result)} for number, candidate in enumerate(shown, 1)]
+def _table(rows: list[dict[str, Any]], left: int = 1) -> list[str]:
     header = [name for name in rows[0] if any(row[name] != OPTIONAL.get(name) for row in rows)]
-    return table(header, [[row[name] for name in header] for row in rows])
+    return table(header, [[row[name] for name in header] for row in rows], left)
 
 
-def _cells(candidate: Candidate, result: SearchResult) -> dict[str, Any]:
+def _cells(candidate: Candidate) -> dict[str, Any]:
+    """A candidate as a row of a table."""
     config, memory, time = candidate
-    mesh, train, free = config.mesh, config.train, result.free(candidate)
+    mesh, train = config.mesh, config.train
     days, hours = _cost(candidate)
-    # The two slowest parts besides the matmuls, and the memory if too little of it is free.
+    # The two slowest parts besides the matmuls.
     parts = sorted((-seconds, name) for name, seconds in time.parts.items() if seconds > 0 and name != "matmul")
-    bottlenecks = [f"{name} {-seconds / time.total:.0%}" for seconds, name in parts[:2]]
-    bottlenecks += [f"memory, {free:.1%} free"] * (free < HEADROOM)
     chunks = f" × {mesh.chunks}" if mesh.chunks > 1 else ""
     return {
         "pipe": mesh.pipe, "data": mesh.data, "groups": mesh.replica, "expert": mesh.expert,
@@ -261,13 +271,15 @@ def _cells(candidate: Candidate, result: SearchResult) -> dict[str, Any]:
         "schedule": f"{mesh.schedule}{chunks}" if mesh.pipe > 1 else "-", "micro-batch": train.micro_batch,
         "recompute": train.recompute, "seq. par.": "yes" if mesh.splits_tokens else "-", "ZeRO": mesh.zero or "-",
         "loss chunks": train.loss_chunks if train.loss_chunks > 1 else "-", "s/step": f"{time.mean:.3g}",
-        "TFLOP/s": f"{time.model_tflops:.0f}", "MFU": "-" if time.mfu is None else f"{time.mfu:.1%}",
+        "TFLOP/s": f"{time.model_tflops:.0f}", "MFU": f"{time.mfu:.1%}",
         "GiB": f"{memory.total / GIB:.1f}", "host GiB": f"{memory.host / GIB:.1f}" if memory.host else "-",
-        "days": f"{days:.3g}", "GPU-hours": f"{hours:,.0f}", "held back by": ", ".join(bottlenecks),
+        "days": f"{days:.3g}", "GPU-hours": f"{hours:,.0f}",
+        "held back by": ", ".join(f"{name} {-seconds / time.total:.0%}" for seconds, name in parts[:2]),
     }  # fmt: skip
 
 
 def _values(candidate: Candidate) -> dict[str, Any]:
+    """The same for --json."""
     config, memory, time = candidate
     days, hours = _cost(candidate)
     return {
@@ -294,50 +306,28 @@ def run_longest(config: Config, name: str, devices: int, gpu: Gpu, calibration: 
       UsageError: layers differ from each other, or nothing fits.
     """
     machine = gpu.gpus_per_node, *predictions(gpu, calibration), gpu.usable_bytes, gpu.host_bytes
-    best = (longest(config, devices, recompute, *machine) for recompute in ("full", "offload"))
-    values = [_length_values(candidate) for candidate in best if candidate is not None]
+    tried = (longest(config, devices, recompute, *machine) for recompute in ("full", "offload"))
+    values, rows = [], []
+    for best in filter(None, tried):
+        tokens, cells = best.config.train.global_batch * best.config.model.sequence, _cells(best)
+        speed, positions = tokens / best.time.total / devices, best.config.model.sequence
+        values.append({"sequence": positions, "tokens_per_second": speed, **_values(best)})
+        shown = {column: cells[column] for column in ("recompute", "context", "model", "GiB", "MFU")}
+        rows.append(shown | {"positions": f"{positions:,}", "tokens/s a GPU": f"{speed:,.0f}"})
     if not values:
         raise UsageError(f"{name} does not fit on {devices} × {gpu.name} with any length; use --longest {2 * devices}")
-    header = ("recomputation", "context", "model", "attention", "positions", "GiB", "tokens/s a GPU", "MFU")
-    cells = [
-        [
-            row["recompute"], row["mesh"]["context"], row["mesh"]["model"], row["context_attention"] or "",
-            f"{row['sequence']:,}", f"{row['bytes'] / GIB:.1f}", f"{row['tokens_per_second']:,.0f}",
-            "" if row["mfu"] is None else f"{row['mfu']:.1%}",
-        ]
-        for row in values
-    ]  # fmt: skip
     plan = {"gpu": gpu.name, "devices": devices, "found": values}
-    return Section(f"Longest sequence on {devices:,} × {gpu.name}", plan, table(header, cells))
-
-
-def _length_values(best: Candidate) -> dict[str, Any]:
-    config, seconds = best.config, best.time.total
-    return {
-        "sequence": config.model.sequence,
-        "mesh": axes.as_typed(config.mesh),
-        "context_attention": config.across,
-        "recompute": config.train.recompute,
-        "bytes": best.memory.total,
-        "seconds": seconds,
-        "tokens_per_second": config.train.global_batch * config.model.sequence / seconds / config.mesh.devices,
-        "mfu": best.time.mfu,
-    }
+    return Section(f"Longest sequence on {devices:,} × {gpu.name}", plan, _table(rows))
 
 
 # --- The largest model of a budget ------------------------------------------------------------------------------------
 
 
 def run_budget(
-    config: Config,
-    name: str,
-    base: Config,
-    budget: Budget,
-    calibration: Calibration,
-    keep: tuple[str, ...],
-    say: Callable[[str], None],
+    config: Config, name: str, base: Config, budget: Budget, calibration: Calibration, keep: tuple[str, ...]
 ) -> tuple[Config, Section]:
-    """The config of the largest model that the budget trains, and the plan section on it.
+    """The config of the largest model that the budget trains, and the plan section on it: the model, those that were
+    tried, and the command to train it. Each model that is tried is told on stderr.
 
     Args:
       config: with the flags of the command line; valid except for its mesh.
@@ -345,77 +335,58 @@ def run_budget(
       base: without the flags, as `name` has it.
       budget: of GPUs and days; `calibration` has their rates.
       keep: as in `run_search`.
-      say: told about each model that is tried.
 
     Raises:
       UsageError: no model can be split, or none is trained in time.
     """
-    devices, rungs = budget.devices, ladder(config)
+    devices, gpu, rungs = budget.devices, budget.gpu, ladder(config)
     possible = [rung for rung in rungs if is_possible(rung.config, devices, keep)]
-    check_searchable((possible or rungs)[-1].config, devices, budget.gpu.gpus_per_node, keep)
-    ways = in_known_ways(devices, budget.gpu, calibration, keep)
-    best, tried = largest_model(possible, budget, ways, say)
-    return best.config, budget_section(best, tried, name, base, budget)
-
-
-def budget_section(best: Trial, tried: list[Trial], name: str, base: Config, budget: Budget) -> Section:
-    """The section `budget` of a plan: the model, those tried beside it, and the command to train it.
-
-    Args:
-      best, tried: as returned by `largest_model`.
-      name, base: the config that the models are sizes of.
-      budget: of GPUs and days.
-    """
+    check_searchable((possible or rungs)[-1].config, devices, gpu.gpus_per_node, keep)
+    ways = in_known_ways(devices, gpu, calibration, keep)
+    best, tried = largest_model(possible, budget, ways, partial(print, file=sys.stderr))
     flags = (as_flag(field, new) for field, (_, new) in differences(base, best.best.config).items())
     command = f"mjax train --config {name} {' '.join(flags)} --data.path PREFIX"
-    time, header = (
-        best.best.time,
-        ("parameters", "layers", "hidden", "tokens", "FLOPs", "mesh", "s/step", "MFU", "days"),
-    )
+    time = best.best.time
     remarks = [f"* fits into {budget.days:g} days; the prediction: {good_to(time.error)}", *time.caveats]
     if best.config.model != base.model:
         remarks.append(f"batch and learning rate are those of {name}: a larger model usually takes a lower rate")
     if best is tried[-1]:
         remarks.append("it is the largest of the ladder, so the budget would train a larger one too")
-    return Section(
-        f"Budget: {budget.devices:,} × {budget.gpu.name} for {budget.days:g} days",
-        {
-            "devices": budget.devices,
-            "days": budget.days,
-            "tokens_per_parameter": budget.tokens_per_parameter,
-            "best": _trial_values(best),
-            "tried": [_trial_values(trial) for trial in tried],
-            "command": command,
-        },
-        [
-            f"the largest within the budget, at {budget.tokens_per_parameter:g} tokens a parameter:",
-            "",
-            *table(header, [_trial_row(trial, trial is best) for trial in tried]),
-            "",
-            *remarks,
-            "to train it:",
-            f"  {command}",
-        ],
-    )
+    values = {
+        "devices": devices,
+        "days": budget.days,
+        "tokens_per_parameter": budget.tokens_per_parameter,
+        "best": _trial_values(best),
+        "tried": [_trial_values(trial) for trial in tried],
+        "command": command,
+    }
+    lines = [
+        f"the largest within the budget, at {budget.tokens_per_parameter:g} tokens a parameter:",
+        "",
+        *_table([_trial_cells(trial, trial is best) for trial in tried]),
+        "",
+        *remarks,
+        "to train it:",
+        f"  {command}",
+    ]
+    return best.best.config, Section(f"Budget: {devices:,} × {gpu.name} for {budget.days:g} days", values, lines)
 
 
-def _trial_row(trial: Trial, is_best: bool) -> list[Any]:
-    model, best = trial.config.model, trial.best
-    row = [f"{trial.parameters:,}" + " *" * is_best, model.layers, model.hidden, in_units(trial.tokens)]
-    ran = (
-        ["", "", ""] if best is None else [describe_mesh(best.config), f"{best.time.mean:.3g}", f"{best.time.mfu:.1%}"]
-    )
-    return [*row, f"{trial.flops:.3g}", *(ran or ["", "", ""]), trial.duration.removesuffix(" days")]
-
-
-def describe_mesh(config: Config) -> str:
-    """The sizes above 1 of a mesh: 'data 32 × context 2'."""
-    return " × ".join(f"{axis} {size}" for axis, size in axes.as_typed(config.mesh).items() if size > 1) or "data 1"
+def _trial_cells(trial: Trial, is_best: bool) -> dict[str, Any]:
+    model, cells = trial.config.model, _cells(trial.best) if trial.best else {}
+    return {
+        "parameters": f"{trial.parameters:,}" + " *" * is_best,
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "tokens": in_units(trial.tokens),
+        "FLOPs": f"{trial.flops:.3g}",
+        **{name: cells.get(name, "") for name in ("pipe", "data", "context", "model", "s/step", "MFU")},
+        "days": trial.duration.removesuffix(" days"),
+    }
 
 
 def _trial_values(trial: Trial) -> dict[str, Any]:
-    best, model = trial.best, trial.config.model
-    ran = best and {"seconds": best.time.mean, "mfu": best.time.mfu, "bytes": best.memory.total, "days": trial.days}
+    model = trial.config.model
     return {
         "model": {"layers": model.layers, "hidden": model.hidden, "heads": model.heads},
         "parameters": trial.parameters,
@@ -423,7 +394,7 @@ def _trial_values(trial: Trial) -> dict[str, Any]:
         "steps": trial.config.train.steps,
         "flops": trial.flops,
         "days_at_peak": trial.days_at_peak,
-        **(ran or dict.fromkeys(("seconds", "mfu", "bytes", "days"))),
+        **({"days": None} if trial.best is None else _values(trial.best)),
     }
 
 
@@ -454,21 +425,17 @@ def check_float8(config: Config, gpu: str, capability: tuple[int, ...]) -> None:
             f"--precision.compute fp8 needs a GPU with compute capability 8.9 or more, such as an H100, and {gpu} has "
             f"{'.'.join(map(str, capability))}; use --precision.compute bf16"
         )
-    model, train = config.model, config.train
-    tokens = train.micro_batch * model.sequences * model.sequence
-    if tokens % MULTIPLE:
-        raise UsageError(
-            f"--precision.compute fp8 multiplies micro-batches of a multiple of {MULTIPLE} tokens, and --train.micro-"
-            f"batch {train.micro_batch} has {tokens}; use a --train.micro-batch that is a multiple of {MULTIPLE}"
-        )
+    tokens = config.train.micro_batch * config.model.sequences * config.model.sequence
+    sizes = {f"--train.micro-batch {config.train.micro_batch} has {tokens} tokens": (tokens,)}
     for _, of in kinds_of(config):
-        for k, n in layer_forward(of).weights:
-            if k % MULTIPLE or n % MULTIPLE:
-                raise UsageError(
-                    f"--precision.compute fp8 multiplies matrices whose sizes are multiples of {MULTIPLE}, and a rank "
-                    f"of --mesh.model {config.mesh.model} has a weight of {k} × {n}; change the mesh "
-                    "or the model, or use --precision.compute bf16"
-                )
+        for weight in layer_forward(of).weights:
+            sizes[f"a rank of --mesh.model {config.mesh.model} has a weight of {weight[0]} × {weight[1]}"] = weight
+    for what, size in sizes.items():
+        if any(n % MULTIPLE for n in size):
+            raise UsageError(
+                f"--precision.compute fp8 multiplies matrices whose sizes are multiples of {MULTIPLE}, and {what}; "
+                "change that, or use --precision.compute bf16"
+            )
 
 
 def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str], None]) -> None:
@@ -486,10 +453,6 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
     Raises:
       UsageError: the config does not fit, or needs an attention kernel or float8 products that are not available.
     """
-    import jax  # a plan does not need it
-
-    from mjax.cluster.processes import place_on_host
-
     device = jax.local_devices()[0]
     usable = usable_memory(device)
     if usable is None or config.mesh.devices != jax.device_count():
@@ -533,19 +496,14 @@ def check_memory(config: Config, usable: float, gpu: str, name: str = "this conf
         return ""
     changes = changes_that_fit(config, usable, host=host)
     nearest = "; or ".join(f"{change.flags} ({change.needs(config)})" for change in changes)
-    if free >= 0:
-        advice = f"what leaves more, cheapest first: {nearest}" if changes else "no change of mesh leaves more"
-        return (
-            f"{name} is predicted to need {memory.total / GIB:.1f} of the {usable / GIB:.1f} GiB that are usable on "
-            f"{gpu}, which leaves {free:.1%}; the prediction may be off by {HEADROOM:.0%}, so it may not fit; {advice}"
-        )
     advice = f"what fits, cheapest first: {nearest}" if changes else "no change of mesh or recomputation makes it fit"
     largest_first = sorted(memory.parts.items(), key=lambda part: -part[1])
     kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in largest_first if size / GIB >= 0.05)
-    raise UsageError(
-        f"{name} needs {memory.total / GIB:.1f} GiB on each GPU ({kinds}) and {usable / GIB:.1f} GiB of {gpu} are "
-        f"usable; {advice}"
-    )
+    needs = f"{name} needs {memory.total / GIB:.1f} GiB on each GPU ({kinds}) and {usable / GIB:.1f} GiB of {gpu} are "
+    if free < 0:
+        raise UsageError(f"{needs}usable; {advice}")
+    margin = f"which leaves {free:.1%}; the prediction may be off by {HEADROOM:.0%}, so it may not fit"
+    return f"{needs}usable, {margin}; {advice}"
 
 
 # --- The memory section of a plan, and its picture --------------------------------------------------------------------
@@ -624,3 +582,195 @@ def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, na
     micro_batch, attention = config.train.micro_batch, config.model.attention
     about = f"{in_words(config.mesh, PIPE)}, micro-batches of {micro_batch}, attention by {attention}"
     draw_memory(modes, file, heading, about, gpu, HEADROOM)
+
+
+# --- Compiling for absent NVIDIA GPUs ---------------------------------------------------------------------------------
+#
+# XLA needs no GPU to compile for one, only a description. `targets/` has a file for each GPU in XLA's own format
+# (GpuTargetConfigProto), and a topology of servers gives a mesh of virtual devices. The step is the one that training
+# runs, from `build_program`, with the XLA flags of this process. The result is what a cluster would compile, with one
+# difference: nothing can be measured here, so XLA uses its default tiles for matrix products (Triton's) where on a GPU
+# it times several, including cuBLAS's. Collectives, their order and memory hardly depend on that; the speed of matrix
+# products does. `benchmarks/aot/` reads the compiled program.
+
+SHEETS = Path(__file__).parent / "targets"
+
+
+@dataclass(frozen=True)
+class AllocatedMemory:
+    """Bytes on one device, as allocated by XLA.
+
+    Attributes:
+      arguments: state and batch.
+      outputs: results.
+      aliased: outputs that reuse memory of arguments: the new state that of the old.
+      temporaries: everything that lives within a step: the weights in the compute dtype, gradients, activations.
+      host: temporaries in host memory.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes that have to fit."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+class Compilation(NamedTuple):
+    """A step compiled ahead of time.
+
+    Attributes:
+      device_kind: JAX's name for the GPU.
+      config: with the compiled attention kernel, and with or without a loop over the layers.
+      step: the `TrainProgram` whose step it is, on a mesh of these GPUs.
+      seconds: of tracing, and of compiling.
+      memory: allocated by XLA.
+      text: the scheduled HLO.
+    """
+
+    device_kind: str
+    config: Config
+    step: Any
+    seconds: dict[str, float]
+    memory: AllocatedMemory
+    text: str
+
+
+def sheet_names() -> list[str]:
+    """The GPUs with a target file."""
+    return sorted(file.stem for file in SHEETS.glob("*.txtpb"))
+
+
+def check_compile(config: Config, gpu: str | None, per_server: int = 8) -> None:
+    """Refuse what cannot be compiled.
+
+    Raises:
+      UsageError: there is no target file for the GPU, or the mesh does not fill its servers, or the CUDA wheels are
+        missing.
+    """
+    names = ", ".join(sheet_names())
+    if gpu is None:
+        raise UsageError(f"--compile needs a GPU to compile for; add --gpu with one of {names}")
+    if gpu not in sheet_names():
+        raise UsageError(f"--gpu {gpu} cannot be compiled for; use one of {names}")
+    devices = config.mesh.devices
+    if devices > per_server and devices % per_server:
+        raise UsageError(
+            f"a mesh of {devices} devices does not fill servers of {per_server}; change --mesh.data, or use "
+            f"--devices-per-node {max(n for n in range(1, per_server + 1) if devices % n == 0)}"
+        )
+    if cuda_build() is None:
+        raise UsageError(
+            "--compile needs the compiler for NVIDIA GPUs, which is in JAX's CUDA wheels (no GPU and no driver is "
+            "needed); type: pip install 'jax[cuda13]'"
+        )
+
+
+def compile_step(
+    config: Config, gpu: str, per_server: int = 8, options: dict[str, Any] | None = None, quiet: bool = True
+) -> Compilation:
+    """Compile the train step of `config` for its mesh of GPUs, which need not exist: seconds to minutes.
+
+    `launch.leave_accelerators_alone` has to be called before: JAX would look for GPUs and fail.
+
+    Args:
+      config: validated; `model.attention` auto is resolved as on a GPU.
+      gpu: name of a target file.
+      per_server: GPUs per server.
+      options: of XLA, by name, besides the flags of this process.
+      quiet: without a line on stderr for each phase.
+
+    Raises:
+      UsageError: JAX or cuDNN does not support the config.
+      RunError: XLA cannot compile the step.
+    """
+    config = with_unrolling(resolved_on_gpu(config, gpu_named(gpu).compute_capability), on_gpu=True)
+    devices = config.mesh.devices
+    topology = get_topology_desc(
+        platform="cuda",
+        topology=f"1x{max(1, devices // per_server)}x{min(devices, per_server)}",  # slices × servers × GPUs of a server
+        target_config=(SHEETS / f"{gpu}.txtpb").read_text(),
+    )
+    device_kind, began = topology.devices[0].device_kind, time.perf_counter()
+    if not quiet:
+        print(f"mjax: tracing and compiling the step for {devices:,} × {device_kind} …", file=sys.stderr, flush=True)
+    program = build_program(config, make_mesh(config.mesh, topology.devices))
+    try:
+        lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    except NotImplementedError as error:
+        # JAX asks its GPU what cuDNN supports. Here it finds none, and assumes the oldest.
+        raise UsageError(
+            f"JAX does not lower cuDNN's attention here: {str(error).splitlines()[0]} Without a GPU it assumes "
+            "one older than Hopper; add --model.attention xla"
+        ) from error
+    traced = time.perf_counter()
+    try:
+        with without_compilation_cache():
+            compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        raise RunError(f"XLA cannot compile this step for {gpu}: {str(error).splitlines()[0]}") from error
+    seconds, stats = {"tracing": traced - began, "compiling": time.perf_counter() - traced}, compiled.memory_analysis()
+    memory = AllocatedMemory(
+        stats.argument_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.alias_size_in_bytes,
+        stats.temp_size_in_bytes,
+        stats.host_temp_size_in_bytes,
+    )
+    return Compilation(device_kind, config, program, seconds, memory, compiled.as_text())
+
+
+@contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """Disable JAX's persistent cache: without a GPU JAX cannot read its entries, and complains at length."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # whether it is used is decided once per process
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
+def compiler_versions() -> dict[str, str]:
+    """Versions of the compiler: JAX, and its CUDA plugin."""
+    packages = installed()
+    return {name: packages[name] for name in ("jax", "jaxlib", f"jax-cuda{cuda_build()}-plugin") if name in packages}
+
+
+def compile_section(compiled: Compilation, formula: Memory) -> Section:
+    """The section of a plan: memory as allocated and as predicted by `formula`, and the program's collectives."""
+    memory, versions = compiled.memory, compiler_versions()
+    operations = r" (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
+    collectives = Counter(re.findall(operations, compiled.text))
+    predicted = {"total": memory.total, "formula": formula.total, "host_formula": formula.host}
+    values = {
+        "device_kind": compiled.device_kind,
+        "seconds": compiled.seconds,
+        "memory": asdict(memory) | predicted,
+        "collectives": dict(collectives),
+        "versions": versions,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+    rows = {
+        "compiled by": ", ".join(f"{package} {number}" for package, number in versions.items()),
+        "XLA flags": values["xla_flags"] or "none",
+        "took": ", ".join(f"{seconds:.1f} s {phase}" for phase, seconds in compiled.seconds.items()),
+        "memory": f"{memory.total / GIB:.2f} GiB on each device, {memory.temporaries / GIB:.2f} of them temporaries; "
+        f"the formula predicts {formula.total / GIB:.2f} GiB, {formula.total / memory.total - 1:+.1%}",
+        "collectives": ", ".join(f"{count:,} × {name}" for name, count in sorted(collectives.items())) or "none",
+    }
+    if memory.host or formula.host:
+        rows["host memory"] = f"{memory.host / GIB:.2f} GiB; the formula predicts {formula.host / GIB:.2f} GiB"
+    return Section(f"Compiled for {compiled.device_kind}", values, named_rows(rows))
+
+
+def compile_for(config: Config, gpu: Gpu) -> Section:
+    """Compile the step of a checked config, and report on it."""
+    compiled = compile_step(config, gpu.name, gpu.gpus_per_node, quiet=False)
+    return compile_section(compiled, predict_memory(compiled.config, gpu.compute_capability))

@@ -54,11 +54,12 @@ from mjax.parallel.matrices import Matrices
 from mjax.parallel.weights import LAYER, OUT, TOKEN, Dims
 from mjax.parallel.zero import Storage, computed_spec, storage_of
 from mjax.planner import layer as trace
-from mjax.planner.calibration import WIDTHS, Rates
 from mjax.planner.layer import traced_once
 from mjax.planner.program import Product, Program
 from mjax.step.muon import ITERATE_IN, newton_schulz
 
+# Bytes per element of each dtype.
+WIDTHS = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 # Share of a GPU's memory that has to stay free: predictions are off by up to this.
 HEADROOM = 0.05
 # Live copies of this rank's rows of the residual stream while a layer is differentiated: the layer's input and the
@@ -592,34 +593,6 @@ def muon_workspace(config: Config) -> float:
         return matrices.per_rank * (4 * whole + 3 * squares) + (2 * moved if matrices.moves else 0)
 
     return muon_width(config) * max(map(elements, matrices_of(config.model, config.mesh)), default=0)
-
-
-def muon_iteration_seconds(config: Config, rates: Rates) -> float:
-    """Seconds in which the busiest device orthogonalizes its matrices."""
-    rates = Rates(rates.gpu, rates.calibration, ITERATE_IN[config.precision.compute])
-    return sum(
-        rates.product(product.m, product.n, product.k, product.batch)
-        for matrices in matrices_of(config.model, config.mesh)
-        for product in muon_products(matrices.per_rank, *matrices.size)
-    )
-
-
-def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
-    """Seconds in which matrices become whole and results go back, by mesh axis: an all-to-all there and back over an
-    axis that splits a matrix, which sends as much as a gather; and a gather, or a sum, of results over one that does
-    not."""
-    sizes, seconds = axes.sizes(config.mesh), dict.fromkeys(axes.NAMES, 0.0)
-    for matrices in matrices_of(config.model, config.mesh):
-        count, part = matrices.count, math.prod(matrices.size)  # elements of a matrix that a device has
-        part //= math.prod(sizes[axis] for axis, dim in matrices.moves if dim is not None)
-        for axis, dim in matrices.moves:
-            ranks, stride = sizes[axis], math.prod(sizes[inner] for inner in axes.NAMES[axes.NAMES.index(axis) + 1 :])
-            share = -(-count // ranks)
-            moved = 2 * count if dim is None and ranks > count else share * ranks
-            times = 1 if dim is None else 2
-            seconds[axis] += times * rates.gather(ranks, stride, moved * part * muon_width(config))
-            count, part = share, part * (1 if dim is None else ranks)
-    return seconds
 
 
 @lru_cache(maxsize=4096)

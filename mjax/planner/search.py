@@ -11,13 +11,13 @@ curve. Candidates that `mjax.config.checks` would refuse are never made, because
     micro-batch   divides a replica's share of the global batch
     chunks        divide the layers of a stage, and above 1 take micro-batches in groups of `pipe`
 
-With a ramp-up or a schedule of the batch, each of these holds for each of its sizes, so for their greatest common
+With a ramp-up of the batch, each of these holds for each of its sizes, so for their greatest common
 divisor.
 
 Of settings that do the same, only the simplest is a candidate: no schedule and no chunks without a pipeline, no
 sequence parallelism on one rank of `model`, no ZeRO on one rank of `data` and `context`, no groups of replicas without
 FSDP. Several ranks of `model` have sequence parallelism where tokens divide: as many bytes, and less memory. The
-schedule gpipe is left out: it has the bubble of 1f1b and at least its memory.
+schedule stays that of the config: gpipe has the bubble of 1f1b and at least its memory.
 
 The time of all candidates is predicted, and in this order their memory, until the rest is slower than what is ranked;
 one that lacks memory where the logits are the peak is tried with the loss in chunks too. Candidates that do not fit are
@@ -42,19 +42,17 @@ from mjax.cluster.hardware import Gpu
 from mjax.config import Config, MeshConfig, axes, marks
 from mjax.config.axes import shards
 from mjax.config.batch_size import BatchSizes, in_units
-from mjax.config.checks import can_run_layers, validate
+from mjax.config.checks import can_run_layers, shorter_warmup, validate
 from mjax.config.kernels import is_unrolled, ways_across
 from mjax.config.marks import fields_with
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stage_unit
-from mjax.config.resolve import shorter_warmup
 from mjax.config.run import Recompute
 from mjax.errors import UsageError
 from mjax.models.build import mixing_class, scores_in_chunks
-from mjax.planner.calibration import Calibration
 from mjax.planner.layer import model_flops
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, parameters_of, predict_memory
-from mjax.planner.time import StepTime, TimePredictor
+from mjax.planner.time import Calibration, StepTime, TimePredictor
 from mjax.utils.figures import GIB
 from mjax.utils.progress import progress
 
@@ -146,7 +144,7 @@ def _possible_values(
             "mesh.context": [context],
             "mesh.context_attention": across,
             "mesh.sequence_parallel": [splits and fixed.get("mesh.sequence_parallel", True)],
-            "mesh.schedule": [fixed.get("mesh.schedule", "1f1b")],
+            "mesh.schedule": [config.mesh.schedule],
             "mesh.chunks": divisors(model.layers // stage_unit(model) // pipe) if in_groups else [1],
             "mesh.zero": [0, 1, 3] if data * context > 1 else [0],
             "mesh.replica": groups,
@@ -489,7 +487,6 @@ def longest(
         micro_batch=1,
         global_batch=math.lcm(config.train.global_batch, devices),
         batch_rampup=None,
-        batch_schedule=None,
         taken=(),
         recompute=recompute,
         unroll="off" if recompute == "offload" else config.train.unroll,

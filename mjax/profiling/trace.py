@@ -46,10 +46,6 @@ SHOWN = 3  # kernels of each kind
 WIDTH = 64  # columns of a name
 
 
-class TraceError(ValueError):
-    """A trace is not in the known form."""
-
-
 class Kernel(NamedTuple):
     """A kernel that ran.
 
@@ -82,7 +78,7 @@ def read_trace(profile: ProfileData, program: str) -> tuple[list[tuple[float, fl
       between them; and the kernels on all devices of this process, also some from before and after the steps.
 
     Raises:
-      TraceError: the trace does not have the event WINDOW, or has no kernels.
+      ValueError: the trace does not have the event WINDOW, or has no kernels.
     """
     planes = list(profile.planes)
     threads = [line for plane in planes if plane.name.startswith("/host:CPU") for line in plane.lines]
@@ -91,7 +87,7 @@ def read_trace(profile: ProfileData, program: str) -> tuple[list[tuple[float, fl
     kernels = list(_kernels(_events(planes), program))
     if window is None or not kernels:
         missing = f"event {WINDOW!r}" if window is None else "kernels"
-        raise TraceError(f"the trace has no {missing}; its planes are {', '.join(plane.name for plane in planes)}")
+        raise ValueError(f"the trace has no {missing}; its planes are {', '.join(plane.name for plane in planes)}")
     breaks = sorted((event.start_ns, event.end_ns) for event in marks if event.name == ASIDE)
     edges = [window.start_ns, *itertools.chain.from_iterable(breaks), window.end_ns]
     return list(zip(edges[::2], edges[1::2], strict=True)), kernels

@@ -144,13 +144,19 @@ def data_facts(config: Config, data: TrainingData) -> Facts:
 def software_facts() -> Facts:
     """mjax's source files, its dependencies, and the settings that affect the computation."""
     facts = {"Python": f"{sys.version_info.major}.{sys.version_info.minor}"}
-    facts |= {name: version for name, version in sorted(installed().items()) if PACKAGES.fullmatch(name)}
+    facts |= dependencies()
     facts |= {name: str(getattr(jax.config, name, None)) for name in JAX_SETTINGS}  # a version may lack one
     # Each process may write its dumps where it likes.
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_dump")]
     facts["XLA_FLAGS"] = " ".join(sorted(flags)) or "none"
     facts |= source_hashes()
     return {name: (value, value) for name, value in facts.items()}
+
+
+def dependencies() -> dict[str, str]:
+    """Versions of the packages that affect the computation, in package metadata: another one of NVIDIA's libraries that
+    LD_LIBRARY_PATH puts first is not seen."""
+    return {name: version for name, version in sorted(installed().items()) if PACKAGES.fullmatch(name)}
 
 
 # --- The run folder ---------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from mjax.config import Config, DataConfig, MeshConfig, as_flag, differences, re
 from mjax.config.batch_size import BatchSizes, training_samples
 from mjax.config.checks import check_batch_sizes
 from mjax.config.datasets import parse_blend
-from mjax.config.marks import FREE, NEW_RUN, RATE, TUNING, in_use, marks_of
+from mjax.config.marks import FILE_ONLY, FREE, NEW_RUN, RATE, TUNING, in_use, marks_of, names_with
 from mjax.config.model import ModelConfig, kind_of
 from mjax.config.model_file import change_of_file, new_run_flags
 from mjax.config.plain_values import read
@@ -364,15 +364,17 @@ def _changed(init: Path, config: Config) -> dict[str, tuple[str, str]]:
             changed |= {name: values} if values[0] != values[1] else {}
     if wrong := [name for name in changed if not _may_differ(name, saved.model, config)]:
         values = "; ".join(f"model.{name} {changed[name][0]}, here {changed[name][1]}" for name in wrong)
-        flags = " ".join(as_flag(f"model.{name}", changed[name][0]) for name in wrong)
+        flags = " ".join(as_flag(f"model.{name}", changed[name][0]) for name in wrong) + ", or "
+        if set(names_with(FILE_ONLY, type(saved.model))).intersection(wrong):
+            flags = ""
         if "vocabulary" in wrong:  # the data's ids would not fit the smaller vocabulary
             raise UsageError(
                 f"--init {init} holds the weights of another model ({values}), whose embedding has no other ids; "
                 f"prepare the data with its tokenizer, `mjax prepare … --tokenizer run:{init}`, or leave --init out"
             )
         raise UsageError(
-            f"--init {init} holds the weights of another model ({values}); type {flags}, "
-            f"or {new_run_flags(init, saved.model)} for its own settings"
+            f"--init {init} holds the weights of another model ({values}); type {flags}"
+            f"{new_run_flags(init, saved.model)} for its own settings"
         )
     return {f"model.{name}": (str(there), str(here)) for name, (there, here) in changed.items()}
 

@@ -23,7 +23,8 @@ from rich.table import Column
 
 from mjax.config import Config, axes
 from mjax.config.batch_size import BatchSizes, in_units
-from mjax.config.model import Metric, is_own, kind_of
+from mjax.config.marks import Metric
+from mjax.config.model import is_own, kind_of
 from mjax.config.model_file import file_of, run_flags
 from mjax.data.sources import TrainingData
 from mjax.models.build import count_parameters

@@ -54,13 +54,13 @@ from mjax.config.plain_values import check, read
 from mjax.errors import UnhealthyError, and_more, shortened
 from mjax.parallel import mappings
 from mjax.parallel.random import words_of
+from mjax.parallel.weights import leaf_name
 from mjax.run.callbacks import Callback
 from mjax.run.metrics import Record, finite_or_none
 from mjax.run.start import own_state
 from mjax.step.losses import StepMetrics
 from mjax.step.precision import SMALLEST_LOSS_SCALE
 from mjax.utils.files import write_whole
-from mjax.utils.names import leaf_name
 
 if TYPE_CHECKING:
     from mjax.run.loop import Run
@@ -68,6 +68,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 HEALTHY, SETTLING, SKIPPED, SPIKE = "healthy", "settling", "skipped", "spike"
 
+WINDOW = 100  # steps of the running mean; more than half of them unhealthy end the run
+DEVIATIONS = 6.0  # a loss so many standard deviations above its running mean is a spike
+MOST_SKIPPED = 20  # steps in a row: then the run ends
+CHECK_EVERY = 100  # steps between comparisons of the replicas, and checks of weights and moments
 FAR = 10.0  # times the mean: a spike if too few losses are known for a deviation, or in an evaluation
 GOOD_AFTER = 10  # healthy steps after a checkpoint (fewer if the next one comes earlier) that make it the last good one
 LEAST_DEVIATION = 0.01  # of the mean: a nearly constant loss has no spikes of a few thousandths
@@ -118,8 +122,8 @@ class Health:
         known = known or {"losses": [], "unhealthy": [], "skipped_in_a_row": 0, "limits": [None, None]}
         self.config, self.step = config, step
         self.skipped_in_a_row: int = known["skipped_in_a_row"]
-        self._losses = deque(known["losses"], maxlen=config.window)  # of healthy steps
-        self._unhealthy = deque(known["unhealthy"], maxlen=config.window)  # whether a step was; no settling ones
+        self._losses = deque(known["losses"], maxlen=WINDOW)  # of healthy steps
+        self._unhealthy = deque(known["unhealthy"], maxlen=WINDOW)  # whether a step was; no settling ones
         self._limits = tuple(math.inf if limit is None else limit for limit in known["limits"])  # of the next two steps
 
     def as_dict(self) -> HealthState:
@@ -184,21 +188,21 @@ class Health:
         Args:
           ended: whether there are no more steps; for a short run the share is then that of the whole run.
         """
-        if self.skipped_in_a_row >= self.config.skipped_in_a_row:
+        if self.skipped_in_a_row >= MOST_SKIPPED:
             return f"{self.skipped_in_a_row} steps in a row were skipped"
         bad, steps = sum(self._unhealthy), len(self._unhealthy)
-        if (steps == self.config.window or ended) and 2 * bad > steps:
+        if (steps == WINDOW or ended) and 2 * bad > steps:
             return f"{bad} of the last {steps} steps were skipped or had a loss far above its running mean"
         return None
 
     def _next_limit(self) -> float:
-        if self.config.spike_deviations == 0 or not self._losses:
+        if self.config.spike == "ignore" or not self._losses:
             return math.inf
         mean = _mean(self._losses)
-        if len(self._losses) < max(2, self.config.window // 4):
+        if len(self._losses) < WINDOW // 4:
             limit = FAR * mean if mean > 0 else math.inf
         else:
-            limit = mean + self.config.spike_deviations * self._deviation(mean)
+            limit = mean + DEVIATIONS * self._deviation(mean)
         return float(np.float32(limit)) if limit < 1e38 else math.inf  # as the compiled step compares it
 
     def _deviation(self, mean: float) -> float:
@@ -234,11 +238,7 @@ class Guard(Callback):
     """
 
     def __init__(
-        self,
-        config: Config,
-        checkpoints: Checkpoints,
-        say: Callable[[str], None],
-        continued_from: int | None = None,
+        self, config: Config, checkpoints: Checkpoints, say: Callable[[str], None], continued_from: int | None = None
     ):
         """Nothing is read before `begin`."""
         self.config, self.checkpoints, self.say = config, checkpoints, say
@@ -262,8 +262,7 @@ class Guard(Callback):
 
     def needs_state(self, run: Run, step: int) -> bool:
         """Return True if the state is to be saved or checked."""
-        every = self.config.health.replica_interval
-        return run.saves or self.saves(step) or self._nonfinite or bool(every and step % every == 0)
+        return run.saves or self.saves(step) or self._nonfinite or step % CHECK_EVERY == 0
 
     def on_step(self, run: Run, step: int, metrics: Record) -> None:
         """Check the state and save it, or end the run.
@@ -288,11 +287,11 @@ class Guard(Callback):
                 run.blocked = time.perf_counter() - begun
 
     def _check(self, run: Run, step: int) -> None:
-        if self.config.health.replica_interval:
-            self._replicas.check(step, run.state.model)
-        counts = jax.device_get(run.program.broken(run.state))
-        if problem := broken_state(counts, run.program.gradient_names):
-            self.give_up(f"after step {step} {problem}")
+        self._replicas.check(step, run.state.model)
+        names, broken = run.program.gradient_names, np.flatnonzero(jax.device_get(run.program.broken(run.state)))
+        if broken.size:
+            first = f"{names[broken[0]]} first, {broken.size} of {len(names)}"
+            self.give_up(f"after step {step} weights or moments are not finite, or above 1e20 ({first})")
 
     def begin(self, start: int) -> None:
         """Load the health stored in checkpoint `start`; without one, start from scratch."""
@@ -356,8 +355,7 @@ class Guard(Callback):
         It falls after gradients that are not finite; a loss alone that is not finite is none of its effects.
         """
         precision = self.config.precision
-        dynamic = precision.compute == "fp16" and precision.loss_scale is None
-        return record.grad_norm is None and dynamic and record.loss_scale > SMALLEST_LOSS_SCALE
+        return record.grad_norm is None and precision.compute == "fp16" and record.loss_scale > SMALLEST_LOSS_SCALE
 
     def _follow(self, state: str) -> None:
         """Update the candidate checkpoint from the state of a step."""
@@ -498,20 +496,6 @@ def not_finite(metrics: StepMetrics, names: list[str]) -> str | None:
     if not math.isfinite(float(metrics.grad_norm)):
         return f"gradients are not finite (the norm of all together{where})"
     return None if finite_loss else "the loss is not finite"
-
-
-def broken_state(counts: np.ndarray, names: list[str]) -> str | None:
-    """Name the weights and moments that are not finite or too large; None if there are none.
-
-    Args:
-      counts: result of `TrainProgram.broken`.
-      names: `TrainProgram.gradient_names`.
-    """
-    broken = np.flatnonzero(counts)
-    if not broken.size:
-        return None
-    first = f"{names[broken[0]]} first, {broken.size} of {len(names)}"
-    return f"weights or moments are not finite, or above 1e20 ({first})"
 
 
 def check_start(folder: Path, step: int | None) -> None:

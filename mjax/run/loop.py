@@ -230,7 +230,7 @@ class Run:
     def arrange(self, *first: Callback | None) -> None:
         """Set the callbacks: a step is evaluated by one of `first`, judged, shown, logged, and its state saved."""
         others = Judge(self.guard), self.display, *self.options.callbacks, self.log, self.guard
-        self.callbacks = [each for each in (Heartbeats(self.watchdog), *first, *others) if each is not None]
+        self.callbacks = [each for each in (*first, *others) if each is not None]
 
     # --- For callbacks ------------------------------------------------------------------------------------------------
 
@@ -247,7 +247,8 @@ class Run:
         self.saves = True
 
     def at(self, step: int, activity: str = STEP) -> None:
-        """Tell all callbacks that the run begins an activity, such as 'evaluating'."""
+        """Tell the watchdog and all callbacks that the run begins an activity, such as 'evaluating'."""
+        self.watchdog.at(step, activity)
         for callback in self.callbacks:
             callback.on_activity(self, step, activity)
 
@@ -379,10 +380,10 @@ class Run:
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return (jax.make_array_from_callback((), everywhere, lambda _: np.float32(limit)),)
 
-    def to_devices(self, batches: Batches, step: int, evaluation: bool = False) -> dict[str, jax.Array]:
+    def to_devices(self, batches: Batches, step: int) -> dict[str, jax.Array]:
         """The batch of `step`; a process reads only the rows of its own devices, and keeps only their positions."""
         size, shardings = batches.sizes.size(step), self.program.batch_shardings
-        shapes = {name: (size, *shape) for name, (shape, _) in self.config.batch_arrays(evaluation).items()}
+        shapes = {name: (size, *shape) for name, (shape, _) in self.config.batch_arrays().items()}
 
         def positions(index: tuple[slice, ...], name: str) -> tuple[int, int]:
             return index[-1].indices(shapes[name][-1])[:2]
@@ -438,18 +439,7 @@ class Run:
         )
 
 
-# --- Callbacks of every run, besides `Guard`, `Display`, `MetricsLog` and `Goodput` -----------------------------------
-
-
-class Heartbeats(Callback):
-    """Tells the watchdog where this process is."""
-
-    def __init__(self, watchdog: Watchdog):
-        self.watchdog = watchdog
-
-    def on_activity(self, run: Run, step: int, activity: str) -> None:
-        """Send it with the next heartbeat."""
-        self.watchdog.at(step, activity)
+# --- The callback that evaluates; the others are `Guard`, `Display`, `MetricsLog` and `Goodput` -----------------------
 
 
 class Evaluate(Callback):
@@ -475,7 +465,7 @@ class Evaluate(Callback):
         """Return the mean loss over all labels, nats per label, and the other metrics of the model."""
         batches = range(run.config.train.eval_batches)
         model = run.state.model
-        sums = [run.program.eval_step(model, run.to_devices(self.validation, i, evaluation=True)) for i in batches]
+        sums = [run.program.eval_step(model, run.to_devices(self.validation, i)) for i in batches]
         loss, metrics = mean_of(jax.device_get(sums), run.program.abstract_state.model.loss_weights)
         if guesses := [metric.guess for metric in run.config.model.metrics if isinstance(metric.guess, str)]:
             if self._entropy is None:

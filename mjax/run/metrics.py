@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import functools
 import importlib
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from mjax.config.model import Metric
+from mjax.config.marks import Metric
 from mjax.config.plain_values import WHOLE
 from mjax.errors import UsageError, without_secrets
 from mjax.pictures.runs import Curve, draw_experts, draw_loss, names_of
@@ -261,9 +262,11 @@ class MetricsLog(Callback):
                     self._trackers[name] = _Tracker(package, project, folder)
 
     def on_start(self, run: Run) -> None:
-        """After a rewind, drop the lines of the steps that are taken again."""
+        """After a rewind, drop the lines of the steps that are taken again. TensorBoard and W&B show both runs of
+        them."""
         if self._written:
-            self.go_back(run.step)
+            self._file.close()
+            self._begin_after(run.step)
 
     def on_step(self, run: Run, step: int, metrics: Record) -> None:
         """Record the step if it is due; redraw the pictures while the loop waits, but the last ones after its save."""
@@ -298,12 +301,6 @@ class MetricsLog(Callback):
                     record = {"step": step, "prompt": prompt, "continuation": continuation}
                     stream.write(json.dumps(record, ensure_ascii=False) + "\n")
             to_disk(file)
-
-    def go_back(self, step: int) -> None:
-        """Drop the lines after `step`, because the run goes back to it. TensorBoard and W&B show both runs of these
-        steps."""
-        self._file.close()
-        self._begin_after(step)
 
     def _begin_after(self, step: int) -> None:
         """Keep the lines up to `step`, and add further ones to them."""
@@ -345,7 +342,7 @@ class MetricsLog(Callback):
         busy = self._drawing is not None and not self._drawing.done()
         if not last and (busy or time.monotonic() - self._drawn <= REDRAW):
             return
-        curves = {name: curve.copy() for name, curve in self.curves.items()}
+        curves = copy.deepcopy(self.curves)
         self._drawing, self._drawn = self._painter.submit(self._draw, curves, self._shares), time.monotonic()
         if last:
             self._drawing.result()
@@ -407,8 +404,8 @@ class _Scalars:
         make_folder(folder)
         name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}"
         self._file, self._flushed = (folder / name).open("xb"), time.monotonic()
-        self._add(0, b"\x1a" + _sized(b"brain.Event:2"))  # file_version
-        self._add(first, b"\x3a" + _sized(b"\x08\x01"))  # session_log: its status is START
+        self._add(0, _field(3, b"brain.Event:2"))  # file_version
+        self._add(first, _field(7, b"\x08\x01"))  # session_log: its status is START
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         """Add the scalars of a step; they are in the file within `FLUSH` seconds."""
@@ -416,8 +413,10 @@ class _Scalars:
 
         with np.errstate(over="ignore"):
             values = np.array([*scalars.values()]).astype("<f4").tobytes()
-        summary = (_before_value(name) + values[4 * place : 4 * place + 4] for place, name in enumerate(scalars))
-        self._add(step, b"\x2a" + _sized(b"".join(summary)))
+        numbers = (values[first : first + 4] for first in range(0, len(values), 4))
+        pairs = zip(scalars, numbers, strict=True)  # tag and simple_value
+        summary = (_field(1, _field(1, name.encode()) + b"\x15" + number) for name, number in pairs)
+        self._add(step, _field(5, b"".join(summary)))
         if time.monotonic() - self._flushed > FLUSH:
             self._file.flush()
             self._flushed = time.monotonic()
@@ -438,15 +437,8 @@ def _varint(number: int) -> bytes:
     return bytes([*(part | 0x80 for part in others), last])
 
 
-def _sized(content: bytes) -> bytes:
-    return _varint(len(content)) + content
-
-
-@functools.cache
-def _before_value(name: str) -> bytes:
-    """The bytes of a scalar before its four of the value."""
-    tag = b"\x0a" + _sized(name.encode()) + b"\x15"
-    return b"\x0a" + _varint(len(tag) + 4) + tag
+def _field(number: int, content: bytes) -> bytes:
+    return bytes([number << 3 | 2]) + _varint(len(content)) + content
 
 
 @functools.cache

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +29,13 @@ from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import bos_of, same_files
 from mjax.models.build import count_parameters
 from mjax.parallel.weights import joined, split_trained, trained
+from mjax.run.agreement import dependencies
 from mjax.run.callbacks import read_starts
 from mjax.run.continuing import Origin, save_digests, save_origin
 from mjax.step.layout import TrainState, initial_weights
 from mjax.step.step import TrainProgram
-from mjax.utils import packages
 from mjax.utils.files import copy_whole, write_whole
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
-# NVIDIA's libraries by the name of their wheel, without the version of CUDA at its end.
-LIBRARIES = {
-    "nvidia-cuda-runtime": "CUDA", "nvidia-cublas": "cuBLAS", "nvidia-cudnn": "cuDNN", "nvidia-nccl": "NCCL",
-}  # fmt: skip
 FLAGS = re.compile(r"(XLA|JAX|NCCL|CUDA|CUDNN|NVIDIA_TF32)_\w+|GLIBC_TUNABLES|TF_CUDNN_DETERMINISTIC")
 FRESH = "starting with fresh optimizer state"
 
@@ -144,8 +138,7 @@ def write_origin(
 
 
 def describe_environment(config: Config, say: Callable[[str], None]) -> dict:
-    """Versions, devices, mesh, the attention kernel in use, flags (also which of them mjax has set), and the git
-    commit."""
+    """Versions, devices, mesh, kernels in use, flags (also which of them mjax has set), and the git commit."""
     devices = jax.devices()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -153,7 +146,7 @@ def describe_environment(config: Config, say: Callable[[str], None]) -> dict:
         "mjax": mjax.__version__,
         "git_commit": _git_commit(say),
         "python": platform.python_version(),
-        "packages": {name: metadata.version(name) for name in PACKAGES},
+        "packages": dependencies(),
         "platform": devices[0].platform,
         "device_kind": devices[0].device_kind,
         "devices": len(devices),
@@ -163,24 +156,10 @@ def describe_environment(config: Config, say: Callable[[str], None]) -> dict:
         "parameters": count_parameters(config.model),
         "attention": config.model.attention,
         **({"grouped": config.model.grouped} if config.model.grouped else {}),
-        "nvidia": nvidia_versions(),
-        "memory_fraction": next((os.environ[name] for name in launch.MEMORY_FRACTIONS if name in os.environ), None),
+        "driver": launch.nvidia_driver(),
         "flags": {name: value for name, value in sorted(os.environ.items()) if FLAGS.fullmatch(name)},
         "set_by_mjax": dict(launch.SET_BY_MJAX),
     }
-
-
-def nvidia_versions() -> dict[str, str]:
-    """Versions of NVIDIA's driver and of the libraries that JAX's wheels bring along; empty without a GPU.
-
-    The libraries are those of package metadata: another one that LD_LIBRARY_PATH puts first is not seen.
-    """
-    if jax.devices()[0].platform != "gpu":
-        return {}
-    versions = {"driver": launch.nvidia_driver()}
-    for name, version in sorted(packages.installed().items()):
-        versions[LIBRARIES.get(re.sub(r"-cu\d+$", "", name))] = version
-    return {name: version for name, version in versions.items() if name and version}
 
 
 def write_environment(config: Config, folder: Path, say: Callable[[str], None]) -> None:

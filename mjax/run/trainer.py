@@ -121,7 +121,7 @@ class Trainer:
 
 def _data_of_caller(config: Config, data: Source, validation: Callable[[int], dict] | None) -> TrainingData:
     whole = BatchSizes.constant(config.train.global_batch)
-    evaluation = None if validation is None else OwnBatches(validation, whole, config, evaluation=True)
+    evaluation = None if validation is None else OwnBatches(validation, whole, config)
     return TrainingData(OwnBatches(data, BatchSizes.of(config), config), evaluation, None, "batches of the caller")
 
 

@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, Int
 from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.models.block import Sums
-from mjax.models.context import Context
-from mjax.models.protocol import Model
+from mjax.models.protocol import Context, Model
 from mjax.models.stack import map_stacks, run_blocks
 from mjax.parallel import scopes
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums, vary_over_pipe
@@ -101,14 +100,11 @@ class Forward:
         key = None
         if self.step is not None and self.config.model.without_dropout() != self.config.model:
             key = DropoutKey.of(self.config.train.seed, self.step, micro_batch["samples"])
-        positions, documents, tokens = (
-            micro_batch.get("positions"),
-            micro_batch.get("documents"),
-            tokens_of(self.config),
-        )
+        tokens, documents = tokens_of(self.config), micro_batch.get("documents")
         if documents is not None:
             documents = tokens.all_positions(documents)
-        return Context(tokens, key, positions, documents, loss_chunks=self.config.train.loss_chunks)
+        positions, chunks = micro_batch.get("positions"), self.config.train.loss_chunks
+        return Context(tokens, key, positions, documents, loss_chunks=chunks)
 
     def layer_context(self, micro_batch: MicroBatch) -> Context:
         """The context of a micro-batch inside the layers, which train in float8 if the config sets it."""
@@ -161,12 +157,7 @@ def stage_program(forward: Forward, weights: dict[str, float], frozen: Model | N
             return function
         return lambda own, *others: function(joined(own, frozen), *others)
 
-    return StageProgram(
-        embed=of_all(forward.embed),
-        layers=layers,
-        head=of_all(forward.loss),
-        loss_weights=weights,
-    )
+    return StageProgram(embed=of_all(forward.embed), layers=layers, head=of_all(forward.loss), loss_weights=weights)
 
 
 def pipeline_means_and_gradients(forward: Forward, weights: Model, micro_batches: dict[str, Array]):

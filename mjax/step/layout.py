@@ -100,9 +100,8 @@ def at_length(config: Config, batch: Mapping[str, Array | np.ndarray]) -> Config
     Raises:
       UsageError: the arrays have several lengths, or one that is too long or that the mesh or kernel cannot split.
     """
-    arrays = config.batch_arrays() | config.batch_arrays(evaluation=True)
     model, whole = config.model, config.model.sequence
-    split = [name for name, (shape, _) in arrays.items() if shape[-1:] == (whole,) and name in batch]
+    split = [name for name, (shape, _) in config.batch_arrays().items() if shape[-1:] == (whole,) and name in batch]
     lengths = {name: batch[name].shape[-1] for name in split}
     first = next(iter(lengths.values()), whole)
     if {first, *lengths.values()} == {whole}:

@@ -27,11 +27,12 @@ from mjax.config import MeshConfig, OptimizerConfig
 from mjax.parallel.matrices import Matrices
 from mjax.parallel.overlap import tie
 from mjax.parallel.sums import wide_type
-from mjax.parallel.weights import muon_matrices
+from mjax.parallel.weights import leaf_name, muon_matrices
 from mjax.step.layout import Layout
-from mjax.utils.names import leaf_name
 
 MOMENTUM = 0.95  # as Keller Jordan and arXiv 2502.16982
+RMS_OF_ADAMW = 0.2
+"""An update is scaled by this × √max(in, out), so that AdamW's rates and weight decay fit (arXiv 2502.16982)."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 SMALLEST = 1e-7
@@ -61,13 +62,6 @@ def newton_schulz(x: Float[Array, "k rows columns"]) -> Float[Array, "k rows col
     return x
 
 
-def update_scale(matrices: Matrices, adjust: str) -> float:
-    """Factor of the update, by `OptimizerConfig.muon_adjust_lr`; a kernel has its inputs as rows and its outputs as
-    columns."""
-    into, out = matrices.size
-    return math.sqrt(max(1, out / into)) if adjust == "original" else 0.2 * math.sqrt(max(into, out))
-
-
 def matrices_of(layout: Layout, mesh: MeshConfig) -> dict[str, Matrices]:
     """The weights that are matrices, by name."""
     weights = jax.tree_util.tree_leaves_with_path(layout.abstract_model)
@@ -91,7 +85,7 @@ def scale_by_muon(config: OptimizerConfig, dtype, matrices: dict[str, Matrices])
         # Written once, beside the moment: for each use XLA would compute it again, from a copy of the old moment.
         narrow = tie(update.astype(dtype))
         whole = of.map(newton_schulz, narrow).astype(update.dtype)
-        return update_scale(of, config.muon_adjust_lr) * whole
+        return RMS_OF_ADAMW * math.sqrt(max(of.size)) * whole
 
     return optax.chain(
         optax.scale(1 - MOMENTUM),

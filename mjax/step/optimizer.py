@@ -19,12 +19,11 @@ from mjax.models.block import Block
 from mjax.parallel import scopes
 from mjax.parallel.mappings import rank, sum_over, varying_axes
 from mjax.parallel.sums import wide_type
-from mjax.parallel.weights import are_stacked, decays, dims_of
+from mjax.parallel.weights import are_stacked, decays, dims_of, leaf_name
 from mjax.parallel.zero import layer_dims
 from mjax.step.layout import Layout
 from mjax.step.muon import ITERATE_IN, matrices_of, scale_by_muon
 from mjax.step.precision import COMPUTE_TYPES
-from mjax.utils.names import leaf_name
 
 LARGEST = 1e20  # far above any weight or first moment of a sound run
 

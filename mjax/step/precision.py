@@ -65,8 +65,8 @@ class LossScale:
 
     @classmethod
     def initial(cls, config: PrecisionConfig) -> LossScale:
-        """The initial loss scale: 1 outside fp16, the constant scale if there is one, else the initial one."""
-        value = 1.0 if config.compute != "fp16" else config.loss_scale or config.initial_loss_scale
+        """The initial loss scale; 1 outside fp16."""
+        value = config.initial_loss_scale if config.compute == "fp16" else 1.0
         return cls(jnp.float32(value), jnp.int32(0), jnp.int32(HYSTERESIS))
 
     def update(self, finite: Array, config: PrecisionConfig) -> LossScale:
@@ -76,7 +76,7 @@ class LossScale:
         that is gone every overflow halves the scale; a window of clean steps in a row doubles it and refills the
         hysteresis.
         """
-        if config.compute != "fp16" or config.loss_scale is not None:
+        if config.compute != "fp16":
             return self
         hysteresis = jnp.where(finite, self.hysteresis, self.hysteresis - 1)
         shrunk = jnp.where(hysteresis <= 0, jnp.maximum(self.scale * 0.5, SMALLEST_LOSS_SCALE), self.scale)

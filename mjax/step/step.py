@@ -49,7 +49,7 @@ class TrainProgram:
     Attributes:
       abstract_state: `TrainState` of ShapeDtypeStructs with shardings; what a checkpoint is restored to.
       abstract_batch: the batch of a training step, the arrays of `Config.batch_arrays`.
-      batch_shardings: of every array of a batch, in training or evaluation, by name.
+      batch_shardings: of every array of a batch, by name.
       initialize: () → TrainState, already sharded; the same weights on every mesh.
       begin: (model) → TrainState of step 0 with these master weights, which are donated; of any float dtype.
       train_step: (TrainState, batch[, limit]) → (TrainState, StepMetrics); the old state is donated. The update is
@@ -82,7 +82,7 @@ class TrainProgram:
           UsageError: it has other arrays than `Config.batch_arrays`, a length that cannot be split, or an id outside
             the vocabulary.
         """
-        if batch.keys() not in (self.config.batch_arrays().keys(), self.config.batch_arrays(evaluation=True).keys()):
+        if batch.keys() != self.config.batch_arrays().keys():
             taken = ", ".join(self.abstract_batch)
             mask = "; with data.own=True it takes a loss_mask too" if "loss_mask" in batch else ""
             raise UsageError(f"the batch has {', '.join(batch)}; the program takes {taken}{mask}")
@@ -118,27 +118,20 @@ def build_program(
     abstract_state = sharded_shapes(shapes, specs, mesh)
 
     # --- Programs -----------------------------------------------------------------------------------------------------
-    training, evaluation = config.batch_arrays(), config.batch_arrays(evaluation=True)
-    batch_shardings = {
-        name: NamedSharding(mesh, spec)
-        for name, spec in batch_specs(training | evaluation, config.model.sequence).items()
-    }
-
-    def specs_of(arrays) -> dict[str, P]:
-        return {name: batch_shardings[name].spec for name in arrays}
-
+    of_batch = batch_specs(config.batch_arrays(), config.model.sequence)
+    batch_shardings = {name: NamedSharding(mesh, spec) for name, spec in of_batch.items()}
     names = gradient_names(trained(shapes.model), config.model)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
     order = np.array(backward_order(names, getattr(shapes.model, "after_layers", ())))
 
     def train_step(state, batch, limit=math.inf):
         step = partial(_train_step, at_length(config, batch), transform, rate_after, layout.plan, order, loss)
-        on_devices = shard_map(step, in_specs=(specs, specs_of(training), P()), out_specs=(specs, P()))
+        on_devices = shard_map(step, in_specs=(specs, of_batch, P()), out_specs=(specs, P()))
         return on_devices(state, batch, jnp.float32(limit))
 
     def eval_step(model, batch):
         step = partial(_eval_step, at_length(config, batch), layout.plan, loss)
-        return shard_map(step, in_specs=(specs.model, specs_of(evaluation)), out_specs=P())(model, batch)
+        return shard_map(step, in_specs=(specs.model, of_batch), out_specs=P())(model, batch)
 
     def broken(state):
         return broken_elements(trained(state.model), state.optimizer, config.mesh)
@@ -153,7 +146,7 @@ def build_program(
         abstract_state=abstract_state,
         abstract_batch={
             name: jax.ShapeDtypeStruct((config.train.global_batch, *shape), kind, sharding=batch_shardings[name])
-            for name, (shape, kind) in training.items()
+            for name, (shape, kind) in config.batch_arrays().items()
         },
         batch_shardings=batch_shardings,
         initialize=jax.jit(lambda: first_state(config, transform, initial_weights(config)), out_shardings=shardings),

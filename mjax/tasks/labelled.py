@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, either, suggestion
@@ -98,7 +98,7 @@ class SentencePairs(LabelledTask):
     def read(self, file: Path) -> list[Sentences]:
         """The pairs of a file; those that are skipped are counted."""
         if file.suffix == ".jsonl":
-            rows = ((source, json_object(text, source, EXPECTED_LINE)) for source, text in lines(file))
+            rows = ((source, json_object(dict[str, Any], text, source, EXPECTED_LINE)) for source, text in lines(file))
         else:
             rows = table(file, *self.columns)
         read = [(source, self.pair(source, fields)) for source, fields in rows]
@@ -181,6 +181,17 @@ A_FOLDER = "one of RACE's, such as RACE/dev or RACE/dev/high"
 EXPECTED = '{"id": "…", "article": "…", "questions": ["…"], "options": [["…", "…", "…", "…"]], "answers": ["A"]}'
 
 
+class _Unanswered(TypedDict):
+    id: str
+    article: str
+    questions: list[str]
+    options: list[list[str]]
+
+
+class _File(_Unanswered, total=False):
+    answers: list[str] | None
+
+
 class Passage(NamedTuple):
     """An article and the questions on it; `truth` has the letters of their answers, None if the file has none."""
 
@@ -217,7 +228,9 @@ class Race(LabelledTask):
         files = sorted(inside for inside in file.glob("*.txt") if inside.is_file())
         if not files:
             raise UsageError(f"the folder {file} has no .txt file; give {A_FOLDER}")
-        read = ((source, json_object(text, source, EXPECTED)) for inside in files for source, text in lines(inside))
+        read = (
+            (source, json_object(_File, text, source, EXPECTED)) for inside in files for source, text in lines(inside)
+        )
         return [_passage(values, source) for source, values in read]
 
     def encode(self, file: Path, items: list[Passage], role: Role):
@@ -247,28 +260,29 @@ class Race(LabelledTask):
         return {"predictions.json": json.dumps(answers, ensure_ascii=False, indent=2) + "\n"}
 
 
-def _passage(values: dict[str, Any], source: str) -> Passage:
+def _passage(values: _File, source: str) -> Passage:
     """The passage that is a JSON object.
 
     Raises:
-      UsageError: a key is missing or invalid, or the numbers of options or answers and of questions differ.
+      UsageError: a value is impossible, or the numbers of options or answers and of questions differ.
     """
-    name, article, questions, options, answers = map(values.get, ("id", "article", "questions", "options", "answers"))
-    if not (isinstance(name, str) and isinstance(article, str) and article.strip() and _texts(questions) and questions):
-        raise UsageError(f"{source} lacks an id, an article or questions; {EXPECTED} is expected")
-    if not (isinstance(options, list) and all(_texts(of_one) and len(of_one) == len(OPTIONS) for of_one in options)):
-        raise UsageError(f"{source} has a question without four options; {EXPECTED} is expected")
-    if answers is not None and not (_texts(answers) and all(len(a) == 1 and a in OPTIONS for a in answers)):
-        raise UsageError(f"{source} has an answer that is not A, B, C or D; {EXPECTED} is expected")
-    counts = {key: len(values[key]) for key in ("questions", "options", "answers") if values.get(key) is not None}
-    if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{count} {key}" for key, count in counts.items())
-        raise UsageError(f"{source} has {listed}; give as many of each")
-    return Passage(name, article, questions, options, answers)
-
-
-def _texts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+    article, questions, options, answers = (
+        values["article"],
+        values["questions"],
+        values["options"],
+        values.get("answers"),
+    )
+    wrong = {
+        "no article or no questions": not (article.strip() and questions),
+        "a question without four options": any(len(of_one) != len(OPTIONS) for of_one in options),
+        "an answer that is not A, B, C or D": not set(answers or ()) <= set(OPTIONS),
+        "not as many options and answers as questions": not (
+            len(questions) == len(options) == len(questions if answers is None else answers)
+        ),
+    }
+    if problem := next((what for what, is_so in wrong.items() if is_so), ""):
+        raise UsageError(f"{source} has {problem}; {EXPECTED} is expected")
+    return Passage(values["id"], article, questions, options, answers)
 
 
 # --- Names and recipes ------------------------------------------------------------------------------------------------

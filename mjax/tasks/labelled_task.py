@@ -24,17 +24,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from mjax.config import BERTTaskConfig
 from mjax.config.model import ModelConfig, as_kind
+from mjax.config.plain_values import check
 from mjax.data.tokenizers import BertTokenizer, Tokenizer
 from mjax.errors import RunError, UsageError
 from mjax.tasks.interface import NOT_FINITE, Metric, read_text
 from mjax.utils.files import parse_json
 
+T = TypeVar("T")
 Role = Literal["train", "validation"]
 Outputs = dict[str, np.ndarray]
 """Logits of the examples by the name of the validation set, float32 [N, classes], [N, c] or [N, 2, s]."""
@@ -205,17 +207,6 @@ def finite(outputs: Outputs) -> Outputs:
     return outputs
 
 
-def is_fine_tuned(model: ModelConfig) -> bool:
-    """Return True if a model has the head of a task."""
-    return isinstance(model, BERTTaskConfig)
-
-
-def what_is_told(model: BERTTaskConfig) -> str:
-    """Describe the head's output for an error message: '3 classes'."""
-    kinds = {"classification": f"{model.answers} classes", "multiple_choice": f"{model.answers} choices"}
-    return kinds.get(model.head, "where an answer is")
-
-
 # --- Texts as rows of a BERT: [CLS] a [SEP] b [SEP] and padding -------------------------------------------------------
 # A row that is too long is truncated at its end, so b loses tokens first, as in Megatron-LM v1.0 (tasks/data_utils.py);
 # Google's BERT truncates the longer of the two. Token types are 0 for padding whatever its id; v1.0 uses the padding
@@ -331,29 +322,13 @@ def table(file: Path, *needed: str) -> Iterator[tuple[str, dict[str | None, str 
         yield source, dict(zip_longest(columns, fields))
 
 
-def json_object(text: str, source: str, expected: str) -> dict[str, Any]:
-    """The JSON object in `text`.
+def json_object(kind: type[T], text: str, source: str, expected: str) -> T:
+    """The JSON object in `text`, a `kind` as for `plain_values.check`.
 
     Raises:
       UsageError: it is not one; `expected` shows the format.
     """
     values = parse_json(text, source, f"{expected} is expected")
-    if "\\ud" in text.lower() and any(
-        "\ud800" <= letter <= "\udfff" for letter in json.dumps(values, ensure_ascii=False)
-    ):
+    if "\\ud" in text.lower() and re.search("[\ud800-\udfff]", json.dumps(values, ensure_ascii=False)):
         raise UsageError(f"{source} has half of a surrogate pair, which is not valid text; replace or drop it")
-    if not isinstance(values, dict):
-        raise UsageError(f"{source} is {text.strip()!r:.40}, not a JSON object; {expected} is expected")
-    return values
-
-
-def entry(values: Any, key: str, kind: type, source: str, expected: str) -> Any:
-    """The value of `key` in `values`, which should be a JSON object.
-
-    Raises:
-      UsageError: `values` has no such key, or its value has another type; `expected` shows the format.
-    """
-    value = values.get(key) if isinstance(values, dict) else None
-    if type(value) is not kind:
-        raise UsageError(f"{source} has no {key!r} of type {kind.__name__}; {expected} is expected")
-    return value
+    return check(kind, values, source, f"{expected} is expected")

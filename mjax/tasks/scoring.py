@@ -29,12 +29,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config
+from mjax.config.axes import MODEL
 from mjax.config.kernels import padded_width
 from mjax.models.causal import CausalModel
-from mjax.models.context import Context
-from mjax.models.protocol import Model
+from mjax.models.protocol import Context, Model
 from mjax.parallel import mappings
-from mjax.parallel.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
+from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.mesh import batch_specs
 from mjax.step.layout import lay_out
 from mjax.step.step import sum_over_batch
@@ -53,6 +53,18 @@ Passes = Sequence[Sequence[Window]]
 WIDTHS = range(16, 2**30, 16)
 FEW = 32  # positions; where not all are scored, a multiple of it is
 PROGRAM = 1  # batches that take as long as it costs to have one more program: about three to compile, 0.3 s if kept
+
+
+def vocab_parallel_argmax(logits: Array) -> Array:
+    """The id with the highest logit when each rank holds v/p of them; the lowest id in a tie, as in `argmax`.
+
+    Two numbers per token are communicated over `model`: the highest logit, and the lowest id that has it. Shapes:
+    [t, v / p] → int32 [t].
+    """
+    highest = logits.max(-1)
+    ids = jnp.argmax(logits, -1).astype(jnp.int32) + mappings.rank(MODEL) * logits.shape[-1]
+    local_ids = jnp.where(highest == mappings.maximum(highest), ids, jnp.iinfo(jnp.int32).max)
+    return -mappings.maximum(-local_ids)
 
 
 class RowScorer:

@@ -9,7 +9,6 @@ has to detect: there the answer begins and ends at [CLS]. Predictions are in the
 the official scripts:
 
     predictions.json         id → answer; in 2.0 "" if none is more likely: its metrics are `exact` and `f1`
-    nbest_predictions.json   id → the 20 most likely, with their probabilities and logits
     null_odds.json           2.0: id → no-answer score minus that of the best answer
     best_answers.json        2.0: id → the best answer in any case; `evaluate-v2.0.py FILE best_answers.json
                              --na-prob-file null_odds.json` finds the thresholds of `best_exact` and `best_f1`
@@ -22,16 +21,16 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 
 from mjax.errors import UsageError
 from mjax.tasks.interface import Metric, read_text
-from mjax.tasks.labelled_task import LabelledTask, Outputs, Pair, Role, entry, finite, json_object
+from mjax.tasks.labelled_task import LabelledTask, Outputs, Pair, Role, finite, json_object
 
 STRIDE = 128  # tokens by which a window advances
 LONGEST_QUESTION = 64  # tokens
@@ -84,13 +83,13 @@ class Squad(LabelledTask):
     def read(self, file: Path) -> list[Question]:
         """The questions of a file, each with its context."""
         questions: list[Question] = []
-        paragraphs = list(_paragraphs(file))
-        encoded = self.tokenizer.encode_with_characters([text for _, text, _ in paragraphs])
-        for (source, text, asked), ids_and_characters in zip(paragraphs, encoded, strict=True):
-            context = Context(text, *ids_and_characters)
-            for number, values in enumerate(asked):
-                questions.append(_question(values, f"{source}.qas[{number}]", context, self.version))
-            if asked and not context.ids:
+        articles = json_object(_File, read_text(file), str(file), EXPECTED)["data"]
+        paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
+        encoded = self.tokenizer.encode_with_characters([paragraph["context"] for paragraph in paragraphs])
+        for paragraph, ids_and_characters in zip(paragraphs, encoded, strict=True):
+            context = Context(paragraph["context"], *ids_and_characters)
+            questions += [_question(values, file, context, self.version) for values in paragraph["qas"]]
+            if paragraph["qas"] and not context.ids:
                 raise UsageError(f"{file}, question {questions[-1].name} is about a context without text; leave it out")
         return questions
 
@@ -124,7 +123,7 @@ class Squad(LabelledTask):
         if not truths:
             return []
         answers = self._answers(outputs)
-        best = {name: answers[name].best[0].text for name in truths}
+        best = {name: answers[name].text for name in truths}
         scored = score(best, truths, self.version)
         if self.version == "1.1":
             return metrics_1(scored)
@@ -136,60 +135,65 @@ class Squad(LabelledTask):
         files = {}
         for name, logits in outputs.items():
             answers = self._answers({name: logits})
-            best = {question: answer.best[0].text for question, answer in answers.items()}
+            best = {question: answer.text for question, answer in answers.items()}
             contents: dict[str, dict[str, Any]] = {"predictions": best}
             if self.version == "2.0":
                 null_odds = {question: answer.null_odds for question, answer in answers.items()}
                 given = {question: "" if null_odds[question] > 0 else text for question, text in best.items()}
                 contents = {"predictions": given, "null_odds": null_odds, "best_answers": best}
-            contents["nbest_predictions"] = {question: answer.listed() for question, answer in answers.items()}
             before = f"{name}_" if len(self._items) > 1 else ""
             for file, values in contents.items():
                 files[f"{before}{file}.json"] = json.dumps(values, ensure_ascii=False, indent=2) + "\n"
         return files
 
-    def _answers(self, outputs: Outputs) -> dict[str, Answers]:
-        """The possible answers to all questions of these sets, by name."""
+    def _answers(self, outputs: Outputs) -> dict[str, Answer]:
+        """The answers to all questions of these sets, by name."""
         answers = {}
         for name, logits in finite(outputs).items():
             rows = iter(logits)
             for question in self._items[name]:
                 of_question = np.stack([next(rows) for _ in question.windows])
-                none = no_answer(of_question) if self.version == "2.0" else None
-                answers[question.name] = Answers(best_answers(question.context, question.windows, of_question), none)
+                answers[question.name] = best_answer(question.context, question.windows, of_question)
         return answers
 
 
 # --- The file ---------------------------------------------------------------------------------------------------------
 
 
-def _paragraphs(file: Path) -> Iterator[tuple[str, str, list]]:
-    """Yield place, context and questions of each paragraph of a file.
-
-    Raises:
-      UsageError: the file is missing or not JSON, or does not have the format.
-    """
-    for a, article in enumerate(
-        entry(json_object(read_text(file), str(file), EXPECTED), "data", list, str(file), EXPECTED)
-    ):
-        for p, paragraph in enumerate(entry(article, "paragraphs", list, f"{file}, data[{a}]", EXPECTED)):
-            source = f"{file}, data[{a}].paragraphs[{p}]"
-            context = entry(paragraph, "context", str, source, EXPECTED)
-            yield source, context, entry(paragraph, "qas", list, source, EXPECTED)
+class _Answer(TypedDict):
+    text: str
+    answer_start: int
 
 
-def _question(values: Any, source: str, context: Context, version: Version) -> Question:
-    name, text = (entry(values, key, str, source, OF_QUESTION) for key in ("id", "question"))
-    if values.get("answers") is None:
-        return Question(name, text, context, None)
-    answers = entry(values, "answers", list, source, OF_QUESTION)
-    truth = [
-        (entry(answer, "text", str, source, OF_QUESTION), entry(answer, "answer_start", int, source, OF_QUESTION))
-        for answer in answers
-    ]
-    if not truth and version == "1.1":
-        raise UsageError(f"{source} has no answer, which SQuAD 1.1 does not allow; use the task squad2.0 for this file")
-    return Question(name, text, context, truth)
+class _Unanswered(TypedDict):
+    id: str
+    question: str
+
+
+class _Asked(_Unanswered, total=False):
+    answers: list[_Answer] | None
+
+
+class _Paragraph(TypedDict):
+    context: str
+    qas: list[_Asked]
+
+
+class _Article(TypedDict):
+    paragraphs: list[_Paragraph]
+
+
+class _File(TypedDict):
+    data: list[_Article]
+
+
+def _question(values: _Asked, file: Path, context: Context, version: Version) -> Question:
+    answers, name = values.get("answers"), values["id"]
+    if answers == [] and version == "1.1":
+        problem = f"{file}, question {name} has no answer, which SQuAD 1.1 does not allow"
+        raise UsageError(f"{problem}; use the task squad2.0 for this file")
+    truth = None if answers is None else [(answer["text"], answer["answer_start"]) for answer in answers]
+    return Question(name, values["question"], context, truth)
 
 
 # --- The answer to a question from the logits of its windows, as in Google's run_squad.py -----------------------------
@@ -199,89 +203,42 @@ def _question(values: Any, source: str, context: Context, version: Version) -> Q
 # 2.0 "no answer" is another candidate, with [CLS] as start and end; its score is the lowest of the windows.
 
 
-BEST = 20  # answers to keep
 LONGEST_ANSWER = 30  # tokens
 
 
 class Answer(NamedTuple):
-    """A possible answer and its logits; `text` is "" for "no answer"."""
+    """An answer to a question.
+
+    Attributes:
+      text: the most likely span.
+      null_odds: the score of "no answer" minus that of the span; above 0 the prediction is "no answer".
+    """
 
     text: str
-    start: float
-    end: float
-
-    @property
-    def score(self) -> float:
-        """Sum of the logits."""
-        return self.start + self.end
+    null_odds: float
 
 
-def best_answers(
-    context: Context, windows: Sequence[Window], logits: np.ndarray, best: int = BEST, longest: int = LONGEST_ANSWER
-) -> list[Answer]:
-    """The `best` answers with different texts, the most likely first; at least one.
+def best_answer(
+    context: Context, windows: Sequence[Window], logits: np.ndarray, longest: int = LONGEST_ANSWER
+) -> Answer:
+    """The most likely span, the first of equals.
 
     Args:
       windows: those of one question.
       logits: float32 [windows, 2, s], of starts and of ends.
     """
-    of_windows = []  # first tokens, last tokens, their logits as start and as end
-    for window, (start, end) in zip(windows, logits.astype(np.float64), strict=True):
+    text, highest, logits = "", -np.inf, logits.astype(np.float64)
+    for window, (start, end) in zip(windows, logits, strict=True):
         count = len(window.deciding)
         inside = slice(window.offset, window.offset + count)
         start, end = np.where(window.deciding, start[inside], -np.inf), end[inside]
         last = np.arange(count)[:, None] + np.arange(longest)  # [first token, tokens after it]
-        score = np.where(last < count, start[:, None] + end[last.clip(max=count - 1)], -np.inf).ravel()
-        # Few spans have the same text: ten times as many as are kept nearly always contain enough different ones.
-        highest = np.argpartition(-score, 10 * best)[: 10 * best] if score.size > 10 * best else np.arange(score.size)
-        first, after = np.divmod(np.sort(highest[score[highest] > -np.inf]), longest)
-        of_windows.append(
-            np.stack([window.first + first, window.first + first + after, start[first], end[first + after]])
-        )
-    spans = np.concatenate(of_windows, axis=1)  # [4, spans]
-
-    answers: dict[str, Answer] = {}
-    for first, last, start, end in spans.T[np.argsort(-(spans[2] + spans[3]), kind="stable")].tolist():
-        text = context.cut(Span(int(first), int(last)))
-        answers.setdefault(text, Answer(text, start, end))
-        if len(answers) == best:
-            break
-    return list(answers.values())
-
-
-def no_answer(logits: np.ndarray) -> Answer:
-    """The score of "no answer", the lowest of the windows; `logits` as in `best_answers`."""
-    start, end = min(logits[:, :, 0].astype(np.float64).tolist(), key=sum)
-    return Answer("", start, end)
-
-
-class Answers(NamedTuple):
-    """The possible answers to a question.
-
-    Attributes:
-      best: answers, the most likely first.
-      none: "no answer"; None in SQuAD 1.1.
-    """
-
-    best: list[Answer]
-    none: Answer | None
-
-    @property
-    def null_odds(self) -> float:
-        """The no-answer score minus that of the best answer; above 0 the prediction is "no answer"."""
-        return self.none.score - self.best[0].score
-
-    def listed(self) -> list[dict[str, str | float]]:
-        """The entries of nbest_predictions.json; the probabilities are those among the listed answers."""
-        ranked = sorted([*self.best, *([self.none] if self.none else [])], key=lambda answer: -answer.score)
-        listed = ranked[:BEST]
-        if self.none and self.none not in listed:
-            listed.append(self.none)
-        powers = np.exp(np.array([answer.score for answer in listed]) - listed[0].score)
-        return [
-            {"text": answer.text, "probability": share, "start_logit": answer.start, "end_logit": answer.end}
-            for answer, share in zip(listed, (powers / powers.sum()).tolist(), strict=True)
-        ]
+        score = np.where(last < count, start[:, None] + end[last.clip(max=count - 1)], -np.inf)
+        first, after = map(int, np.unravel_index(score.argmax(), score.shape))
+        if score[first, after] > highest:
+            text = context.cut(Span(window.first + first, window.first + first + after))
+            highest = score[first, after]
+    return Answer(text, float(logits[:, :, 0].sum(1).min() - highest))
 
 
 # --- SQuAD's rows: [CLS] question [SEP] window of the context [SEP] ---------------------------------------------------

@@ -18,7 +18,7 @@ import stat
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, TextIO
 
 from mjax.errors import UsageError
 
@@ -120,7 +120,7 @@ def open_no_link(file: Path, mode: str, **options: Any) -> IO:
         raise UsageError(f"{file} is a link, through which mjax does not write; remove it") from None
 
 
-def take_lock(stream: BinaryIO, say: Callable[[str], None]) -> bool:
+def take_lock(stream: IO, say: Callable[[str], None]) -> bool:
     """Lock `stream` for this process; False if another process holds the lock.
 
     The lock ends with the process, however that ends, so it never has to be cleaned up. On a file system without locks
@@ -136,11 +136,6 @@ def take_lock(stream: BinaryIO, say: Callable[[str], None]) -> bool:
         folder = Path(stream.name).parent
         say(f"{folder} is on a file system without locks ({error.strerror}): start only one process that writes there")
     return True
-
-
-def lock(stream: BinaryIO, file: Path, say: Callable[[str], None] = print) -> bool:
-    """`take_lock` on a temporary file; False also if another process has just renamed it."""
-    return take_lock(stream, say) and file.exists() and os.path.samestat(os.fstat(stream.fileno()), file.stat())
 
 
 def to_disk(path: Path) -> None:
@@ -228,6 +223,26 @@ def make_private(folder: Path) -> str | None:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"others can write into {folder}; type chmod go-w {folder} if it is yours"
     return None
+
+
+def lock_folder(folder: Path, output: str) -> TextIO:
+    """Make the working folder of an output, or check the one that is there, and lock it for this process.
+
+    Returns:
+      The plan.json of the folder; closing it ends the lock.
+
+    Raises:
+      UsageError: the content of the folder may be somebody else's, or another process has the lock.
+    """
+    if problem := make_private(folder):
+        raise UsageError(f"{problem}, or choose another name than {output}")
+    file = folder / "plan.json"
+    stream = file.open("a+")
+    is_there = take_lock(stream, print) and file.exists()  # another process may have finished and removed it
+    if not is_there or not os.path.samestat(os.fstat(stream.fileno()), file.stat()):
+        stream.close()
+        raise UsageError(f"another process is writing {output}; wait for it, or choose another name")
+    return stream
 
 
 def remove(file: Path) -> None:

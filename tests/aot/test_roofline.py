@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.aot.roofline import COLLECTIVES, LATENCY, PRODUCTS, roofline
 from mjax.cluster.hardware import gpu_named
-from mjax.planner.calibration import H100 as RATES
+from mjax.planner.time import H100 as RATES
 from tests.aot.test_hlo import PROGRAM
 
 H100 = gpu_named("h100")

@@ -5,11 +5,13 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from mjax.config import Config, save_config
+from mjax.errors import UsageError
 from mjax.utils import files
 from tests.conftest import ROOT
 
@@ -104,20 +106,23 @@ def test_disk_without_locks_is_announced(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
     said = []
     with (tmp_path / "tokens.tmp").open("wb") as stream:
-        assert files.lock(stream, tmp_path / "tokens.tmp", said.append)
+        assert files.take_lock(stream, said.append)
         (sentence,) = said
         assert f"{tmp_path} is on a file system without locks ({os.strerror(errno.ENOLCK)}): start only one" in sentence
         monkeypatch.setattr(fcntl, "flock", failing(errno.EIO))
         with pytest.raises(OSError, match="Input/output error"):
-            files.lock(stream, tmp_path / "tokens.tmp", print)
+            files.take_lock(stream, print)
 
 
-def test_lock_is_refused_when_file_was_renamed(tmp_path):
-    """Another process finished between opening the file and locking it, and perhaps a third one began."""
-    file = tmp_path / "tokens.tmp"
-    with file.open("wb") as stream:
-        assert files.lock(stream, file)
-        file.rename(tmp_path / "tokens")
-        assert not files.lock(stream, file)
-        file.touch()
-        assert not files.lock(stream, file)
+def test_folder_is_not_locked_when_it_was_replaced(tmp_path, monkeypatch):
+    """Another process finished between opening the plan and locking it, and a third one began."""
+
+    def replaced(stream, say):
+        shutil.rmtree(tmp_path / "d.tmp")
+        (tmp_path / "d.tmp").mkdir()
+        (tmp_path / "d.tmp" / "plan.json").touch()
+        return True
+
+    monkeypatch.setattr(files, "take_lock", replaced)
+    with pytest.raises(UsageError, match="another process is writing d; wait for it"):
+        files.lock_folder(tmp_path / "d.tmp", "d")

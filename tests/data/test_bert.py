@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mjax.data import sources
-from mjax.data.bert import BertDataset, WordPieces, find_words
+from mjax.data import bert, sources
+from mjax.data.bert import BertDataset, WordPieces, build_pair_index, find_words, mersenne_twister_64
 from mjax.data.cache import IndexCache
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.sources import MockPairs
@@ -63,15 +63,11 @@ def test_samples_are_megatrons(indexed, sequence, short, golden):
     assert digest([data[i] for i in range(150)]) == golden
 
 
-def test_sample_depends_on_seed_and_index_alone(indexed, tmp_path):
-    """Each epoch hides other tokens of the same sentences."""
+def test_sample_depends_on_seed_and_index_alone(indexed):
     data, again, other = dataset(indexed), dataset(indexed), dataset(indexed, seed=4321)
     forwards = [data[i] for i in range(50)]
     backwards = [again[i] for i in reversed(range(50))][::-1]
     assert digest(forwards) == digest(backwards) != digest([other[i] for i in range(50)])
-    one = write(tmp_path / "d", [[np.arange(10, 40), np.arange(50, 80)]])
-    data = dataset(one, samples=20, short_probability=0)
-    assert len({tuple(data[i]["tokens"].tolist()) for i in range(20)}) > 15
 
 
 def test_index_is_kept_by_all_it_depends_on(indexed, tmp_path, monkeypatch):
@@ -110,6 +106,38 @@ def test_id_outside_vocabulary_is_rejected(tmp_path):
     small = WordPieces(CLS, SEP, MASK, PAD, PIECES.continues[:1100])
     with pytest.raises(UsageError, match=r"sample 0 of .* holds the id 1199 and .* is 1,100"):
         dataset(large, samples=1, pieces=small)[0]
+
+
+# --- The sentences of each sample -------------------------------------------------------------------------------------
+
+
+def test_generators_give_the_standards_words():
+    """C++11, 26.5.5."""
+    assert int(mersenne_twister_64(5489, 10_000)[-1]) == 9981545732273789042
+    assert mersenne_twister_64(5489, 1).tolist() == [14514284786278117030]
+
+
+def test_rows_are_those_of_megatrons_loop(monkeypatch):
+    """The figure is that of helpers.cpp, build_mapping, sentence by sentence."""
+    found = []
+    for case in range(60):
+        random = np.random.default_rng(case)
+        counts = random.integers(0, 10, random.integers(1, 15))
+        lengths = random.choice([0, 1, 3, 9, 20, 512, 513], counts.sum(), p=[0.1, 0.1, 0.2, 0.3, 0.2, 0.05, 0.05])
+        boundaries = np.cumsum([0, *counts])[case % 2 :]  # all documents, or those from the second on
+        most, short = [2, 13, 40][case % 3], [0, 0.1, 0.4, 0.5, 1][case % 5]
+        options = int(random.integers(1, 40)), most, short, int(random.integers(2**31 - 1))
+        monkeypatch.setattr(bert, "PIECE", int(random.integers(1, 5)))
+        found.append(build_pair_index(lengths.astype(np.int32), boundaries, *options).tolist())
+    assert hashlib.sha256(str(found).encode()).hexdigest()[:16] == "21cfc06e4fcf8481"
+
+
+def test_epochs_are_whole_and_end():
+    lengths, boundaries = np.full(30, 10, np.int32), np.arange(0, 31, 3)  # ten documents, a sample each
+    sizes = [len(build_pair_index(lengths, boundaries, samples, 100, 0.1, 1)) for samples in (None, 1, 10, 11, 25)]
+    assert sizes == [10, 10, 10, 20, 30]
+    lengths, boundaries = np.array([5, 600, 5], np.int32), np.array([0, 1, 1, 3])  # no useful document
+    assert build_pair_index(lengths, boundaries, 10, 100, 0.1, 1).shape == (0, 3)
 
 
 # --- Masks ------------------------------------------------------------------------------------------------------------

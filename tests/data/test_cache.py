@@ -154,11 +154,11 @@ def leaves_entries(build, names, folder, changes):
 
 
 def test_each_input_of_indices_has_an_entry(tmp_path):
-    """Megatron's key leaves out the documents and the tail."""
+    """Megatron's key leaves out the documents."""
     indexed, other = write(tmp_path / "d", [3, 9, 4, 0, 12, 7]), write(tmp_path / "o", [9, 3, 4, 0, 12, 7])
     plain = {"indexed": indexed, "documents": range(6), "samples": 9, "sequence": 5, "seed": 1}
     changes = [{}, {"indexed": other}, {"documents": range(1, 6)}, {"documents": range(1, 5)}, {"samples": 20}]
-    changes += [{"samples": None}, {"sequence": 6}, {"seed": 2}, {"keep_tail": True}]
+    changes += [{"samples": None}, {"sequence": 6}, {"seed": 2}]
     names = ("document_index", "sample_index", "shuffle_index")
     assert leaves_entries(lambda **change: GPTDataset(**plain | change), names, tmp_path / "c", changes) == len(changes)
 

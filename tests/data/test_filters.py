@@ -223,18 +223,6 @@ def test_clean_report_adds_up(tmp_path, everything):
 # --- Both: the same bytes, or none ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_bytes_do_not_depend_on_workers_or_blocks(mixed, everything, tmp_path, monkeypatch, command):
-    options = {"inputs": mixed} if command is dedup else everything
-    run(command, tmp_path, **options)
-    alone = outputs(tmp_path)
-    monkeypatch.setattr("mjax.data.corpus.documents.SIZE", 2000)
-    monkeypatch.setattr("mjax.data.corpus.near_duplicates.AT_ONCE", 2)
-    monkeypatch.setattr("mjax.commands.dedup.PART", 7)
-    run(command, tmp_path, **options, workers=2)
-    assert outputs(tmp_path) == alone
-
-
 def test_changing_input_is_noticed(mixed, tmp_path, monkeypatch):
     def changing(*arguments):
         lines(mixed[0], ["only one"])

@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 
 import fsspec
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from mjax.commands.clean import CleanArguments, clean
 from mjax.commands.dedup import DedupArguments, dedup
@@ -18,9 +20,9 @@ pytestmark = pytest.mark.ci
 WORDS = "the quick brown fox jumps over the lazy dog while seven wizards quietly fix broken jukeboxes"
 
 
-@pytest.fixture(params=["memory://", "s3://"])
-def store(request, tmp_path, monkeypatch):
-    """A folder of a store, and one of this machine with the same files."""
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """A bucket, a folder of this machine with the same files, and the bucket's server."""
     pytest.importorskip("s3fs")
     rows = [{"text": f"{WORDS} {i} é\n" * 40} for i in range(200)]
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
@@ -30,19 +32,10 @@ def store(request, tmp_path, monkeypatch):
     (local / "a b" / "c" / "2.jsonl.gz").write_bytes(gzip.compress(lines, mtime=0))
     (local / "a b" / "3.jsonl").write_bytes(lines)
     (local / "a b" / "README.md").write_bytes(b"not data")
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
     parquet.write_table(pyarrow.Table.from_pylist(rows), local / "a b" / "c" / "4.parquet")
-    if request.param == "s3://":
-        with bucket(monkeypatch, tmp_path / "caches") as server:
-            fsspec.filesystem("s3").put(str(local / "a b"), "s3://bucket/data/a b", recursive=True)
-            yield "s3://bucket/data", local, server
-    else:
-        fs = fsspec.filesystem("memory")
-        fs.put(str(local / "a b"), "memory://bucket/data/a b", recursive=True)
-        yield "memory://bucket/data", local, None
-        fs.rm("/bucket", recursive=True)
+    with bucket(monkeypatch, tmp_path / "caches") as server:
+        fsspec.filesystem("s3").put(str(local / "a b"), "s3://bucket/data/a b", recursive=True)
+        yield "s3://bucket/data", local, server
 
 
 @pytest.mark.parametrize("given", ["a b/3.jsonl", "a b", "a b/*.jsonl", "**/*.jsonl.gz", "a b/c/4.parquet"])
@@ -58,9 +51,7 @@ def test_prepare_reads_what_it_reads_locally(store, tmp_path, given):
 
 def test_dedup_and_clean_read_what_they_read_locally(store, tmp_path):
     """Also the evaluation sets that `clean` cuts out, and with several tasks."""
-    remote, local, server = store
-    if server is None:
-        pytest.skip("once is enough")
+    remote, local, _ = store
     for name, folder in (("far", remote), ("near", local)):
         files, deduped = (Path(f"{folder}/a b"),), tmp_path / f"{name}.jsonl"
         dedup(DedupArguments(inputs=files, output=deduped, exact=True, tasks=3, workers=1))
@@ -73,8 +64,6 @@ def test_dedup_and_clean_read_what_they_read_locally(store, tmp_path):
 def test_store_is_asked_for_large_ranges(store, tmp_path):
     """A task reads 20 MB in three requests, and one more for its beginning at most."""
     server = store[-1]
-    if server is None:
-        pytest.skip("memory:// has no requests")
     line = json.dumps({"text": WORDS * 100}).encode() + b"\n"
     fsspec.filesystem("s3").pipe_file("s3://bucket/large.jsonl", line * (20_000_000 // len(line)))
     server.requests.clear()

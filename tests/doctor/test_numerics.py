@@ -1,4 +1,4 @@
-"""Wrong numbers are found, with or without jit, and named by the operation that gives them."""
+"""Wrong numbers are found, and named by the operation that gives them."""
 
 import contextlib
 from dataclasses import replace

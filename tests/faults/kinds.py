@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +15,6 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mjax.utils import files
 from tests.faults.runs import (
     ROOT,
     SAVES,
@@ -32,7 +29,6 @@ from tests.faults.runs import (
     resumed_from,
     saving,
 )
-from tests.ports import free_port
 
 KILLS_OF_A_CHAIN = 10
 RESTARTS = 6  # of the launcher
@@ -180,13 +176,12 @@ def poisonings(place: Place, random: Random, number: int) -> Iterator[Outcome]:
     everywhere, always = random.random() < 0.5, random.random() < 0.3
     outcome = Outcome(f"{value} in a {'weight' if part == 'weight' else 'moment'}")
     poison = [str(Path(__file__).resolve()), str(step), part, value, "all" if everywhere else "one", str(number)]
-    limits = ["--health.skipped-in-a-row", "6"]
-    ended = place.start(name, *limits, program=poison).wait()
+    ended = place.start(name, program=poison).wait()
     said = ended.output
     for _ in range(RESTARTS):
         if ended.code in (0, 2, 3):
             break
-        ended = place.start(name, *limits, program=poison if always else None).wait()
+        ended = place.start(name, program=poison if always else None).wait()
         said += ended.output
     if not ended.judge(outcome, 0, 3):
         outcome.words += f"after {RESTARTS} restarts; "
@@ -202,7 +197,7 @@ def poisonings(place: Place, random: Random, number: int) -> Iterator[Outcome]:
 
 def _continue_from_good(place: Place, name: str, ended: Ended, outcome: Outcome) -> None:
     """Run the command that an unhealthy run recommends, and check that nothing is lost."""
-    command = re.search(r"--resume \S+ --step (\d+)", ended.output)
+    command = re.search(r"--run \S+ --step (\d+)", ended.output)
     if command is None:
         outcome.words += "no command that continues was said; "
         return
@@ -224,9 +219,9 @@ def poison_main(argv: list[str]) -> int:
     import numpy as np
 
     from mjax.commands import cli
-    from mjax.run import loop
+    from mjax.run import health, loop
 
-    build = loop.build_program
+    health.MOST_SKIPPED, build = 6, loop.build_program
 
     def poisoned(state):
         """The state with a bad value in one array, or one element of it."""
@@ -262,120 +257,11 @@ def poison_main(argv: list[str]) -> int:
     return cli.main(["train", *flags])
 
 
-# --- Damaged checkpoints ----------------------------------------------------------------------------------------------
-
-
-def damage(place: Place, random: Random, number: int) -> Iterator[Outcome]:
-    """Damage the newest of three checkpoints, and resume."""
-    name, newest = f"damage{number}", SAVES * random.randint(4, 9)
-    run = place.folder / name
-    shutil.copytree(place.folder / "reference", run)
-    for step in committed(run):
-        if step > newest or step <= newest - 3 * SAVES:
-            shutil.rmtree(run / "checkpoints" / str(step))
-    folder = run / "checkpoints" / str(newest)
-    file = random.choice([file for file in sorted(folder.rglob("*")) if file.is_file()])
-    what = random.choice(list(DAMAGES))
-    DAMAGES[what](file, random, folder)
-    outcome = Outcome(what)
-    again = place.start(name, "--checkpoint.keep-last", "3").wait()
-    if again.judge(outcome, 0):
-        if not re.search("damaged|unreadable|misnamed", again.output) and resumed_from(again.output) != newest:
-            outcome.words += f"continued after {resumed_from(again.output)} without a word; "
-        place.compare(name, outcome)
-    place.forget(name)
-    yield outcome
-
-
-def _flip(file: Path, random: Random, folder: Path) -> None:
-    content = bytearray(file.read_bytes() or b"\0")
-    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
-    file.write_bytes(content)
-
-
-def _exchange(file: Path, random: Random, folder: Path) -> None:
-    earlier = folder.parent / str(int(folder.name) - SAVES)
-    others = [other for other in sorted(earlier.rglob("*")) if other.is_file()]
-    shutil.copy(random.choice(others), file)
-
-
-def _zeros(file: Path, random: Random, folder: Path) -> None:
-    content = bytearray(file.read_bytes())
-    first = random.randrange(len(content) + 1)
-    content[first : first + 512] = bytes(len(content[first : first + 512]))
-    file.write_bytes(content)
-
-
-DAMAGES: dict[str, Callable[[Path, Random, Path], None]] = {
-    "a bit flipped": _flip,
-    "a file cut short": lambda file, random, _: os.truncate(file, random.randrange(file.stat().st_size + 1)),
-    "a file removed": lambda file, *_: file.unlink(),
-    "a stretch of zeros": _zeros,
-    "a file of another checkpoint": _exchange,
-    "a checkpoint under another number": lambda file, random, folder: files.rename(folder, folder.parent / "1000"),
-}
-
-
-# --- Processes that do not agree --------------------------------------------------------------------------------------
-
-
-def disagreeing(place: Place, random: Random, number: int) -> Iterator[Outcome]:
-    """Start two processes that differ in one input: both must end with a sentence before the first step."""
-    note, flags, program = list(_differences(place))[number % len(DIFFERENCES)]
-    name, outcome = f"disagree{number}", Outcome(note)
-    where = ["--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.processes", "2"]
-    where += ["--mesh.data", "2", "--simulate", "1"]
-    pair = [
-        place.start(name, *where, "--distributed.process", "0", log=f"{name}-0"),
-        place.start(name, *where, "--distributed.process", "1", *flags, program=program, log=f"{name}-1"),
-    ]
-    for index, process in enumerate(pair):
-        ended = process.wait()
-        own = index == 1 and "nothing.bin does not exist" in "".join(ended.output.split("\n"))  # names its own file
-        if ended.judge(outcome, 2) and "process" not in ended.output.lower() and not own:
-            outcome.words += f"nobody is named: {ended.output.strip().splitlines()[-1:]}; "
-    if losses_of(place.folder / name):
-        outcome.words += "steps were taken; "
-    place.forget(name)
-    yield outcome
-
-
-DIFFERENCES = (
-    "learning rate", "seed", "activation", "dropout", "clipping", "steps", "checkpoint interval", "evaluation interval",
-    "batches of an evaluation", "data of the same lengths", "data that is missing", "run folder", "source of mjax",
-)  # fmt: skip
-
-
-def _differences(place: Place) -> Iterator[tuple[str, list[str], list[str] | None]]:
-    flags = [
-        ["--optimizer.learning-rate", "0.02"], ["--train.seed", "5"], ["--model.activation", "gelu_erf"],
-        ["--model.hidden-dropout", "0.2"], ["--optimizer.clip-norm", "0.5"], ["--train.steps", "50"],
-        ["--checkpoint.interval", "7"], ["--train.eval-interval", "9"], ["--train.eval-batches", "2"],
-        ["--data.path", str(place.folder / "other")], ["--data.path", str(place.folder / "nothing")],
-        ["--runs", str(place.folder / "elsewhere")], [],
-    ]  # fmt: skip
-    for note, given in zip(DIFFERENCES, flags, strict=True):
-        yield note, given, [str(_edited(place) / "train.py")] if not given else None
-
-
-def _edited(place: Place) -> Path:
-    """A copy of the source with one more comment."""
-    copy = place.folder / "edited"
-    if not copy.exists():
-        shutil.copytree(ROOT / "mjax", copy / "mjax")
-        shutil.copy(ROOT / "train.py", copy)
-        with (copy / "mjax" / "training" / "step.py").open("a") as file:
-            file.write("# edited\n")
-    return copy
-
-
 KINDS: dict[str, Callable[[Place, Random, int], Iterator[Outcome]]] = {
     "kills": kills,
     "stops": stops,
     "full disk": full_disk,
     "poisonings": poisonings,
-    "damage": damage,
-    "disagreeing": disagreeing,
 }
 
 if __name__ == "__main__":

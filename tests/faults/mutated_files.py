@@ -6,7 +6,6 @@ reader independent of mjax, if the format is simple enough for one.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gzip
 import json
@@ -27,25 +26,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from benchmarks.aot.saved_program import open_program
-from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.checkpoint.folders import Base, check_files, read_base, read_manifest, write_manifest
-from mjax.commands.runs import row_of
+from mjax.checkpoint.folders import Base, check_files, read_manifest, write_manifest
 from mjax.config import Config, HealthConfig, read_config, save_config, to_dict
 from mjax.config.checks import validate
 from mjax.config.datasets import DatasetMetadata, read_metadata
-from mjax.config.model_file import ModelFile, model_file_of
+from mjax.config.model_file import ModelFile
 from mjax.data.cache import WORTH_KEEPING, IndexCache
 from mjax.data.corpus import TextFiles
 from mjax.data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter, write_metadata
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
-from mjax.errors import UnhealthyError
 from mjax.finetuning.recipe import FinetuneArguments, continued, request_of
 from mjax.finetuning.tuning import read_epochs
-from mjax.planner.calibration import H100, read_calibration, write_calibration
-from mjax.run.callbacks import read_goodput, summed
-from mjax.run.continuing import Origin, _saved_digests, origin_of
-from mjax.run.health import Health, check_start
+from mjax.planner.time import H100, read_calibration, write_calibration
+from mjax.run.continuing import Origin
+from mjax.run.health import Health
 from mjax.run.metrics import read_metrics
 from mjax.tasks.labelled import DEFAULTS, open_task
 from mjax.tasks.zero_shot import Lambada, WikiText103
@@ -247,23 +241,6 @@ RUN_FILES = {
 }
 
 
-def _write_run_files(folder: Path) -> None:
-    for name in RUN_FILES.keys() - {"config.json", "metrics.jsonl", "checkpoints/3/manifest.json", "experts.json"}:
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(json.dumps(RUN_FILES[name]))
-
-
-def _read_run_files(folder: Path) -> list:
-    said = []
-    with contextlib.suppress(UnhealthyError):
-        check_start(folder, None)
-    with Checkpoints(folder / "checkpoints", on_notice=said.append) as checkpoints:
-        checkpoints.good()
-    save_config(small_config(), folder / "config.json")
-    readers = (read_base, origin_of, model_file_of, read_goodput, lambda folder: _saved_digests(folder / "data.json"))
-    return [row_of(folder), said, *(str(read(folder)) for read in readers), summed(read_goodput(folder))]
-
-
 def _write_checkpoint(folder: Path) -> None:
     (folder / "5" / "model").mkdir(parents=True)
     for name in ("model/a", "model/b", "_METADATA"):
@@ -275,17 +252,6 @@ def _read_checkpoint(folder: Path) -> dict:
     manifest = read_manifest(folder / "5", lambda line: None)
     check_files(folder / "5", manifest["files"], None, lambda line: None)
     return manifest
-
-
-def _write_program(folder: Path) -> None:
-    from benchmarks.aot.saved_program import save_program
-    from mjax.parallel.mesh import make_mesh
-    from tests.aot.test_saved_program import tiny_program
-
-    config = small_config()
-    save_program(
-        folder / "step.mjax", config, tiny_program(make_mesh(config.mesh)), "cpu", {"gpu": "none"}, "HloModule"
-    )
 
 
 # --- Tasks ------------------------------------------------------------------------------------------------------------
@@ -375,18 +341,11 @@ READERS = [
         _write("metrics.jsonl", METRICS.encode()),
         lambda folder: read_metrics(folder / "metrics.jsonl"),
     ),
-    Reader("small files of a run", _write_run_files, _read_run_files),
     Reader("checkpoint", _write_checkpoint, _read_checkpoint, checked=("*",)),
     Reader(
         "calibration",
         lambda folder: write_calibration(H100, folder / "c.json"),
         lambda folder: dataclasses.asdict(read_calibration(folder / "c.json")),
-    ),
-    Reader(
-        "saved program",
-        _write_program,
-        lambda folder: [(p := open_program(folder / "step.mjax")).manifest, str(p.step.in_avals), p.step.nr_devices],
-        checked=("*",),
     ),
     Reader("request.json", _write_request, _request),
     Reader("epochs.json", _write("epochs.json", lambda: json.dumps(EPOCHS, indent=1).encode()), read_epochs),

@@ -1,7 +1,7 @@
 """Mutated inputs: thousands of damaged files of every kind that mjax reads, each read in a process with limits.
 
     python tests/faults/mutations.py --cases 10000
-    python tests/faults/mutations.py --reader calibration --cases 500 --show
+    python tests/faults/mutations.py --reader calibration --cases 500
 
 A case damages one of the valid files of a reader (`mutated_files.py`) and reads them. Allowed outcomes: a refusal in
 one sentence (UsageError, RunError, Unusable), or a correct reading of the damaged file. The table counts all others:
@@ -34,12 +34,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.command import check_counts, in_one_sentence
 from mjax.checkpoint.folders import Unusable
 from mjax.errors import RunError, UsageError
+from mjax.utils.figures import table
 from tests.faults.damage import damage
 from tests.faults.mutated_files import READERS, Files, Reader
 
@@ -182,7 +180,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--reader", action="append", choices=[reader.name for reader in READERS], help="only these")
     parser.add_argument("--case", type=int, help="show one case of one --reader, in this process")
-    parser.add_argument("--show", action="store_true", help="print what went wrong")
     arguments = parser.parse_args()
     check_counts(arguments, "cases")
     if arguments.case is not None:
@@ -194,15 +191,11 @@ def main() -> int:
         return 0
     rows = run(arguments.seconds, arguments.seed, arguments.cases, arguments.reader)
     columns = ["reader", "compared", "tried", "refused", "accepted", "silent", "tracebacks", "hangs"]
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*(f"{row[name]:,}" if isinstance(row[name], int) else row[name] for name in columns))
     totals = {name: sum(row[name] for row in rows) for name in columns[2:]}
-    table.add_row("all", "", *(f"{total:,}" for total in totals.values()), style="bold")
-    Console(width=120).print(table)
-    for row in rows if arguments.show else []:
-        for line in row["worst"]:
-            print(f"{row['reader']}: {line}")
+    rows.append({"reader": "all", "compared": "", "worst": [], **totals})
+    print("\n".join(table(columns, [[row[name] for name in columns] for row in rows], left=2)))
+    for row in rows:
+        print(*(f"{row['reader']}: {line}\n" for line in row["worst"]), sep="", end="")
     return int(any(totals[name] for name in ("silent", "tracebacks", "hangs")))
 
 

@@ -25,6 +25,7 @@ STEPS, SAVES, EVALUATES = 60, 5, 4
 PATIENCE = 240  # seconds for a process that takes ten
 CONFIG = f"""
 from mjax.config import *
+from mjax.config import GPTConfig
 
 config = Config(
     model=GPTConfig(layers=2, hidden=32, heads=4, sequence=16, vocabulary=257, vocabulary_multiple=64),
@@ -103,11 +104,10 @@ class Place:
     @classmethod
     def prepare(cls, folder: Path) -> Place:
         """Write the data and run the undisturbed reference."""
-        for name, seed in (("data", 0), ("other", 1)):
-            random = np.random.default_rng(seed)
-            with IndexedDatasetWriter(folder / name, 257) as writer:
-                for _ in range(60):  # counting, which is learned at once: broken weights show in the loss
-                    writer.add_document((random.integers(0, 257) + np.arange(50)) % 257)
+        random = np.random.default_rng(0)
+        with IndexedDatasetWriter(folder / "data", 257) as writer:
+            for _ in range(60):  # counting, which is learned at once: broken weights show in the loss
+                writer.add_document((random.integers(0, 257) + np.arange(50)) % 257)
         config = folder / "config.py"
         config.write_text(CONFIG.format(data=folder / "data"))
         cls(folder, config, 0.0, {}, {}).start("warm-up").wait()  # fills the cache of compiled programs
@@ -123,20 +123,18 @@ class Place:
             place.checkpoints[step] = arrays_of(folder / "reference", step)
         return place
 
-    def start(self, name: str, *flags: str, program: list[str] | None = None, log: str = "", **changes: str) -> Process:
+    def start(self, name: str, *flags: str, program: list[str] | None = None, **changes: str) -> Process:
         """`train.py` on the run folder `name`.
 
         Args:
           flags: additional flags of train.py.
           program: to run instead of train.py.
-          log: name of its output file, if several processes share a run.
           changes: to the environment.
         """
         program = program or [str(ROOT / "train.py")]
         run = self.folder / name
         argv = [sys.executable, *program, "--config", str(self.config), "--runs", str(run.parent), "--name", run.name]
-        file = self.folder / f"{(log or name).replace('/', '_')}.log"
-        return Process([*argv, *flags], self.environment() | changes, file)
+        return Process([*argv, *flags], self.environment() | changes, self.folder / f"{name.replace('/', '_')}.log")
 
     def environment(self) -> dict[str, str]:
         """For a process on one CPU device, with a cache of compiled programs."""

@@ -35,7 +35,7 @@ FLAGS = [
     "--config", "gpt_demo", "--data.mock", "--model.layers", "1", "--model.hidden", "32", "--model.heads", "2",
     "--model.sequence", "16", "--model.vocabulary", "64", "--train.global-batch", "2", "--train.micro-batch", "2",
     "--optimizer.warmup-steps", "1", "--optimizer.decay-steps", "9000", "--train.steps", "24",
-    "--train.eval-interval", "0", "--checkpoint.interval", "4", "--log.sample-tokens", "0", "--log.no-tensorboard",
+    "--train.eval-interval", "0", "--checkpoint.interval", "4", "--log.sample-tokens", "0",
 ]  # fmt: skip
 LONGEST = 4000  # steps of the undisturbed run
 RUNS, RUN = "s3://bucket/runs", "s3://bucket/runs/one"

@@ -18,7 +18,7 @@ from mjax.config import to_dict
 from mjax.config.model_file import model_file_of
 from mjax.errors import RunError, UsageError
 from mjax.run.callbacks import Goodput, read_starts
-from mjax.run.continuing import _saved_digests, origin_of
+from mjax.run.continuing import _changed_data, origin_of
 from mjax.run.health import Guard, check_start
 from mjax.run.metrics import MetricsLog
 from mjax.utils import files
@@ -70,7 +70,7 @@ def write(folder, name, content):
 def start(folder):
     """Read what a start of the run reads."""
     say = [].append
-    readers = (read_base, origin_of, model_file_of, lambda folder: _saved_digests(folder / "data.json"))
+    readers = (read_base, origin_of, model_file_of, lambda folder: _changed_data(folder, TINY.data, TINY.data))
     with Checkpoints(folder / "checkpoints", on_notice=say) as checkpoints:
         guard = Guard(TINY, checkpoints, say)
         for read in (lambda folder: check_start(folder, None), lambda _: guard.begin(3), *readers):

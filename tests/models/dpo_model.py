@@ -25,8 +25,8 @@ class PairConfig(LlamaConfig):
     module: ClassVar[str] = f"{__name__}:PairLlama"
     sequences: ClassVar[int] = 2
 
-    def batch(self, data, evaluation=False):
-        rows = {name: ((2, *shape), dtype) for name, (shape, dtype) in super().batch(data, evaluation).items()}
+    def batch(self, data):
+        rows = {name: ((2, *shape), dtype) for name, (shape, dtype) in super().batch(data).items()}
         return {**rows, "loss_mask": ((2, self.sequence), "bool"), "reference": ((2,), "float32")}
 
 

@@ -7,15 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.config import PrecisionConfig
 from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.interop.convert import family_of
 from mjax.models.parts.router import towards_balance
-from mjax.parallel.mesh import abstract_mesh
-from mjax.step.layout import lay_out
-from mjax.step.muon import matrices_of
 from tests import reference
 from tests.against_reference import in_layer_order, merged, of_trained
 from tests.models.test_mixture import DEEPSEEK, config_of
@@ -131,32 +127,6 @@ def test_skipped_step_leaves_the_bias():
     before = named(weights_of(config))
     _, after, _ = steps_on_mesh(config, limit=0.0)
     np.testing.assert_array_equal(after[BIAS], before[BIAS])
-
-
-@pytest.mark.ci
-def test_resumed_run_has_the_bias_of_an_unbroken_one(tmp_path):
-    config = biased(2, 1, compute="fp32", mesh={"pipe": 2, "chunks": 2, "zero": 1})
-    _, expected, _ = steps_on_mesh(config, range(4))
-    state, _, _ = steps_on_mesh(config, range(2))
-    with Checkpoints(tmp_path, on_notice=print) as checkpoints:
-        checkpoints.save(2, state)
-    for there in (config, biased(compute="fp32")):
-        with Checkpoints(tmp_path, on_notice=print) as checkpoints:
-            _, state = checkpoints.restore(compiled_step(there)[0].abstract_state, 2)
-        _, found, _ = steps_on_mesh(there, range(2, 4), state)
-        np.testing.assert_array_equal(found[BIAS], expected[BIAS])
-
-
-@pytest.mark.ci
-def test_muon_leaves_the_bias_to_its_rule():
-    config = biased(compute="fp32", layers=2)
-    config = replace(config, optimizer=replace(config.optimizer, name="muon"))
-    layout = lay_out(config, abstract_mesh(config.mesh))
-    assert BIAS not in matrices_of(layout, config.mesh)
-    _, after, _ = steps_on_mesh(config, range(1))
-    moves = np.abs(after[BIAS] - named(weights_of(config))[BIAS])
-    np.testing.assert_allclose(moves[moves > 0], config.model.balance_bias, rtol=1e-5)
-    assert (moves > 0).any()
 
 
 def test_bias_is_refused_when_all_experts_are_chosen():

@@ -22,14 +22,11 @@ from tests import reference
 from tests.against_reference import largest_error
 from tests.models.test_balance_bias import biased, steps_on_mesh, trained
 from tests.models.test_mixture import config_of
-from tests.models.test_own_model import as_llama
-from tests.models.test_own_model import config_of as own_config
 from tests.small import batch_of, named, small_config, weights_of
 
 FIRST = {"layers": 4, "dense_layers": 1, "feed_forward": 40}
 SECOND = {"layers": 4, "expert_interval": 2, "feed_forward": 40}
 THIRD = {"layers": 6, "expert_interval": 3, "feed_forward": 40}
-OWN = "a model outside mjax"
 
 
 @pytest.mark.parametrize(
@@ -127,15 +124,12 @@ def test_parameters_flops_memory_and_time_are_those_of_layers_added():
         ({**THIRD, "window": 3, "full_attention_every": 2}, {}),
         ({**SECOND, "layers": 8}, {"pipe": 2, "chunks": 2}),
         ({"layers": 2, "experts": 8}, {"data": 4, "expert": 4, "model": 2}),
-        (OWN, {}),
     ],
     ids=str,
 )
 def test_greedy_text_is_that_of_whole_forward_passes(changes, mesh):
-    """Covers mixtures, and a model that is not part of mjax."""
-    config = small_config(kind="mixture", dropout=0.0, grouped="xla", **({} if changes is OWN else changes))
-    config = own_config(compute="fp32") if changes is OWN else replace(config, mesh=MeshConfig(**mesh))
-    twin = as_llama(config.model) if changes is OWN else config.model
+    config = small_config(kind="mixture", dropout=0.0, grouped="xla", **changes)
+    config = replace(config, mesh=MeshConfig(**mesh))
     weights = jax.tree.map(lambda w: 4 * w, build_model(3, config.model))
     prompt, generator = [5, 17, 31], Generator(config, make_mesh(config.mesh))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, generator.abstract_model)
@@ -144,7 +138,7 @@ def test_greedy_text_is_that_of_whole_forward_passes(changes, mesh):
     ids = list(prompt)
     for _ in range(6):
         tokens = np.array([ids + [0] * (9 - len(ids))])  # what follows is not seen
-        scores = reference.scores(named(weights), twin, {"tokens": tokens})
+        scores = reference.scores(named(weights), config.model, {"tokens": tokens})
         ids.append(int(scores[0, len(ids) - 1].argmax()))
     assert found.tokens == ids[3:]
 

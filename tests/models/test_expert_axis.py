@@ -1,28 +1,20 @@
 """The axis `expert`: where the weights of a mixture are, what crosses it, and what runs on it."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-import mjax
 from mjax.checkpoint import arrays
-from mjax.config import MeshConfig, OptimizerConfig
 from mjax.errors import UnhealthyError
 from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.planner.ledger import ledger
 from mjax.run.health import Replicas
 from mjax.step.layout import lay_out
-from tests.callbacks import StopAt
 from tests.models.test_mixture import MIXTURE
-from tests.small import named, small_config
+from tests.small import small_config
 from tests.training.saved import abstract
-from tests.training.test_muon import _directions
 from tests.training.test_replicas import with_flipped_bit
-from tests.training.test_trainer import losses
 
 # --- Where the weights are --------------------------------------------------------------------------------------------
 
@@ -76,40 +68,3 @@ def test_ledger_has_what_the_docstring_of_experts_says():
 
 
 # --- Steps and runs ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.ci
-def test_direction_of_muon_is_that_of_one_device():
-    optimizer = OptimizerConfig(name="muon", weight_decay=0.1)
-
-    def directions(mesh):
-        config = small_config(compute="fp64", **{**MIXTURE, "layers": 2, "experts": 8})
-        config = replace(config, mesh=mesh, optimizer=optimizer)
-        with jax.enable_x64(True):
-            layout, random = lay_out(config, make_mesh(mesh)), np.random.default_rng(0)
-            trees = [jax.tree.map(lambda leaf: random.normal(size=leaf.shape), layout.abstract_model) for _ in "wgg"]
-            return named(_directions(config, layout, trees[0], trees[1:]))
-
-    expected, found = directions(MeshConfig()), directions(MeshConfig(data=4, expert=2, model=2, zero=3))
-    for name, direction in found.items():
-        np.testing.assert_allclose(direction, expected[name], atol=1e-11, err_msg=name)
-
-
-def _run_config(**mesh):
-    config = small_config(4, 1, 2, mesh={"expert": 4, **mesh}, **{**MIXTURE, "layers": 2})
-    return replace(config, train=replace(config.train, steps=6, eval_interval=0))
-
-
-@pytest.mark.ci
-def test_run_continues_on_another_expert_axis(tmp_path, fewer_devices):
-    def trained(config, name, **options):
-        mjax.Trainer(config, tmp_path / name, show=False, **options).train()
-        return losses(tmp_path / name)
-
-    whole = trained(_run_config(), "whole")
-    assert len(trained(_run_config(), "moved", callbacks=[StopAt(2)])) < 5
-    trained(_run_config(expert=2, zero=1), "moved", callbacks=[StopAt(4)])
-    assert trained(replace(_run_config(), mesh=MeshConfig()), "moved") == pytest.approx(whole, rel=1e-5)
-
-
-# --- Refusals ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from mjax.models.parts.attention_kernels import attend
 from mjax.models.parts.mask import AttentionMask
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.random import DropoutKey
-from mjax.planner.compile import compile_step
+from mjax.planner.command import compile_step
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
 

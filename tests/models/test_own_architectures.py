@@ -15,7 +15,6 @@ from mjax.parallel.zero import cut_into_chunks
 from tests.models.own_models import hybrid, mla
 from tests.small import batch_of, gradient_program
 
-pytestmark = pytest.mark.ci
 WITHOUT_FIRST = replace(mla.config, model=replace(mla.config.model, layers=2, dense_layers=0))
 
 
@@ -27,6 +26,7 @@ def means_of(config, **mesh):
     return np.asarray(means)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("config", "meshes"),
     [
@@ -42,10 +42,18 @@ def test_means_are_those_of_one_device(config, meshes):
         np.testing.assert_allclose(means_of(config, **mesh), expected, rtol=1e-12, err_msg=str(mesh))
 
 
-@pytest.mark.parametrize("config", [mla.config, hybrid.config], ids=["latent", "state"])
-def test_text_from_own_cache_is_that_of_whole_forward_passes(config):
+@pytest.mark.parametrize(
+    ("config", "mesh"),
+    [
+        (hybrid.config, {"model": 2}),
+        pytest.param(hybrid.config, {"pipe": 2}, marks=pytest.mark.ci),
+        pytest.param(mla.config, {"model": 2}, marks=pytest.mark.ci),
+    ],
+    ids=["state", "state in a pipeline", "latent"],
+)
+def test_text_from_own_cache_is_that_of_whole_forward_passes(config, mesh):
     prompts, new = [[1, 2, 3], [4], [5, 6, 7, 8, 9]], 6
-    config = replace(config, mesh=MeshConfig(model=2), precision=replace(config.precision, compute="fp32"))
+    config = replace(config, mesh=MeshConfig(**mesh), precision=replace(config.precision, compute="fp32"))
     generator = Generator(config, make_mesh(config.mesh))
     model = jax.tree.map(lambda weight: 4 * weight, build_model(3, config.model))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, generator.abstract_model)

@@ -20,13 +20,12 @@ from mjax.errors import UsageError
 from mjax.models.block import Block
 from mjax.models.build import count_parameters, mixing_class
 from mjax.models.stack import stack
-from mjax.planner.compile import compile_step
+from mjax.planner.command import compile_step
 from mjax.planner.layer import model_flops
 from mjax.planner.ledger import ledger
 from mjax.planner.memory import predict_memory
 from mjax.planner.search import meshes
 from mjax.planner.time import predict_time
-from mjax.run.metrics import read_metrics
 from tests import reference, toy_model
 from tests.conftest import ROOT
 from tests.small import batch_of, gradient_program, named, weights_of
@@ -170,10 +169,7 @@ def test_loss_and_gradients_equal_the_serial_reference(model, mesh):
 
 @pytest.mark.parametrize(
     ("kind", "mesh"),
-    [
-        (BalancedConfig, {"pipe": 2}),
-        pytest.param(BalancedConfig, {"data": 2, "model": 4}, marks=pytest.mark.ci),
-    ],
+    [(BalancedConfig, {"pipe": 2}), pytest.param(BalancedConfig, {"data": 2, "model": 4}, marks=pytest.mark.ci)],
     ids=["pipeline", "mesh"],
 )
 def test_sum_of_layers_is_part_of_the_loss(kind, mesh, monkeypatch):
@@ -289,26 +285,6 @@ def test_flops_and_memory_of_stacks_are_those_of_layers_added():
 
 
 # --- What comes with it -----------------------------------------------------------------------------------------------
-
-FLAGS = "--data.mock --train.eval-interval 0 --train.micro-batch 1 --optimizer.warmup-steps 0 --log.no-tensorboard"
-WIDE = "--mesh.data", "8", "--mesh.model", "2"
-DEEP = "--mesh.pipe", "2", "--mesh.data", "4", "--mesh.model", "2"
-
-
-def losses_of(folder, name, *flags):
-    command = ["train", "--config", str(ROOT / "tests" / "toy_model.py"), "--runs", str(folder), "--name", name]
-    assert cli.main([*command, *FLAGS.split(), *flags]) == 0
-    return [record["loss"] for record in read_metrics(folder / name / "metrics.jsonl")]
-
-
-@pytest.mark.ci
-def test_run_continues_bit_for_bit_and_on_another_mesh(tmp_path):
-    same = "--optimizer.decay-steps", "4", *WIDE
-    whole = losses_of(tmp_path, "whole", "--train.steps", "4", *same)
-    losses_of(tmp_path, "cut", "--train.steps", "2", *same)
-    assert losses_of(tmp_path, "cut", "--train.steps", "4", *same) == whole
-    losses_of(tmp_path, "moved", "--train.steps", "2", *same)
-    assert losses_of(tmp_path, "moved", "--train.steps", "4", *same, *DEEP) == pytest.approx(whole, rel=1e-6)
 
 
 def test_plan_counts_parameters_and_flops_as_by_hand(capsys):

@@ -77,10 +77,7 @@ def test_stage_keeps_no_weight_and_no_more_with_zero_3():
     assert _residuals(_config("1f1b", 2, 4, 8, compute="bf16", zero=3)) == expected
 
 
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "zero"),
-    [("1f1b", 2, 3), ("gpipe", 1, 1)],
-)
+@pytest.mark.parametrize(("schedule", "chunks", "zero"), [("1f1b", 2, 3), ("gpipe", 1, 1)])
 def test_only_bf16_messages_cross_pipe_in_the_tick_loop(schedule, chunks, zero):
     """Weights cross in bf16, with ZeRO-1 before it, and gradients in float32 after it."""
     found = ledger(_config(schedule, chunks, 4, 8, compute="bf16", zero=zero)).records

@@ -151,7 +151,6 @@ def test_gpus_are_counted_by_the_driver(start, monkeypatch):
         ({}, {"processes": 2}, "go together"),
         ({}, {"coordinator": "node0:1234"}, "go together"),
         ({}, {"coordinator": "node0", "processes": 2, "process": 0}, "use HOST:PORT"),
-        ({}, {"heartbeat": 0}, "--distributed.heartbeat is 0; it must be at least 5"),
         (SLURM | gpus(3), {}, "8 processes on this host cannot divide its 3 GPUs evenly"),
         (SLURM | TORCHRUN | {"LOCAL_RANK": "abc"}, {}, "LOCAL_RANK is abc, but must be a number from 0 to 3; correct"),
         (SLURM | TORCHRUN | {"LOCAL_RANK": "4"}, {}, "LOCAL_RANK is 4, but must be a number from 0 to 3"),

@@ -8,7 +8,7 @@ import transformers
 
 from mjax.commands import cli
 from mjax.interop.weights import leaves, places
-from mjax.utils.names import leaf_name
+from mjax.parallel.weights import leaf_name
 from tests.interop.folders import read_folder
 from tests.interop.whole_weights import assert_same
 from tests.parity.peers import scores_of

@@ -75,7 +75,7 @@ def test_pickle_is_read_on_request(legacy, tmp_path):
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "rope_theta": 10000.0}
 TRAIN = """--model.sequence 8 --data.mock --mesh.data 16 --train.global-batch 16 --train.micro-batch 1 --train.steps 2
---train.eval-interval 0 --optimizer.warmup-steps 0 --optimizer.weight-decay 0 --log.no-tensorboard"""
+--train.eval-interval 0 --optimizer.warmup-steps 0 --optimizer.weight-decay 0"""
 
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA | {"rope_parameters": YARN}], ids=["learned", "yarn"])

@@ -49,7 +49,7 @@ def _optimizers_of(peer, optimizer):
     weights, found = dict(peer.named_parameters()), []
     if optimizer.name == "muon":
         matrices = [weights.pop(name) for name in list(weights) if ".layers." in name and weights[name].ndim == 2]
-        options = {"momentum": 0.95, "adjust_lr_fn": optimizer.muon_adjust_lr}
+        options = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
         rate = optimizer.learning_rate
         found.append(torch.optim.Muon(matrices, lr=rate, weight_decay=optimizer.weight_decay, **options))
     # As Megatron: no decay of what has one dim, biases and LayerNorm.

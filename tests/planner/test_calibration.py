@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.published import MEGATRON_V100
 from mjax.errors import UsageError
-from mjax.planner.calibration import FORMAT, H100, read_calibration, write_calibration
+from mjax.planner.time import FORMAT, H100, read_calibration, write_calibration
 
 
 def test_calibration_comes_back_from_file(tmp_path):
@@ -34,9 +34,9 @@ def test_interrupted_write_leaves_old_calibration(tmp_path, monkeypatch):
     [
         ({"format": "other"}, "is not a calibration of this version of mjax; in mjax.s repository, python benchmarks"),
         ({"matmul": 40.0}, r"matmul is 40.0; it must be above 0 .* in mjax.s repository, python benchmarks"),
-        ({"sequences": [2048, 512]}, r"sequences is \[2048, 512\]; give the smallest and the largest"),
+        ({"sequences": [2048, 512]}, r"the shortest and the longest, all above 0; they are .* and \[2048, 512\]"),
+        ({"attention": [[128, 1024, 0.5, 40.0]]}, r"two fractions of the peak of at most 1.2, .* 40.0\]\] and "),
         ({"gpu": "h1000"}, "gpu 'h1000' is not known; mjax/cluster/hardware.py describes how to add it"),
-        ({"devices": [0, 8]}, r"devices is \[0, 8\]; give the smallest and the largest, both above 0"),
         ({"speed": 1.0}, "unknown field speed"),
         ("{", "is not JSON"),
         (json.dumps({"format": FORMAT, "gpu": "h100"}), "there is no matmul"),

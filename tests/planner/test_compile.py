@@ -20,8 +20,7 @@ from benchmarks.aot.schedule import read_launches, read_overlaps
 from mjax.cluster.hardware import gpu_named
 from mjax.config import axes
 from mjax.errors import UsageError
-from mjax.planner import compile as ahead
-from mjax.planner.compile import AllocatedMemory, Compilation, compile_section, compile_step, sheet_names
+from mjax.planner.command import SHEETS, AllocatedMemory, Compilation, compile_section, compile_step, sheet_names
 from mjax.planner.ledger import ledger
 from mjax.planner.memory import Memory, predict_memory
 from mjax.profiling.trace import ELSEWHERE, INSTRUCTION, KINDS, kind_of
@@ -107,8 +106,8 @@ def test_report_compares_with_formula():
     text = (
         "%a = f32[2] all-reduce-start(%x), to_apply=%sum\n%b = f32[2] all-reduce-done(%a)\n%c = f32[2] all-gather(%b)"
     )
-    memory, config = AllocatedMemory(GIB, GIB, GIB, GIB, GIB, host=GIB), config_of({"data": 1, "model": 2})
-    compiled = Compilation("h100", "NVIDIA H100", 0, config, 1.0, 2.0, memory, text, None)
+    memory, config = AllocatedMemory(GIB, GIB, GIB, GIB, host=GIB), config_of({"data": 1, "model": 2})
+    compiled = Compilation("NVIDIA H100", config, None, {"tracing": 1.0, "compiling": 2.0}, memory, text)
     section = compile_section(compiled, Memory(2.2 * GIB, 0, 0))
     assert "2.00 GiB on each device, 1.00 of them temporaries; the formula predicts 2.20 GiB, +10.0%" in section.text
     assert "collectives  1 × all-gather, 1 × all-reduce" in section.text
@@ -127,7 +126,7 @@ def test_sheets_describe_their_gpus():
     gigabytes = {"a100": 80, "b200": 180, "h100": 80, "h200": 141}
     assert sheet_names() == sorted(gigabytes)
     for name, size in gigabytes.items():
-        text = (ahead.SHEETS / f"{name}.txtpb").read_text()
+        text = (SHEETS / f"{name}.txtpb").read_text()
         assert f"cuda_compute_capability {{ major: {gpu_named(name).compute_capability[0]} " in text
         memory = int(re.search(r"device_memory_size: (\d+)", text)[1])
         assert 1.0 < memory / (size * 1e9) < 1.07
@@ -138,7 +137,7 @@ import re
 from mjax.cluster.launch import be_repeatable
 if {deterministic}:
     be_repeatable()
-from mjax.planner.compile import compile_step
+from mjax.planner.command import compile_step
 from tests.planner.test_compile import config_of
 text = compile_step(config_of({{"data": 1, "model": 1}}, layers=1), "h100").text
 print(*re.findall(r" scatter\\(.*?(?=, to_apply)", text), sep="\\n")

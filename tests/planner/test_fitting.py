@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.fitting import Measurement, calibrate
 from mjax.cluster.hardware import gpu_named
-from mjax.planner.calibration import H100 as H100_RATES
-from mjax.planner.calibration import Rates, read_calibration
+from mjax.planner.time import H100 as H100_RATES
+from mjax.planner.time import Rates, read_calibration
 from tests.conftest import ROOT
 
 H100 = gpu_named("h100")

@@ -10,10 +10,10 @@ from benchmarks.aot.roofline import PRODUCTS
 from mjax.cluster.hardware import gpu_named
 from mjax.config import axes, load_config
 from mjax.errors import UsageError
-from mjax.planner.calibration import H100 as H100_RATES
-from mjax.planner.calibration import Rates, filled_share
 from mjax.planner.command import ADA, check_float8
 from mjax.planner.memory import predict_memory
+from mjax.planner.time import H100 as H100_RATES
+from mjax.planner.time import Rates, filled_share
 from tests.planner.configs import changed
 from tests.planner.test_waste import compiled
 
@@ -39,7 +39,7 @@ def config_with(compute="fp8", layers=2, micro_batch=16, global_batch=None, reco
     ("changes", "gpu", "sentence"),
     [
         ({}, "a100", "fp8 needs a GPU with compute capability 8.9 or more, such as an H100, and a100 has 8.0"),
-        ({"model": {"sequence": 1001}, "micro_batch": 8}, "h100", "batch 8 has 8008; use a --train.micro-batch that"),
+        ({"model": {"sequence": 1001}, "micro_batch": 8}, "h100", "--train.micro-batch 8 has 8008 tokens; change that"),
         ({"model": {"heads": 64}, "mesh": {"model": 64}}, "h100", "of --mesh.model 64 has a weight of 1536 × 24"),
     ],
 )

@@ -31,7 +31,7 @@ OFTEN = (
 def config_of(row):
     values = to_dict(load_config(row["config"]))
     values["data"]["mock"] = True
-    values["train"] |= {"batch_rampup": None, "batch_schedule": None, "unroll": "off"}  # as they were compiled
+    values["train"] |= {"batch_rampup": None, "unroll": "off"}  # as they were compiled
     for flag, value in row["flags"].items():
         section, knob = flag.split(".")
         values[section][knob] = value

@@ -8,16 +8,9 @@ import pytest
 from mjax.cluster.hardware import gpu_named
 from mjax.config import MeshConfig, load_config
 from mjax.parallel.mesh import abstract_mesh
-from mjax.planner.calibration import Rates
 from mjax.planner.ledger import ledger
-from mjax.planner.memory import (
-    matrices_of,
-    muon_exchange_seconds,
-    muon_products,
-    predict_memory,
-    weights_of_device,
-)
-from mjax.planner.time import predict_time
+from mjax.planner.memory import matrices_of, muon_products, predict_memory, weights_of_device
+from mjax.planner.time import Rates, muon_exchange_seconds, predict_time
 from mjax.step import muon as training
 from mjax.step.layout import lay_out
 from tests.planner.configs import changed

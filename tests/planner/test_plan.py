@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mjax.commands import cli
-from mjax.planner import compile as ahead
+from mjax.planner import command
 from tests.conftest import ROOT
 
 # 72 layers; data 1 and micro-batches of 1, so the global batch is M. It has no data.
@@ -94,7 +94,7 @@ def test_search_needs_config_or_budget(capsys):
 
 @pytest.mark.parametrize("flags", REFUSALS)
 def test_plan_rejects_flags_in_one_sentence(capsys, monkeypatch, flags):
-    monkeypatch.setattr(ahead, "cuda_build", lambda: None)
+    monkeypatch.setattr(command, "cuda_build", lambda: None)
     assert cli.main(["plan", *GPT_8B, *flags.split()]) == 2
     error = capsys.readouterr().err
     assert REFUSALS[flags] in error

@@ -30,22 +30,24 @@ from mjax.config.batch_size import BatchSizes, at_batch
 from mjax.config.model import as_kind
 from mjax.parallel.schedules import build_schedule
 from mjax.planner import time as layer_time
-from mjax.planner.calibration import A100, Rates, write_calibration
-from mjax.planner.calibration import H100 as H100_RATES
 from mjax.planner.layer import hardware_flops
 from mjax.planner.ledger import ledger
 from mjax.planner.memory import weights_of_device
 from mjax.planner.time import (
+    A100,
     MJAX,
     PARTS,
     Overlap,
+    Rates,
     TimePredictor,
     bubble,
     predict_time,
     run_tokens,
     ticks,
     time_section,
+    write_calibration,
 )
+from mjax.planner.time import H100 as H100_RATES
 from tests.planner.configs import changed
 from tests.products import one_in
 
@@ -363,11 +365,11 @@ def test_predictor_shares_only_what_is_alike():
 
 def test_error_bar_depends_on_what_was_compared():
     config, a100 = load_config("gpt_18b"), gpu_named("a100")
-    assert A100.error_of(config, 18 * 10**9, a100) == (A100.error, ())
-    elsewhere = A100.error_of(config, 18 * 10**9, gpu_named("a100-pcie"))
+    assert A100.error_of(config, a100) == (A100.error, ())
+    elsewhere = A100.error_of(config, gpu_named("a100-pcie"))
     assert elsewhere == (A100.error_elsewhere, ("calibrated on a100, not on a100-pcie",))
     longer = changed(config, model={"sequence": 4096})
-    assert H100_RATES.error_of(longer, 18 * 10**9, H100)[0] is None
+    assert H100_RATES.error_of(longer, H100)[0] is None
 
 
 def test_overlap_shortens_only_its_own_collectives():
@@ -394,7 +396,7 @@ def test_overlap_shortens_only_its_own_collectives():
 
 def test_plan_uses_own_calibration(capsys, tmp_path):
     file = tmp_path / "mine.json"
-    write_calibration(replace(H100_RATES, matmul=0.3, error=0.07, devices=(1, 512)), file)
+    write_calibration(replace(H100_RATES, matmul=0.3, error=0.07), file)
     assert cli.main(["plan", "--config", "gpt_8b", "--gpu", "h100", "--calibration", str(file), "--json"]) == 0
     slow = json.loads(capsys.readouterr().out)["time"]
     step = predict_time(load_config("gpt_8b"), H100)

@@ -14,7 +14,7 @@ from benchmarks.aot.schedule import read_overlaps
 from mjax.cluster.hardware import gpu_named
 from mjax.config import axes, load_config
 from mjax.config.kernels import MOST_UNROLLED, with_unrolling
-from mjax.planner.compile import compile_step
+from mjax.planner.command import compile_step
 from mjax.planner.memory import predict_memory
 from mjax.utils.figures import GIB
 from tests.planner.configs import changed

@@ -8,11 +8,11 @@ import pytest
 
 from mjax.config import available_configs, axes, load_config
 from mjax.parallel.mesh import abstract_mesh
+from mjax.parallel.weights import leaf_name
 from mjax.parallel.zero import layer_dims
 from mjax.planner.memory import DeviceWeights, weights_of_device
 from mjax.step.layout import lay_out
 from mjax.step.muon import matrices_of
-from mjax.utils.names import leaf_name
 from tests.planner.configs import changed
 from tests.products import one_in
 

@@ -76,7 +76,7 @@ WRONG = [  # task, flags, words of the message, and the run if it lacks somethin
     ("perplexity", ("--mesh.data", 17), "--mesh.data 17 needs 17 devices; 16 found: use --mesh.data 1"),
     ("perplexity", ("--figure", "x.png"), "--figure is for positions; leave it out"),
     ("positions", ("--figure", "loss.jpg"), "--figure loss.jpg is not a picture"),
-    ("perplexity", ("--positions.bins", 3), "flags that begin with --positions are for --task positions"),
+    ("perplexity", ("--positions.bins", 3), "--positions.bins is for positions; leave it out"),
     ("positions", ("--positions.length", 65), "--positions.length 65 does not fit a model of 64 positions"),
     ("perplexity", (), "config.json does not exist", "none"),
     ("perplexity", (), "has no tokenizer; add the one its model was trained with: --tokenizer KIND:FILES", "bare"),

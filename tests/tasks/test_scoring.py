@@ -16,11 +16,10 @@ from mjax.config.axes import MODEL
 from mjax.generation.inference import inference_config
 from mjax.models.build import abstract_weights, build_model
 from mjax.models.gpt.model import GPT
-from mjax.parallel.cross_entropy import vocab_parallel_argmax
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
 from mjax.tasks.interface import Score, Window, overlapping_windows
-from mjax.tasks.scoring import PROGRAM, LossScorer, Scorer, shared_widths
+from mjax.tasks.scoring import PROGRAM, LossScorer, Scorer, shared_widths, vocab_parallel_argmax
 from tests.small import QUICKLY, small_config
 
 POSITIONS = 128

@@ -10,17 +10,13 @@ from hypothesis import strategies as st
 from mjax.data.tokenizers import load_tokenizer
 from mjax.tasks.labelled import open_task
 from mjax.tasks.squad import (
-    BEST,
-    Answer,
-    Answers,
     Context,
     Span,
     Squad,
     Window,
-    best_answers,
+    best_answer,
     cut_into_windows,
     deciding_windows,
-    no_answer,
 )
 from tests.data.vocabularies import NASTY, TEXTS, bert_file
 from tests.tasks.synthetic import VOCABULARY, tokenizer_of
@@ -176,7 +172,7 @@ def test_answer_is_allowed_span_of_highest_sum(tokenizer):
 
     def answer(starts, ends):
         starts, ends = ({(0, place): value for place, value in each.items()} for each in (starts, ends))
-        return best_answers(context, [window], logits_of(1, starts, ends, positions=20), longest=3)[0].text
+        return best_answer(context, [window], logits_of(1, starts, ends, positions=20), longest=3).text
 
     assert answer({7: 3}, {8: 2}) == "anna king"
     assert answer({1: 9, 7: 3}, {2: 9, 8: 2}) == "anna king"  # in the question
@@ -186,17 +182,11 @@ def test_answer_is_allowed_span_of_highest_sum(tokenizer):
     assert answer({}, {17: 5}) in ("river", "small river", "the small river")
 
 
-@pytest.mark.parametrize(("score", "place"), [(9.0, 0), (-2.5, 3), (-99.0, 20)])
-def test_no_answer_is_always_listed(score, place):
-    best = [Answer(f"text {number}", -float(number), 0.0) for number in range(BEST)]
-    listed = Answers(best, Answer("", score, 0.0)).listed()
-    assert [answer["text"] for answer in listed].index("") == place
-    assert len(listed) == max(BEST, place + 1)
-
-
-def test_lowest_window_scores_no_answer():
-    none = no_answer(logits_of(3, {(0, 0): 4, (1, 0): -1, (2, 0): 3}, {(0, 0): 4, (1, 0): 2, (2, 0): -1}))
-    assert (none.text, none.start, none.end) == ("", -1, 2)
+def test_lowest_window_scores_no_answer(tokenizer):
+    context, ones = context_of(tokenizer, CONTEXT), np.ones(1, bool)
+    windows = [Window(offset=5, first=first, deciding=ones) for first in range(3)]
+    logits = logits_of(3, {(0, 0): 4, (1, 0): -1, (2, 0): 3}, {(0, 0): 4, (1, 0): 2, (2, 0): -1})
+    assert best_answer(context, windows, logits).null_odds == 1
 
 
 def test_answer_is_given_unless_none_is_likelier(tokenizer, tmp_path):
@@ -208,9 +198,6 @@ def test_answer_is_given_unless_none_is_likelier(tokenizer, tmp_path):
     assert files["predictions.json"] == {"yes": "tree", "no": "", "equal": "red"}
     assert files["null_odds.json"] == {"yes": -2, "no": 2, "equal": 0}
     assert files["best_answers.json"] == {"yes": "tree", "no": "tree", "equal": "red"}
-    listed = files["nbest_predictions.json"]["no"]
-    assert [answer["text"] for answer in listed[:2]] == ["", "tree"]
-    assert sum(answer["probability"] for answer in listed) == pytest.approx(1)
     values = {metric.name: metric.value for metric in task.metrics(outputs)}
     assert (values["exact"], values["best_f1"], values["best_f1_thresh"]) == (100, 100, 0)
     assert (values["HasAns_total"], values["NoAns_total"], values["NoAns_f1"]) == (2, 1, 100)
@@ -225,5 +212,5 @@ def test_file_without_answers_gives_predictions_only(tokenizer, tmp_path):
     values = {metric.name: metric.value for metric in task.metrics(outputs)}
     assert values == {"exact_match": 100, "f1": 100, "total": 1}
     files = task.predictions(outputs)
-    assert set(files) == {f"{name}_{kind}predictions.json" for name in outputs for kind in ("", "nbest_")}
+    assert set(files) == {f"{name}_predictions.json" for name in outputs}
     assert json.loads(files["test_predictions.json"]) == {"b": "tree"}

@@ -2,12 +2,8 @@
 
 import errno
 import os
-import random
 import re
 import shutil
-import subprocess
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, save_base
 from mjax.errors import RunError, UsageError
-from tests.conftest import ROOT
 from tests.training.saved import abstract, assert_same_bits, data_file, entries, mesh_of, save_all, save_large, state_on
 
 # --- What is saved comes back -----------------------------------------------------------------------------------------
@@ -175,33 +170,3 @@ def test_remains_of_a_killed_save_are_removed(checkpoints):
     target = save_large(checkpoints, 2)
     assert entries(checkpoints) == ["1", "1.kept-by-a-person", "2"]
     assert checkpoints.restore(target)[0] == 2
-
-
-SAVING_FOR_EVER = """
-import itertools, sys
-import jax.numpy as jnp
-from mjax.checkpoint.checkpoint import Checkpoints
-
-checkpoints = Checkpoints(sys.argv[1], on_notice=lambda line: print(line, flush=True))
-for step in itertools.count(max(checkpoints.steps(), default=0) + 1):
-    checkpoints.save(step, {"model": jnp.full((1024, 1024), step, jnp.float32)})
-"""
-
-
-@pytest.mark.ci
-def test_killed_saves_leave_only_whole_checkpoints(checkpoints, notices):
-    """At any moment; `test_train_command.py` kills at the worst one."""
-    command = [sys.executable, "-c", SAVING_FOR_EVER, checkpoints.folder]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    target = abstract({"model": jnp.zeros((1024, 1024))})
-    draw = random.Random(0)
-    for _ in range(5):
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        lines = [process.stdout.readline() for _ in range(4)]  # it runs, and old checkpoints are being removed too
-        time.sleep(draw.uniform(0, 0.3))
-        process.kill()
-        said = "".join(lines) + process.communicate()[0]
-        step, restored = checkpoints.restore(target)
-        assert step >= max(map(int, re.findall(r"checkpoint (\d+) saved", said)))  # what was called saved is there
-        assert (np.asarray(restored["model"]) == step).all()
-    assert notices == []  # an unfinished folder is not a damaged checkpoint

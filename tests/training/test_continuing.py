@@ -58,14 +58,11 @@ FREE = {  # written out, so that a field that becomes free is a change here
     "data": {"cache"},
     "train": {"steps", "tokens", "micro_batch", "recompute", "unroll", "loss_chunks", "eval_interval", "eval_batches"},
     "checkpoint": {"interval", "keep_last", "keep_every"},
-    "health": {"spike", "spike_deviations", "window", "skipped_in_a_row", "replica_interval"},
+    "health": {"spike"},
     "log": {"interval", "tensorboard", "wandb", "trackio", "prompt", "sample_prompts", "sample_tokens"},
 }  # fmt: skip
 TUNED = {"activation", "window", "hidden_dropout", "attention_dropout", "layernorm_epsilon", "init_std", "lora_dropout"}
-SPECIAL = {
-    "batch_rampup": (256, 256, 10_000), "batch_schedule": "0:256 1M:512", "schedule": "linear",
-    "wsd_decay": "minus_sqrt",
-}  # fmt: skip
+SPECIAL = {"batch_rampup": (256, 256, 10_000), "schedule": "linear", "wsd_decay": "minus_sqrt"}
 
 
 def another(knob, value):

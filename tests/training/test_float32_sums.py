@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from mjax.parallel.schedules import build_schedule
-from mjax.utils.names import leaf_name
+from mjax.parallel.weights import leaf_name
 from tests.small import small_config
 from tests.traced import carried, equations, traced_step
 

@@ -10,11 +10,18 @@ from types import SimpleNamespace
 import pytest
 
 from mjax.config import HealthConfig
+from mjax.run import health as health_module
 from mjax.run.health import HEALTHY, SPIKE, Guard, Health
 from tests.small import small_config
 from tests.training.test_metrics import record
 
-CONFIG = HealthConfig(window=8, skipped_in_a_row=4)
+CONFIG = HealthConfig()
+
+
+@pytest.fixture(autouse=True)
+def short_window(monkeypatch):
+    monkeypatch.setattr(health_module, "WINDOW", 8)
+    monkeypatch.setattr(health_module, "MOST_SKIPPED", 4)
 
 
 def losses(count: int, seed: int = 0) -> list[float]:
@@ -38,16 +45,17 @@ def test_spike_is_far_above_the_mean_and_does_not_move_it():
 
 
 @pytest.mark.parametrize(
-    ("values", "changes", "last"),
+    ("values", "window", "spike", "last"),
     [
-        ([4.0, 4.0, 39.0], {"window": 100}, HEALTHY),  # the first losses know no deviation
-        ([4.0, 4.0, 41.0], {"window": 100}, SPIKE),
-        ([1e30], {}, HEALTHY),  # nothing to compare with
-        ([4.0] * 20 + [1e30], {"spike_deviations": 0.0}, HEALTHY),
+        ([4.0, 4.0, 39.0], 100, "announce", HEALTHY),  # the first losses know no deviation
+        ([4.0, 4.0, 41.0], 100, "announce", SPIKE),
+        ([1e30], 8, "announce", HEALTHY),  # nothing to compare with
+        ([4.0] * 20 + [1e30], 8, "ignore", HEALTHY),
     ],
 )
-def test_spike_needs_something_to_compare_with(values, changes, last):
-    _, verdicts = observed(values, replace(CONFIG, **changes))
+def test_spike_needs_something_to_compare_with(values, window, spike, last, monkeypatch):
+    monkeypatch.setattr(health_module, "WINDOW", window)
+    _, verdicts = observed(values, HealthConfig(spike=spike))
     assert verdicts == [HEALTHY] * (len(values) - 1) + [last]
 
 

@@ -19,7 +19,7 @@ from mjax.errors import UsageError
 from mjax.generation.inference import open_run
 from mjax.interop.convert import write_in_blocks
 from mjax.models.build import count_parameters
-from mjax.models.context import Context
+from mjax.models.protocol import Context
 from mjax.parallel import random
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.planner.layer import model_flops
@@ -99,10 +99,7 @@ def test_plan_and_flops_count_what_is_trained():
 
 # --- Dropout ----------------------------------------------------------------------------------------------------------
 
-MESHES = [
-    {"model": 2, "context": 2, "sequence_parallel": True},
-    {"pipe": 2, "data": 2, "model": 2, "zero": 3},
-]
+MESHES = [{"model": 2, "context": 2, "sequence_parallel": True}, {"pipe": 2, "data": 2, "model": 2, "zero": 3}]
 
 
 def losses_with_dropout(rate, data=1, model=1, **mesh):

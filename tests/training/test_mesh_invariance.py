@@ -76,15 +76,6 @@ def test_broken_weight_of_a_pipeline_is_named(interleaved):
     assert run.program.gradient_names[index] == "blocks.mlp.up.kernel of layer 3"
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "model": 4}, {"pipe": 4}], ids=str)
-def test_mesh_begins_as_one_device(mesh, one_device):
-    """`test_step_equals_reference.py` has the gradients of every mesh, and the next test losses."""
-    weights = Run(**mesh).begin().weights
-    for name, value in one_device[0].items():
-        np.testing.assert_array_equal(value, weights[name], err_msg=name)
-
-
 @pytest.mark.parametrize(
     "mesh",
     [

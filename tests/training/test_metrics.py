@@ -16,7 +16,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from mjax.config import BERTConfig, Config, load_config, save_config
-from mjax.config.model import Metric
+from mjax.config.marks import Metric
 from mjax.config.run import LogConfig
 from mjax.pictures import runs
 from mjax.pictures.figures import add_perplexity
@@ -241,44 +241,6 @@ def test_curve_of_long_run_has_bounded_bins(monkeypatch, first):
         inside = values[key * 256 - first : (key + 1) * 256 - first]
         expected = [key * 256 + 127.5, np.mean(inside), min(inside), max(inside)]
         assert reduced == pytest.approx(expected)
-
-
-def lines_executed(call):
-    """Lines of Python that a call executes in this thread."""
-    count = 0
-
-    def trace(frame, event, argument):
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(None)
-    return count
-
-
-def test_steps_of_a_long_run_cost_the_same(tmp_path, monkeypatch):
-    """Counted in lines of Python, of the loop and of the pictures; bins are doubled in neither of the two parts."""
-    monkeypatch.setattr(runs, "MAX_POINTS", 256)
-    points = []
-    monkeypatch.setattr(metrics, "draw_loss", lambda curves, *_: points.append(len(curves["loss"].bins().steps)))
-
-    def steps(first):
-        for step in range(first, first + 100):
-            log.write(record(step))
-            log.draw(last=False)
-        log.draw()
-
-    with log_of(tmp_path) as log:
-        early = lines_executed(lambda: steps(1))
-        for step in range(101, 20_001):
-            log._add(record(step).as_dict())
-        late = lines_executed(lambda: steps(20_001))
-    assert late < 1.5 * early
-    assert max(points) <= 256
 
 
 def test_start_of_a_long_run_takes_little_memory(tmp_path):

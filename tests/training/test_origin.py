@@ -134,6 +134,11 @@ def there(source, tmp_path):
         (CONFIG, {"layers": 4}, r"\(model.layers 2, here 4\); type --model.layers 2, or --config .*config.json --name"),
         (CONFIG, {"sequence": 32}, r"\(model.sequence 16, here 32\); type --model.sequence 16"),
         (CONFIG, {"vocabulary": 400}, r"\(model.vocabulary 257, here 400\), whose embedding .* --tokenizer run:"),
+        (
+            CONFIG,
+            {"layers": 4, "embedding_layernorm": True},
+            r"layernorm False, here True\); type --config ",
+        ),
         (LLAMA, {"kv_heads": 4, "tied": True}, r"type --model.kv-heads 2 --model.no-tied, or"),
     ],
 )

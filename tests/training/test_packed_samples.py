@@ -27,10 +27,9 @@ def test_batch_in_which_no_label_counts_has_no_gradient():
 
 
 def test_evaluation_is_the_mean_over_labels_that_count():
-    """The mean is over all batches together, also where their training has no loss mask."""
-    config = small_config(2, 1, mesh={"pipe": 2}, dropout=0.0, samples={"validation_tail": True})
+    """The mean is over all batches together."""
+    config = small_config(2, 1, mesh={"pipe": 2}, dropout=0.0, samples={"mask_eod_loss": True})
     run = run_of(replace(config, train=replace(config.train, eval_batches=3)))
-    assert "loss_mask" not in run.program.abstract_batch
     masks = packing_of(8, 16)["loss_mask"], np.arange(16) < np.full((8, 1), 2), np.zeros((8, 16), bool)
     batches = [batch_of(config, seed) | {"loss_mask": mask} for seed, mask in enumerate(masks)]
     each = expected_of(run, run.state.model, batches[:2])

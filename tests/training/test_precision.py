@@ -91,7 +91,7 @@ def computed_in_16_bits(jaxpr):
 def traced_evaluation(config, program):
     batch = {
         name: jax.ShapeDtypeStruct((config.train.global_batch, *shape), kind, sharding=program.batch_shardings[name])
-        for name, (shape, kind) in config.batch_arrays(evaluation=True).items()
+        for name, (shape, kind) in config.batch_arrays().items()
     }
     return program.eval_step.trace(program.abstract_state.model, batch).jaxpr.jaxpr
 

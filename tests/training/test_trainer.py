@@ -59,7 +59,7 @@ def test_callback_ends_a_run_that_continues_bit_for_bit(tmp_path, whole, capsys)
     assert [record.loss for record in seen.records] == losses(whole)[: stopped.step]
     assert read_config(tmp_path / "config.json").data.own
     assert cli.main(["train", "--resume", str(tmp_path), "--train.steps", "8"]) == 2
-    assert "continue it there, or add --data.no-own" in capsys.readouterr().err
+    assert "continue it there, or start from its weights with --init" in capsys.readouterr().err
 
 
 class Calls(mjax.Callback):
@@ -219,13 +219,6 @@ def test_trainer_refuses_what_train_py_refuses(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(UsageError, match=r"the loss of the caller gives 'los'; give .* as the model does: 'loss'"):
         mjax.Trainer(CONFIG, tmp_path, data=batch, loss=lambda *_: {"los": 0.0}).train()
-
-
-def test_trainer_prints_what_changes_in_a_run(whole, capsys):
-    config = replace(CONFIG, data=DataConfig(mock=True), train=replace(CONFIG.train, steps=8))
-    mjax.Trainer(config, whole)
-    mjax.Trainer(config, whole, show=False)
-    assert capsys.readouterr().out.count("changed train.steps: 6 → 8") == 1
 
 
 def test_run_is_opened_and_planned(whole):

@@ -23,7 +23,6 @@ from tests.training.test_replicas import with_flipped_bit
 FLAGS = [
     "--config", str(ROOT / "tests" / "tiny_config.py"), "--name", "run", "--train.steps", "20",
     "--train.eval-interval", "0", "--model.attention", "xla",
-    "--health.window", "8", "--health.skipped-in-a-row", "5",
 ]  # fmt: skip
 
 
@@ -43,6 +42,8 @@ class Launcher:
         self.folder, self.poisons, self.stop_at = folder, {}, None
         self.run_folder = folder / "run"
         monkeypatch.setattr(loop, "build_program", self._build)
+        monkeypatch.setattr(health, "WINDOW", 8)
+        monkeypatch.setattr(health, "MOST_SKIPPED", 5)
         monkeypatch.setattr(health, "GOOD_AFTER", 2)
         monkeypatch.setattr(health, "REWIND_BATCHES", 2)
         monkeypatch.setattr(loop, "check_devices", lambda *_: None)  # one of the test's sixteen is enough
@@ -130,10 +131,7 @@ def test_skipped_steps_name_the_gradient_and_end_the_run(launcher, capfd):
 
 @pytest.mark.parametrize(
     ("value", "step", "found"),
-    [
-        pytest.param(jnp.nan, 5, 7, id="nan-by the next step"),
-        pytest.param(1e30, 8, 8, id="1e30-before it is saved"),
-    ],
+    [pytest.param(jnp.nan, 5, 7, id="nan-by the next step"), pytest.param(1e30, 8, 8, id="1e30-before it is saved")],
 )
 def test_broken_moment_ends_the_run_and_is_not_saved(launcher, capfd, value, step, found):
     launcher.poisons = {step: lambda state: poisoned(state, "mu.blocks.mlp.up.kernel", value)}

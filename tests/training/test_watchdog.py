@@ -129,7 +129,7 @@ def test_usage_error_of_all_processes_stays_one(capfd, monkeypatch):
 
 def test_processes_behind_are_reported_until_they_continue():
     with Run() as run:
-        run.arranged((7, STEP), (6, "waiting for its batch"), (7, STEP), watchdog=0.1)
+        run.arranged((7, STEP), (6, "waiting for its batch"), (7, STEP), patience=0.1)
         run.wait_for(lambda: run.said)
         run.all[1].at(7)
         run.wait_for(lambda: len(run.said) > 1 and "continuing: step 7 after" in run.said[-1])
@@ -140,7 +140,7 @@ def test_processes_behind_are_reported_until_they_continue():
 @pytest.mark.parametrize("doing", [("saving",) * 3, (STEP, COMPILING, STEP)], ids=["save", "one compiles"])
 def test_compiling_and_saving_have_ten_times_as_long(doing):
     with Run(heartbeat=1e6) as run:
-        run.arranged(*[(7, what) for what in doing], watchdog=600)
+        run.arranged(*[(7, what) for what in doing], patience=600)
         run.wait_for(lambda: run.all[0]._slowest == 7)
         assert run.all[0]._report(time.monotonic() + 5000) == ""
         run.all[0]._report(time.monotonic() + 7000)

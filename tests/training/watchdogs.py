@@ -1,6 +1,7 @@
 """Watchdogs that share this process: one thread per process of a run, and no JAX between them."""
 
 import dataclasses
+import math
 import threading
 import time
 
@@ -14,9 +15,7 @@ class Run:
     def __init__(self, count=3, heartbeat=60.0, hang_limit=None):
         self.message, self.there, self.over = b"", threading.Event(), threading.Event()
         self.left, self.said, self.explained = {}, [], {}
-        where = Distributed(
-            coordinator="127.0.0.1:1", heartbeat=heartbeat, watchdog=0.0, start_timeout=60, hang_limit=hang_limit
-        )
+        where = Distributed(coordinator="127.0.0.1:1", hang_limit=hang_limit)
         self.all = [
             Watchdog(
                 where,
@@ -29,6 +28,8 @@ class Run:
             for index in range(count)
         ]
         self.all[0].say = self.said.append
+        for one in self.all:
+            one.heartbeat, one.patience = heartbeat, math.inf
 
     def _share(self, message):
         if message:
@@ -65,13 +66,13 @@ class Run:
             self.wait_for(lambda beat=beat: place.heard != beat)
         self.peers[index].heard = time.monotonic() - seconds
 
-    def arranged(self, *places, **where):
+    def arranged(self, *places, patience=math.inf, **where):
         """Tell process 0 where everyone is; then it watches with other settings."""
         for one, (step, doing) in zip(self.all, places, strict=True):
             one.at(step, doing)
         known = {index: place for index, place in enumerate(places) if index}
         self.wait_for(lambda: {index: (peer.step, peer.doing) for index, peer in self.peers.items()} == known)
-        self.all[0].where = dataclasses.replace(self.all[0].where, **where)
+        self.all[0].patience, self.all[0].where = patience, dataclasses.replace(self.all[0].where, **where)
 
     def ask(self, question):
         """Return or raise `question(watchdog, index)` in every process at the same time."""

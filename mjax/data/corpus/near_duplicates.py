@@ -90,11 +90,6 @@ def shingle_hashes(texts: Sequence[str], size: int, unit: Unit) -> tuple[np.ndar
     return window_hashes(values.astype(np.uint64), counts, size)
 
 
-def shingle_set(hashes: np.ndarray) -> np.ndarray:
-    """The distinct shingles of one text, sorted: uint64 [n] → uint64 [distinct]."""
-    return np.unique(hashes)
-
-
 def jaccard(one: np.ndarray, other: np.ndarray) -> float:
     """|A ∩ B| / |A ∪ B| of two sorted arrays of distinct shingles; 0 if both are empty.
 
@@ -227,23 +222,15 @@ def choose_bands(threshold: float) -> Bands:
     )
 
 
-@dataclass(frozen=True)
-class Sketches:
-    """Data of a batch of documents until their near-duplicates are found.
+def sketch(texts: Sequence[str], size: int, unit: Unit, bands: Bands) -> tuple[np.ndarray, np.ndarray]:
+    """Signatures and bands of `texts`, by shingles of `size` units.
 
-    Attributes:
-      signatures: uint8 [documents, HASHES]: the lowest byte of each MinHash, enough to estimate a similarity (Li, König
+    Returns:
+      signatures uint8 [documents, HASHES]: the lowest byte of each MinHash, enough to estimate a similarity (Li, König
         2010, "b-Bit Minwise Hashing").
-      keys: uint64 [bands, documents]: documents with the same key share the band. A document without shingles shares
-        no band: its keys are 0.
+      keys uint64 [bands, documents]: documents with the same key share the band. A document without shingles shares no
+        band: its keys are 0.
     """
-
-    signatures: np.ndarray
-    keys: np.ndarray
-
-
-def sketch(texts: Sequence[str], size: int, unit: Unit, bands: Bands) -> Sketches:
-    """Signatures and bands of `texts`, by shingles of `size` units."""
     hashes, offsets = shingle_hashes(texts, size, unit)
     rows = rensa.RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, HASHES, SEED).to_rows()
     values = np.array(rows, np.uint32)  # [documents, HASHES]
@@ -256,7 +243,7 @@ def sketch(texts: Sequence[str], size: int, unit: Unit, bands: Bands) -> Sketche
             key ^= key >> np.uint64(29)
     keys |= np.uint64(1)  # so that 0 means no shingles
     keys[:, np.diff(offsets) == 0] = 0
-    return Sketches(values.astype(np.uint8), keys)
+    return values.astype(np.uint8), keys
 
 
 def estimate(signatures: np.ndarray, others: np.ndarray) -> np.ndarray:

@@ -17,6 +17,16 @@ the folder.
 
 With `--sbatch`, each stage is an array job of Slurm that repeats the command with the stage in the environment, and its
 tasks do nothing else.
+
+**Filters.** Output files of `mjax dedup` and `mjax clean`: the documents kept, and a record of those removed.
+
+    OUTPUT.jsonl           the documents kept, in input order
+    OUTPUT.removed.jsonl   a line for each document removed: where it came from and why
+    OUTPUT.report.json     documents and bytes that each step removed, with examples
+
+All three are written into the folder OUTPUT.jsonl.tmp and renamed, or copied to a store, when everything is done,
+OUTPUT.jsonl last: if it exists, it is complete. After an interruption the same command continues. The same input
+gives the same bytes, whatever the number of tasks and workers.
 """
 
 import contextlib
@@ -31,29 +41,33 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Literal, TextIO
 
 import numpy as np
+from rich import filesize
+from rich.console import Console
 
 from mjax import __version__
-from mjax.data.corpus import Corpus, MalformedLines
+from mjax.data.corpus import Document, MalformedLines, TextFiles
 from mjax.data.corpus.documents import Block
 from mjax.errors import CONTINUES, RunError, UsageError, without_secrets
-from mjax.utils.files import make_private, take_lock, to_disk, write_whole
-from mjax.utils.progress import Pace, watched
-from mjax.utils.remote import beside, put, remove
+from mjax.utils.files import lock_folder, parse_json, to_disk, write_whole
+from mjax.utils.progress import Pace, facts, watched
+from mjax.utils.remote import RemoteFile, beside, located, put, remove
 
 WORTH_A_WORKER = 2**22  # bytes of input; less is done before another process has started
 MANY = 256  # tasks by default, for less than LARGE bytes each
 LARGE = 2**30
 STAGE, BEGAN = "MJAX_STAGE", "MJAX_BEGAN"
 """Set in an array job: its stage, and the second at which the command was typed."""
+EXAMPLES = 10  # of each step, in the report
+SHOWN = 200  # characters of a text in an example
 SBATCH = {"time": "24:00:00", "mem-per-cpu": "4G"}
 """Options of sbatch by default."""
 
@@ -84,7 +98,7 @@ class Job:
     copies = False
     _counter: tuple[int, int] | None = None
 
-    def __init__(self, arguments: Any, corpus: Corpus, output: str | Path, stages: Sequence[str]):
+    def __init__(self, arguments: Any, corpus: TextFiles, output: str | Path, stages: Sequence[str]):
         self.arguments: Any = arguments
         self.corpus, self.output = corpus, str(output)
         self.folder = Path(f"{beside(output)}.tmp")
@@ -204,7 +218,8 @@ class Job:
         """Return values of the tasks of an earlier stage, by rank."""
         if stage not in self._results:
             markers = (self.marker(stage, rank) for rank in range(self.tasks_of(stage)))
-            self._results[stage] = [json.loads(marker.read_bytes()) for marker in markers]
+            fix = f"remove {self.folder} and repeat the command"
+            self._results[stage] = [parse_json(marker.read_bytes(), str(marker), fix) for marker in markers]
         return self._results[stage]
 
     # --- Running ------------------------------------------------------------------------------------------------------
@@ -240,7 +255,7 @@ class Job:
     def plan(self) -> str:
         """Everything that must be the same for a run to continue the work of another."""
         how = replace(self.arguments, workers=None, overwrite=False, json=False, sbatch=())
-        files = (file for file in (*self.corpus.files, *self.settings) if file.is_file())
+        files = (file for file in (*self.corpus.inputs, *self.settings) if file.is_file())
         files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         values = {"arguments": repr(how), "inputs": files, "names": self.corpus.names, "tasks": self.tasks}
         values |= {"mjax_version": __version__, "gigatoken": os.environ.get("MJAX_GIGATOKEN")}
@@ -309,11 +324,7 @@ def _watched(job: Job, stage: str) -> contextlib.AbstractContextManager[None]:
 def _working_folder(job: Job) -> Iterator[None]:
     """The folder of `job`, with what the same command left in it; what another left is removed."""
     try:
-        if problem := make_private(job.folder):
-            raise UsageError(f"{problem}, or choose another --output than {job.output}")
-        stream = (job.folder / "plan.json").open("a+")
-        if not take_lock(stream, print):
-            raise UsageError(f"another process is writing {job.output}; wait for it, or choose another --output")
+        stream = lock_folder(job.folder, job.output)
         _start_over(job, stream)
     except OSError as error:
         raise RunError(f"{job.output} cannot be written: {error}") from error
@@ -336,27 +347,16 @@ def _start_over(job: Job, stream: TextIO) -> None:
     """Empty the folder of a job, unless the same command has left its work there."""
     stream.seek(0)
     plan, older = job.plan(), stream.read()
-    reason = "has the work of another command or another --tasks"
     if older == plan:
-        damaged = [marker.name for marker in sorted(job.folder.glob("*.done")) if not _is_json(marker)]
-        if not damaged:
-            return
-        reason = f"has a damaged {damaged[0]}"
+        return
     if older:  # else what is there was half removed
-        print(f"{job.folder} {reason}; starting over", file=sys.stderr)
+        print(f"{job.folder} has the work of another command or another --tasks; starting over", file=sys.stderr)
     stream.truncate(0)
     for file in job.folder.iterdir():
         if file.name != "plan.json":
             remove(file)
     stream.write(plan)
     stream.flush()
-
-
-def _is_json(file: Path) -> bool:
-    try:
-        return bool(json.loads(file.read_bytes()) or True)
-    except ValueError:
-        return False
 
 
 def _submit(job: Job) -> None:
@@ -511,3 +511,152 @@ def _leave_with_parent() -> None:
     """End this process when its parent ends, even if that was killed."""
     multiprocessing.parent_process().join()
     os._exit(1)
+
+
+# --- Output files of `mjax dedup` and `mjax clean` --------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """Documents and bytes of UTF-8 text that a step has counted, with examples."""
+
+    name: str
+    documents: int = 0
+    bytes: int = 0
+    examples: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, text: str, /, **example: Any) -> None:
+        """Count one document; the first few keep an `example`."""
+        self.documents += 1
+        self.bytes += len(text.encode())
+        if example and len(self.examples) < EXAMPLES:
+            self.examples.append(example)
+
+    def merge(self, later: "Tally") -> None:
+        """Add the counts of the documents that follow, from another worker."""
+        self.documents += later.documents
+        self.bytes += later.bytes
+        self.examples += later.examples[: EXAMPLES - len(self.examples)]
+
+
+def check_outputs(arguments: Any, inputs: Sequence[Path]) -> None:
+    """Check `--output`.
+
+    Raises:
+      UsageError: it does not end in .jsonl, exists (without `--overwrite`), or is one of `inputs`.
+    """
+    output = located(arguments.output)
+    if output.suffix != ".jsonl":
+        raise UsageError(f"--output {output} is not a .jsonl file; give one such as {output.with_suffix('.jsonl')}")
+    if isinstance(output, RemoteFile):
+        output.check_writable()
+    read = {file.resolve() for file in inputs}
+    for file in output_files(output).values():
+        if file.resolve() in read:
+            raise UsageError(f"--output {output} would overwrite the input {file}; choose another --output")
+    if output.exists() and not arguments.overwrite:
+        raise UsageError(f"{output} exists; choose another --output, or add --overwrite to replace it")
+
+
+def output_files(output: Path) -> dict[str, Path]:
+    """The files of a run by their names in the working folder, in the order in which they are put in place."""
+    removed = output.with_suffix(".removed.jsonl")
+    return {"report": output.with_suffix(".report.json"), "removed": removed, "kept": output}
+
+
+class FilterJob(Job):
+    """A job that writes the three files of a run; a stage before `merge` writes the parts `kept` and `removed`."""
+
+    def __init__(self, arguments: Any, corpus: TextFiles, stages: Sequence[str]):
+        arguments = replace(arguments, output=located(arguments.output))
+        super().__init__(arguments, corpus, arguments.output, stages)
+
+    def merge(self, rank: int) -> None:
+        """Copy a task's parts to their places."""
+        for name in ("kept", "removed"):
+            self.put_part(name, rank, self.folder / name, self.offset(name, rank))
+
+    def put_files(self, story: dict[str, Any], malformed: MalformedLines) -> dict[str, Any]:
+        """Give the files their names; returns the report: `story`, malformed lines, output and version."""
+        lines = {"documents": malformed.count, "examples": malformed.examples}
+        text = report_text({**story, "malformed": lines, "output": self.arguments.output, "mjax_version": __version__})
+        if (self.folder / "kept").exists():  # else a run that was killed just before its end has put all
+            (self.folder / "report").write_bytes(text.encode())
+        self.copies = isinstance(self.arguments.output, RemoteFile)
+        self.put_outputs(output_files(self.arguments.output))
+        return json.loads(text)
+
+    def remarks(self, report: dict[str, Any]) -> Iterable[str]:
+        """Sentences below the table."""
+        raise NotImplementedError
+
+    def show(self, report: dict[str, Any]) -> None:
+        """Print the report as JSON, or as a table with remarks and the names of the files."""
+        if self.arguments.json:
+            print(report_text(report), end="")
+            return
+        output = self.arguments.output
+        console = Console(soft_wrap=True, highlight=False)
+        console.print(f"{output} is ready after {time.time() - self.began:.1f} s", markup=False)
+        console.print(facts(_steps(report), "right"))
+        for remark in self.remarks(report):
+            console.print(f"\n{remark}", markup=False)
+        malformed = report["malformed"]
+        if malformed["documents"]:
+            console.print(f"\n{malformed['documents']:,} malformed lines were skipped, the first ones:")
+            for line in malformed["examples"]:
+                console.print(f"  {line}", markup=False)
+        files = output_files(output)
+        console.print(f"\nRemoved documents, line by line: {files['removed']}", markup=False)
+        console.print(f"Counts and examples: {files['report']}", markup=False)
+
+
+def document_line(document: Document, key: str, **changes: Any) -> bytes:
+    """A line of JSON for a document, with all its fields; `changes` replace or add some."""
+    return json_line({**(document.fields or {}), key: document.text, **changes})
+
+
+def json_line(values: dict[str, Any]) -> bytes:
+    """One line of JSON in UTF-8; values that JSON lacks, such as a date of a Parquet file, become text."""
+    line = json.dumps(values, ensure_ascii=False, default=str)
+    try:
+        return f"{line}\n".encode()
+    except UnicodeEncodeError:  # half of a surrogate pair in another field, which JSON can only escape: \\ud83d
+        return f"{json.dumps(values, default=str)}\n".encode()
+
+
+def report_text(report: dict[str, Any]) -> str:
+    """The report as the file holds it and --json prints it."""
+    text = json.dumps(report, indent=2, ensure_ascii=False, default=_plain)
+    return text.encode(errors="replace").decode() + "\n"
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if isinstance(value, Tally) else str(value)
+
+
+# --- On the terminal --------------------------------------------------------------------------------------------------
+
+
+def excerpt(text: str, start: int = 0) -> str:
+    """Shorten a text for an example: some characters from `start` on."""
+    end = start + SHOWN
+    return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
+
+
+def where_they_differ(one: str, other: str) -> tuple[str, str]:
+    """Excerpts of two texts from shortly before their first difference."""
+    pairs = enumerate(zip(one, other, strict=False))
+    same = next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
+    start = 0 if same < SHOWN // 2 else same - SHOWN // 4
+    return excerpt(one, start), excerpt(other, start)
+
+
+def _steps(report: dict[str, Any]) -> Iterator[Sequence[str]]:
+    """Documents and bytes: read, changed or removed by each step, kept."""
+    rows = [(report["read"], ""), *((step, "") for step in report.get("changed", ()))]
+    rows += [*((step, "− ") for step in report["removed"]), (report["kept"], "= ")]
+    for tally, sign in rows:
+        share = tally["documents"] / max(report["read"]["documents"], 1)
+        documents = f"{tally['documents']:,} documents"
+        yield sign + tally["name"], documents, filesize.decimal(tally["bytes"]), f"{share:.1%}"

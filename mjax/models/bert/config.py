@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Count
-from mjax.config.marks import ANY_FAMILY, TUNING, By
-from mjax.config.model import Arrays, Gelu, Metric, register
+from mjax.config.marks import ANY_FAMILY, TUNING, By, Metric
+from mjax.config.model import Arrays, Gelu, register
 from mjax.errors import UsageError
 from mjax.models.gpt.config import TransformerConfig
 
@@ -67,7 +67,7 @@ class BERTConfig(EncoderConfig):
         ),
     )
 
-    def batch(self, data, evaluation: bool = False) -> Arrays:
+    def batch(self, data) -> Arrays:
         """The arrays of a batch.
 
         tokens          the pair of segments, with masks and padding
@@ -116,7 +116,7 @@ class BERTTaskConfig(EncoderConfig):
         """The labels of a sample: a class, a choice, or the positions of the first and last token."""
         return ("start", "end") if self.head == "span" else ("label",)
 
-    def batch(self, data, evaluation: bool = False) -> Arrays:
+    def batch(self, data) -> Arrays:
         """Tokens, token types and documents [c, s], one row per choice, and the labels [] of `label_names`."""
         rows = dict.fromkeys(("tokens", "token_types", "documents"), ((self.sequences, self.sequence), "int32"))
         return rows | dict.fromkeys(self.label_names, ((), "int32"))

@@ -47,21 +47,16 @@ from jaxtyping import Array, Bool, Float, Int
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.models.bert.config import BERTConfig, BERTTaskConfig, EncoderConfig
 from mjax.models.block import Block, PostNormBlock
-from mjax.models.context import Context
+from mjax.models.causal import Output
 from mjax.models.gpt.model import transformer_layer
 from mjax.models.parts.mask import MASKED
 from mjax.models.parts.mlp import activate
 from mjax.models.parts.norms import LayerNorm
-from mjax.models.parts.output import Output
 from mjax.models.parts.positions import positions_of
-from mjax.models.protocol import LanguageModel
+from mjax.models.protocol import Context, LanguageModel
 from mjax.models.stack import run_blocks, stack
 from mjax.parallel import mappings, random
-from mjax.parallel.layers import (
-    VocabParallelEmbedding,
-    normal,
-    owned_rows,
-)
+from mjax.parallel.layers import VocabParallelEmbedding, normal, owned_rows
 from mjax.parallel.overlap import recomputed
 from mjax.parallel.products import linear
 from mjax.parallel.random import dropout

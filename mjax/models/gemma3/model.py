@@ -26,13 +26,13 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.models.block import Block
-from mjax.models.context import Context
 from mjax.models.gemma3.config import Gemma3Config
 from mjax.models.llama.model import Llama, rotary_of
 from mjax.models.parts.attention import Attention
 from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.positions import Positions
 from mjax.models.parts.rotary import Rotary
+from mjax.models.protocol import Context
 from mjax.parallel import random
 from mjax.parallel.overlap import recomputed
 from mjax.parallel.sums import wide_type

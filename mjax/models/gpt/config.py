@@ -33,10 +33,10 @@ class GPTConfig(TransformerConfig):
 
     kind: Literal["gpt"] = "gpt"
     """Architecture of the model."""
-    positions: Annotated[Literal["learned", "alibi"], Elsewhere("position-embedding-type")] = "learned"
+    positions: Annotated[Literal["learned", "alibi"], FILE_ONLY, Elsewhere("position-embedding-type")] = "learned"
     """Position encoding: learned positions, added to the embedding; or ALiBi (arXiv 2108.12409), a penalty on the
     distance between two tokens in attention, without weights."""
-    embedding_layernorm: bool = False
+    embedding_layernorm: Annotated[bool, FILE_ONLY] = False
     """A LayerNorm after the embedding, as in BLOOM."""
     window: Annotated[Count | None, TUNING] = None
     """Number of tokens that a position attends to, itself included (sliding window, arXiv 2004.05150); by default all
@@ -57,6 +57,6 @@ class GPTConfig(TransformerConfig):
     def check(self, config) -> None:
         if self.positions == "alibi" and config.data.reset_positions:
             raise UsageError(
-                "--data.reset-positions is for --model.positions learned; leave it out, ALiBi counts distances, which "
+                "--data.reset-positions is for learned positions; leave it out, ALiBi counts distances, which "
                 "are the same wherever a document begins"
             )

@@ -19,14 +19,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mjax.models.block import Block
-from mjax.models.causal import CausalModel
-from mjax.models.context import Context
+from mjax.models.causal import CausalModel, Output
 from mjax.models.gpt.config import GPTConfig, TransformerConfig
 from mjax.models.parts.attention import Attention
 from mjax.models.parts.mlp import MLP
 from mjax.models.parts.norms import LayerNorm
-from mjax.models.parts.output import Output
 from mjax.models.parts.positions import NO_POSITIONS, ALiBi, Positions, positions_of
+from mjax.models.protocol import Context
 from mjax.models.stack import stack
 from mjax.parallel import random
 from mjax.parallel.layers import VocabParallelEmbedding, normal
@@ -45,11 +44,7 @@ class GPT(CausalModel):
         )
         if config.positions == "learned":
             self.positions = parameter(
-                positions,
-                normal(config.init_std),
-                (config.max_positions, config.hidden),
-                ("position", "out"),
-                dtype,
+                positions, normal(config.init_std), (config.max_positions, config.hidden), ("position", "out"), dtype
             )
         if config.embedding_layernorm:
             self.embedding_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)

@@ -23,15 +23,14 @@ from jaxtyping import Array, Float
 
 from mjax.config.axes import MODEL
 from mjax.models.block import Block, OutputNormBlock
-from mjax.models.causal import CausalModel
-from mjax.models.context import Context
+from mjax.models.causal import CausalModel, Output
 from mjax.models.llama.config import DecoderConfig, LlamaConfig
 from mjax.models.parts.attention import Attention
 from mjax.models.parts.config import RotaryConfig
 from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.norms import RMSNorm, scaled
-from mjax.models.parts.output import Output
 from mjax.models.parts.rotary import Rotary
+from mjax.models.protocol import Context
 from mjax.models.stack import stack
 from mjax.parallel import mappings, random
 from mjax.parallel.layers import VocabParallelEmbedding, local_columns

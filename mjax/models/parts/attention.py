@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import MODEL
 from mjax.config.model import ModelConfig
-from mjax.models.context import Context
 from mjax.models.decoding import KeyValues, attend_cached
 from mjax.models.parts.attention_kernels import attend_across
 from mjax.models.parts.mask import AttentionMask
 from mjax.models.parts.positions import NO_POSITIONS, Positions
+from mjax.models.protocol import Context
 from mjax.parallel import mappings, random
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, columns
 

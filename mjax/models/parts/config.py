@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from mjax.config.bounds import Bounds, Count, CountOrZero, Positive
-from mjax.config.marks import NEW_RUN, TUNING, UNPLANNED, By, Elsewhere
+from mjax.config.marks import FILE_ONLY, NEW_RUN, TUNING, By, Elsewhere
 from mjax.config.model import AttentionDropout, FeedForward, Gelu, ModelConfig, Tuned
 from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError
@@ -111,7 +111,7 @@ class MLPConfig(ModelConfig):
 
     feed_forward: FeedForward = None
     """Width of the MLP, f; by default 4 × hidden."""
-    activation: Annotated[Gelu, TUNING, UNPLANNED, Elsewhere("activation-function")] = "gelu_tanh"
+    activation: Annotated[Gelu, FILE_ONLY, TUNING, Elsewhere("activation-function")] = "gelu_tanh"
     """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
 
     @property
@@ -228,17 +228,13 @@ class ExpertsConfig(GatedMLPConfig):
                 "--precision.compute fp8 is not there for a mixture of experts, whose grouped products are in bf16; "
                 "use --precision.compute bf16"
             )
-        in_groups = self.experts // self.router_groups * self.top_groups
-        if self.experts % self.router_groups or not 1 <= self.top_groups <= self.router_groups:
+        in_groups, several = self.experts // self.router_groups * self.top_groups, self.router_groups > 1
+        uneven = self.experts % self.router_groups or (several and self.experts < 2 * self.router_groups)
+        if uneven or not 1 <= self.top_groups <= self.router_groups:
             raise UsageError(
                 f"--model.router-groups {self.router_groups} and --model.router-top-groups {self.top_groups} do not "
-                f"cut {self.experts} experts into groups of which that many can be chosen; use a divisor of "
-                f"--model.experts {self.experts}, and at most as many"
-            )
-        if self.router_groups > 1 and self.experts // self.router_groups < 2:
-            raise UsageError(
-                f"--model.router-groups {self.router_groups} leaves one expert a group, and a group is scored by its "
-                f"best two; use at most {self.experts // 2}"
+                f"cut {self.experts} experts into groups of two or more, of which that many can be chosen; use a "
+                f"divisor of --model.experts {self.experts}, and at most as many"
             )
         if self.experts_per_token > in_groups:
             raise UsageError(

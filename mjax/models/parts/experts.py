@@ -39,10 +39,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Shaped
 
 from mjax.config.axes import EXPERT
-from mjax.models.context import Context
 from mjax.models.parts.config import ExpertsConfig
 from mjax.models.parts.mlp import GatedMLP, gated
 from mjax.models.parts.router import Choice, Router, Sums
+from mjax.models.protocol import Context
 from mjax.parallel import mappings
 from mjax.parallel.grouped import ROWS, Groups, group, grouped_product
 from mjax.parallel.layers import normal
@@ -61,18 +61,10 @@ class Experts(nnx.Module):
         self.config, self.kernel = config, "xla" if config.grouped == "auto" else config.grouped
         self.router = Router(router, config, dtype)
         self.up = parameter(
-            up,
-            normal(config.init_std),
-            (experts, hidden, 2, width),
-            ("expert", "in", "part", "columns"),
-            dtype,
+            up, normal(config.init_std), (experts, hidden, 2, width), ("expert", "in", "part", "columns"), dtype
         )
         self.down = parameter(
-            down,
-            normal(config.residual_std),
-            (experts, width, hidden),
-            ("expert", "rows", "out"),
-            dtype,
+            down, normal(config.residual_std), (experts, width, hidden), ("expert", "rows", "out"), dtype
         )
         if config.shared_width:
             self.shared = GatedMLP(shared, config, dtype, config.shared_width)
@@ -128,24 +120,16 @@ class Region:
         """This device's rank among those that have different experts."""
         return mappings.rank(EXPERT) if self.ranks > 1 else 0
 
-    @property
-    def gathers(self) -> bool:
-        """Whether tokens are gathered over `expert`."""
-        return self.ranks > 1 and self.split
-
     def enter(
         self, x: Float[Array, "t h"], weights: Float[Array, "t k"]
     ) -> tuple[Float[Array, "T h"], Float[Array, "T k"]]:
         """f of two arrays. With sequence parallelism each row crosses `expert` once, then `model`."""
-        for enter, waits in ((self._over_experts, self.gathers), (self.tokens.enter, self.tokens.split)):
+        over_experts = mappings.gather_tokens if self.split else mappings.enter
+        steps = [(partial(over_experts, axis=EXPERT), self.split)] if self.ranks > 1 else []
+        for enter, waits in (*steps, (self.tokens.enter, self.tokens.split)):
             x, weights = in_turn(enter(x), weights, waits)
             weights, x = in_turn(enter(weights), x, waits)
         return x, weights
-
-    def _over_experts(self, x: Array) -> Array:
-        if self.ranks == 1:
-            return x
-        return mappings.gather_tokens(x, EXPERT) if self.split else mappings.enter(x, EXPERT)
 
     def leave(self, partial: Float[Array, "T h"]) -> Float[Array, "t h"]:
         """g: the sum of all ranks' partial results."""

@@ -13,8 +13,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from mjax.models.context import Context
 from mjax.models.parts.config import GatedMLPConfig, MLPConfig
+from mjax.models.protocol import Context
 from mjax.parallel import random
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mjax.parallel.overlap import recomputed

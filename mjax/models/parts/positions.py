@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import MODEL
-from mjax.models.context import Context
+from mjax.models.protocol import Context
 from mjax.parallel import mappings
 from mjax.parallel.sums import lookup, tile_rows
 from mjax.parallel.tokens import Tokens

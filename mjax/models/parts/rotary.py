@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from mjax.models.context import Context
 from mjax.models.parts.positions import Positions
+from mjax.models.protocol import Context
 from mjax.parallel.overlap import linear_map
 from mjax.parallel.sums import wide_type
 

@@ -35,8 +35,8 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT
-from mjax.models.context import Context
 from mjax.models.parts.config import ExpertsConfig
+from mjax.models.protocol import Context
 from mjax.parallel import mappings
 from mjax.parallel.layers import normal
 from mjax.parallel.sums import wide_type
@@ -68,15 +68,8 @@ class Router(nnx.Module):
 
     def __init__(self, key: Array, config: ExpertsConfig, dtype):
         self.config = config
-        self.kernel = parameter(
-            key,
-            normal(config.init_std),
-            (config.hidden, config.experts),
-            ("in", "out"),
-            dtype,
-            muon=False,
-            keep_fp32=True,
-        )
+        shape, dims = (config.hidden, config.experts), ("in", "out")
+        self.kernel = parameter(key, normal(config.init_std), shape, dims, dtype, muon=False, keep_fp32=True)
         if config.balance_bias:
             self.bias = parameter(key, jax.nn.initializers.zeros, (config.experts,), ("out",), dtype, keep_fp32=True)
 

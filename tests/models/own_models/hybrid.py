@@ -15,12 +15,11 @@ from mjax.config.axes import MODEL
 from mjax.config.model import register
 from mjax.config.pattern import LayerKind, Pattern
 from mjax.models.block import Block
-from mjax.models.causal import CausalModel
+from mjax.models.causal import CausalModel, Output
 from mjax.models.parts.attention import Attention
 from mjax.models.parts.config import GatedMLPConfig
 from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.norms import RMSNorm
-from mjax.models.parts.output import Output
 from mjax.models.stack import stack
 from mjax.parallel import mappings
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding

@@ -16,6 +16,7 @@ from mjax.config import Config, PrecisionConfig, TrainConfig
 from mjax.config.bounds import Count, CountOrZero, NotNegative
 from mjax.config.model import register
 from mjax.models.block import Block
+from mjax.models.causal import Output
 from mjax.models.llama.model import rotary_of
 from mjax.models.mixture.model import Mixture
 from mjax.models.parts.attention_kernels import attend_across
@@ -24,7 +25,6 @@ from mjax.models.parts.experts import Experts
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.norms import RMSNorm
-from mjax.models.parts.output import Output
 from mjax.parallel import mappings
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, normal
 from mjax.parallel.products import linear

@@ -1,1 +1,0 @@
-"""Processes, devices and flags of a machine or a cluster."""

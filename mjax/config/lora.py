@@ -1,0 +1,51 @@
+"""The fields of LoRA in the config of every model. No JAX is imported here."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+import tyro
+
+from mjax.config.bounds import CountOrZero, Positive, Share
+from mjax.config.marks import TUNING, UNPLANNED
+
+
+def lora_flag(name: str):
+    """Mark of a field of LoRA, whose flag has a section of its own: --lora.rank."""
+    return tyro.conf.arg(name=f"lora.{name}", prefix_name=False)
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Adapters that are trained while the weights of the model are frozen."""
+
+    lora_rank: Annotated[CountOrZero, lora_flag("rank")] = 0
+    """Rank r of LoRA's adapters (arXiv 2106.09685), which are trained while the weights are frozen; 0: none."""
+    lora_alpha: Annotated[Positive | None, lora_flag("alpha"), UNPLANNED] = None
+    """Adapters are multiplied by alpha / r; by default alpha is 2 r. rsLoRA (arXiv 2312.03732) is another alpha."""
+    lora_targets: Annotated[tuple[str, ...], lora_flag("targets")] = ("all",)
+    """Linear layers that get an adapter: all, or some of q, k, v, out, gate, up, down; in a model of your own the names
+    of its layers."""
+    lora_dropout: Annotated[Share, TUNING, lora_flag("dropout"), UNPLANNED] = 0.0
+    """Dropout rate on the input of adapters."""
+
+    @property
+    def adapter_alpha(self) -> float:
+        """The alpha of the adapters that is in use."""
+        return 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+
+    @property
+    def lora_scale(self) -> float:
+        """The factor of the adapters: alpha / r."""
+        return self.adapter_alpha / self.lora_rank
+
+    def without_lora(self) -> Self:
+        """The same model without adapters: the base of them."""
+        return dataclasses.replace(self, **{field.name: field.default for field in dataclasses.fields(LoRAConfig)})
+
+    def lora_settings(self) -> dict[str, Any]:
+        """The settings of adapters that are not at their defaults, by field."""
+        values = {field: getattr(self, field.name) for field in dataclasses.fields(LoRAConfig)}
+        return {field.name: value for field, value in values.items() if value != field.default}
