@@ -193,6 +193,14 @@ def find_tensors(
     absent = absent_heads(family, model, {copied.get(known, known) for known in names})
     copies = {copy: names.pop(copy) for copy in copied if copy in names}
     missing = {name: place for name, place in expected.items() if name not in names}
+    _check_missing(family, missing, absent, source, draw_heads)
+    for known, copy in copies.items():
+        _check_copy(family, tensors, copy, names[copied[known]], expected[copied[known]], source)
+    return names
+
+
+def _check_missing(family: Family, missing: dict[str, Place], absent: list[str], source: str, draw_heads: bool) -> None:
+    """Refuse missing tensors, except those of heads without any if these may be drawn."""
     if lost := [name for name, place in missing.items() if not place.ours.startswith(tuple(absent))]:
         named = and_more(list(dict.fromkeys(map(family.spelled, lost))))
         raise UsageError(f"{source} lacks the tensor {named}; download the model again")
@@ -200,9 +208,6 @@ def find_tensors(
         heads = ", ".join(family.heads[head] for head in absent)
         lost = f"{and_more(list(missing))}, all of {heads}; its encoder is complete"
         raise UsageError(f"{source} lacks the tensor {lost}, so add --draw-heads to give these random weights")
-    for known, copy in copies.items():
-        _check_copy(family, tensors, copy, names[copied[known]], expected[copied[known]], source)
-    return names
 
 
 def _check_copy(family: Family, tensors: Tensors, copy: str, original: str, place: Place, source: str) -> None:
