@@ -12,7 +12,7 @@ from mjax.cluster.launch import Distributed
 from mjax.commands.flags import RunArguments
 from mjax.config import MeshConfig
 from mjax.config.bounds import Bounds, Count, CountOrZero, check_bounds
-from mjax.config.marks import Elsewhere
+from mjax.config.marks import RUN_ELSEWHERE, Elsewhere
 from mjax.config.model import Attention
 from mjax.data.corpus import TextFiles, Unit, find_files
 from mjax.data.corpus.documents import MOST_BYTES
@@ -74,7 +74,7 @@ class FromMegatronArguments(_ImportArguments):
 class ToHfArguments:
     """Export a run's checkpoint as a folder for transformers."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), RUN_ELSEWHERE]
     """Run folder, such as runs/demo."""
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to create."""
