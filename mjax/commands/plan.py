@@ -296,7 +296,7 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
     if config.mesh.pipe == 1:
         return None
     from mjax.parallel.schedules import schedule_of, slot_times
-    from mjax.pictures.schedule import describe_bubble, describe_in_flight, display_name, draw_schedule
+    from mjax.pictures.plan import describe_bubble, describe_in_flight, display_name, draw_schedule
 
     schedule, times = schedule_of(config), slot_times(config)
     if file is not None:

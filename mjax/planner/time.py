@@ -299,10 +299,6 @@ class Rates:
         latency = self.gpu.node_latency if self._inside(ranks, stride) else self.gpu.network_latency
         return sent / self._bandwidth(ranks, stride) + latency + self.calibration.collective
 
-    def host(self, moved: float) -> float:
-        """A copy between the device and host memory, at the nominal rate of their link: nobody has timed it."""
-        return moved / self.gpu.host_bandwidth
-
     def bytes(self, moved: float) -> float:
         """Bytes that a kernel reads and writes."""
         return moved / (self.gpu.memory_bandwidth * self.calibration.memory)
@@ -552,10 +548,10 @@ class LayerTime:
 
     @property
     def _to_host(self) -> float:
-        """A copy of the layer's input to host memory, one way."""
+        """A copy of the layer's input to host memory, one way, at the nominal rate of the link: nobody has timed it."""
         mesh = self.config.mesh
         offloaded = self.run.element * self.run.stream / (mesh.model if mesh.splits_tokens else 1)
-        return self.rates.host(offloaded) if self.config.train.recompute == "offload" else 0.0
+        return offloaded / self.rates.gpu.host_bandwidth if self.config.train.recompute == "offload" else 0.0
 
     def _backward_inputs(self) -> dict[str, float]:
         """A layer's backward pass without its weight gradients, including recomputation."""
