@@ -24,7 +24,6 @@ from jax.experimental.topologies import get_topology_desc
 
 from mjax.cluster.hardware import Gpu, gpu_named
 from mjax.cluster.launch import host_memory
-from mjax.cluster.processes import place_on_host
 from mjax.config import Config, MeshConfig, as_flag, differences
 from mjax.config.axes import PIPE, in_words
 from mjax.config.batch_size import in_units
@@ -411,6 +410,8 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
     Raises:
       UsageError: the config does not fit, or needs an attention kernel or float8 products that are not available.
     """
+    from mjax.cluster.processes import place_on_host  # with the driver's library, which no plan needs
+
     device = jax.local_devices()[0]
     usable = usable_memory(device)
     if usable is None or config.mesh.devices != jax.device_count():
