@@ -28,7 +28,6 @@ from mjax.data.corpus.tasks import Job
 from mjax.errors import RunError, UsageError
 from mjax.utils import files
 from tests.conftest import ROOT
-from tests.data import cluster
 
 COMMANDS = {
     "dedup": (dedup, DedupArguments, {}),
@@ -305,11 +304,40 @@ def test_damaged_marker_starts_over(corpus, monkeypatch, content):
     assert hashes() == expected
 
 
+SBATCH = """#!{python}
+import os, subprocess, sys
+state, script = {state!r}, sys.stdin.read()
+options = dict(word.removeprefix("--").partition("=")[::2] for word in sys.argv[1:])
+assert options["partition"] == "cpu" and options["account"] == "me" and options["time"] == "24:00:00"
+number = len(os.listdir(state)) + 1
+before = options.get("dependency", "").removeprefix("afterok:")
+good = not before or open(f"{{state}}/{{before}}").read() == "ok"
+first, last = options["array"].partition("%")[0].split("-")
+for task in range(int(first), int(last) + 1):
+    with open(options["output"].replace("%a", str(task)), "w") as out:
+        environment = os.environ | {{"SLURM_ARRAY_TASK_ID": str(task)}}
+        run = subprocess.run(["/bin/sh", "-c", script], env=environment, stdout=out, stderr=out) if good else None
+        good = good and not run.returncode
+open(f"{{state}}/{{number}}", "w").write("ok" if good else "failed")
+print(f"{{number}};cluster")
+"""
+SQUEUE = "#!/bin/sh\ncat {state}.queue 2>/dev/null || true\n"
+
+
+def install_slurm(folder: Path) -> dict[str, str]:
+    """Stand-ins for sbatch and squeue, whose jobs run at once; returns an environment with them."""
+    (folder / "jobs").mkdir(parents=True)
+    for name, text in {"sbatch": SBATCH, "squeue": SQUEUE}.items():
+        (folder / name).write_text(text.format(python=sys.executable, state=str(folder / "jobs")))
+        (folder / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
 def test_impossible_submission_is_rejected(corpus, tmp_path, monkeypatch):
     how = {"tasks": 2, "sbatch": ("partition=cpu", "account=me")}
     with pytest.raises(UsageError, match=r"--sbatch submits a command typed where sbatch is; type it on a login node"):
         run("clean", corpus, **how)
-    monkeypatch.setenv("PATH", cluster.install(tmp_path / "bin")["PATH"])
+    monkeypatch.setenv("PATH", install_slurm(tmp_path / "bin")["PATH"])
     monkeypatch.setattr(sys, "argv", ["mjax", "clean"])
     (tmp_path / "bin" / "jobs.queue").write_text("7\n8\n")
     with pytest.raises(UsageError, match=r"jobs of out.jsonl are in the queue: 7, 8; wait, or scancel them first"):
@@ -336,7 +364,7 @@ def test_slurm_gives_the_same_bytes(corpus, tmp_path, command, tasks):
     """Repeated after a task that failed, it submits what is missing."""
     run(command, corpus, tasks=1)
     expected = hashes()
-    environment = {**cluster.install(tmp_path / "bin"), "PYTHONPATH": str(ROOT)}
+    environment = {**install_slurm(tmp_path / "bin"), "PYTHONPATH": str(ROOT)}
     flags = ["--tasks", str(tasks), "--sbatch", "partition=cpu", "account=me", "--workers", "2", "--overwrite"]
     line = typed(command, corpus, *flags)
     failing = tmp_path / "failing" / "sitecustomize.py"
