@@ -104,7 +104,7 @@ def add_adapters(model: nnx.Module, key: Array, dtype) -> nnx.Module:
     Raises:
       UsageError: the model has no such layer, or the rank is above that of a matrix.
     """
-    config, found = model.config, set()
+    config, known = model.config, set()
     for _, weight in nnx.iter_graph(model):
         if isinstance(weight, nnx.Param):
             weight.set_metadata(frozen=True)
@@ -112,13 +112,13 @@ def add_adapters(model: nnx.Module, key: Array, dtype) -> nnx.Module:
     for path, name, layer in list(linear_layers(model)):
         targets = targets_of(name, layer)
         parts = tuple(i for i, target in enumerate(targets) if target in wanted or "all" in wanted)
-        found |= set(targets)
+        known |= set(targets)
         if parts:
-            own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-            make = _beside_columns if isinstance(layer, ColumnParallelLinear) else _beside_rows
-            layer.adapter = make(own, layer, config, parts, dtype)
-    if unknown := sorted(wanted - found - {"all"}):
-        raise UsageError(f"--lora.targets {unknown[0]}: the layers of {config.title} are {', '.join(sorted(found))}")
+            layer_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+            make = _column_adapter if isinstance(layer, ColumnParallelLinear) else _row_adapter
+            layer.adapter = make(layer_key, layer, config, parts, dtype)
+    if unknown := sorted(wanted - known - {"all"}):
+        raise UsageError(f"--lora.targets {unknown[0]}: the layers of {config.title} are {', '.join(sorted(known))}")
     return model
 
 
@@ -134,7 +134,7 @@ def targets_of(name: str, layer: Linear) -> tuple[str, ...]:
     return getattr(layer, "parts", ()) or (name,)
 
 
-def _beside_columns(
+def _column_adapter(
     key: Array, layer: ColumnParallelLinear, config: ModelConfig, parts: tuple[int, ...], dtype
 ) -> ColumnAdapter:
     """For a kernel [*layers, h, (parts,) *out]."""
@@ -146,7 +146,7 @@ def _beside_columns(
     return ColumnAdapter(a, b, config.lora_scale, config.lora_dropout, parts=parts)
 
 
-def _beside_rows(key: Array, layer: RowParallelLinear, config: ModelConfig, _, dtype) -> RowAdapter:
+def _row_adapter(key: Array, layer: RowParallelLinear, config: ModelConfig, _, dtype) -> RowAdapter:
     """For a kernel [*layers, *into, h]."""
     (layers, into, (width,)), rank = _sizes_of(layer), config.lora_rank
     _check_rank(rank, math.prod(into), width)

@@ -119,15 +119,8 @@ BATCH = 16
 def config_of(case):
     changes = ARCHITECTURES[case.architecture]
     period = 2 if changes.keys() & {"full_attention_every", "expert_interval"} else 1
-    mesh = {
-        "pipe": case.pipe,
-        "context": case.context,
-        "expert": case.expert,
-        "chunks": case.chunks,
-        "zero": case.zero,
-        "sequence_parallel": case.sequence_parallel,
-        "replica": case.replica,
-    }
+    axes = "pipe", "context", "expert", "chunks", "zero", "sequence_parallel", "replica"
+    mesh = {name: getattr(case, name) for name in axes}
     mesh |= {} if case.across == "-" else {"context_attention": case.across}
     mesh |= {} if case.schedule == "-" else {"schedule": case.schedule}
     samples = dict(PACKED) if case.packed else {}
