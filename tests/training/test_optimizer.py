@@ -64,7 +64,6 @@ SCALED = {"loss_scale_window": 3, "initial_loss_scale": 8.0}
         ("--+++--", SCALED, [8, 4, 4, 4, 8, 8, 4]),
         ("----", {"initial_loss_scale": 2.0}, [2, 1, 1, 1]),
         ("-+-", SCALED, [8, 8, 4]),  # a clean step alone refills nothing
-        ("-+-", {"loss_scale": 128.0}, [128, 128, 128]),
     ],
 )
 def test_loss_scale_follows_megatrons_rule(finite, changes, scales):
