@@ -149,7 +149,7 @@ def test_stdin_holds_turns_or_conversations(flags, stdin, rendered, run, monkeyp
     ("flags", "stdin", "words"),
     [
         (("--chat",), "", "there is no question; add --prompt TEXT"),
-        (("--chat", "--num-samples", "2"), "Hi", "--num-samples 2 would give a conversation several answers"),
+        (("--chat", "--num-samples", "2"), "Hi", "--num-samples 2 gives a conversation several answers"),
         (("--system", "x", "--prompt", "x"), "", "--system is for a conversation; add --chat"),
     ],
 )

@@ -158,6 +158,12 @@ def test_command_passes_exit_code_and_hides_accelerators(monkeypatch):
     assert hidden
 
 
+@pytest.mark.parametrize("flag", ["--run", "--checkpoint"])
+def test_positional_typed_as_flag_is_explained(flag, capsys):
+    assert cli.main(["convert", "to-hf", flag, "runs/x", "out"]) == 2
+    assert f"has no {flag}; give RUN by its place, without a flag" in capsys.readouterr().err
+
+
 def test_run_is_named_after_its_config(tmp_path):
     assert name_of("configs/gpt_8b.py") == name_of("gpt_8b") == "gpt_8b"
     assert name_of(str(tmp_path / "mine" / "config.json")) == "mine"

@@ -294,7 +294,7 @@ def to_hf(arguments: ToHfArguments) -> int:
         return _to_peft(arguments, config, family, saved, dtype)
     blocks, into = partial(read_in_blocks, saved), ""
     if arguments.merged:
-        base, of_base = _base(run, config)
+        base, of_base = _base(run)
         blocks = lora.merged(partial(read_in_blocks, of_base), config.model, lora.read_adapters(saved, config.model))
         into = f", merged into checkpoint {base.step} of {base.run}"
     shapes = {name: place.shape for name, place in weights.places(family, model).items()}
@@ -363,7 +363,7 @@ def _newest(run: Path, config: Config, step: int | None = None) -> int:
         return checkpoints.find(own_part(models.abstract_weights(config)), step, field="model")
 
 
-def _base(run: Path, config: Config) -> tuple[Base, Path]:
+def _base(run: Path) -> tuple[Base, Path]:
     """The base of the adapters of a run, and its checkpoint, after a comparison of its numbers."""
     base = read_base(run)
     folder = folder_of(base, run)

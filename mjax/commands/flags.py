@@ -121,9 +121,7 @@ def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
                 raise UsageError(f"--{name} {words[0]}: it takes no value; type {switches}")
             continue
         if name in lists:
-            raise UsageError(
-                f"--{name} is given twice, and only the last would count; give all after one: --{name} A B"
-            )
+            raise UsageError(f"--{name} is given twice; give all values after one: --{name} A B")
         if "." in name and any(... in get_args(option) for option in _options(flag.kind)):  # others may add up
             lists.add(name)
         _check_value(name, words, flag.kind)
@@ -340,8 +338,10 @@ def list_fields(
                 value = None if field.default_factory is dataclasses.MISSING else field.default_factory()
             inner = kind if value is None else type(value)
             yield from list_fields(inner, value, f"{prefix}{flag}." if flag else prefix, reason, without)
-        elif tyro.conf.Positional not in marks:
+        else:
             reason = f"set {prefix}{name} in a config file" if FILE_ONLY in marks else reason * (PLANNED not in marks)
+            if tyro.conf.Positional in marks:
+                reason = f"give {_form(marks)} by its place, without a flag"
             aliases = (alias for mark in marks for alias in getattr(mark, "aliases", None) or ())
             aliases = (alias.removeprefix("--") for alias in aliases if alias.startswith("--"))
             for typed in (flag if is_unsectioned(marks) else prefix + flag, *aliases):

@@ -6,7 +6,8 @@
     torch_files.py      files of torch.save and torch.distributed.checkpoint, read as data
     model_folder.py     a folder that is written atomically; its JSON files; its model card
     tokenizer_files.py  the tokenizer of a model folder; files that a run folder only carries for the export
-    megatron/           `mjax convert from-megatron`
+    megatron/           `mjax convert from-megatron`: arguments.py the model by the arguments of the run, checkpoint.py
+                        the files of a checkpoint, tensors.py names, layouts and shards of its tensors
 
 Tables of families are with the models, in `models/huggingface/` and folders of architectures.
 

@@ -216,7 +216,8 @@ def extended(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
     match = re.fullmatch(rf"({'|'.join(SCALINGS)}):(\d{{1,9}}(?:\.\d+)?)", given)
     kind, factor = (match[1], float(match[2])) if match else ("", 0.0)
     if factor <= 1:
-        raise UsageError(f"--rope {given} is not a scaling and a factor above 1; use one of {either(SCALINGS)} with :8")
+        use = f"use one of {either(SCALINGS)}, such as yarn:8"
+        raise UsageError(f"--rope {given} is not a scaling and a factor above 1; {use}")
     longer = positions * factor
     if longer >= LONGEST or longer != int(longer):
         use = f"use a factor such as {kind}:{max(2, round(min(factor, 64)))}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, product
 from typing import Any
@@ -81,8 +81,9 @@ def places(family: Family, model: ModelConfig) -> dict[str, Place]:
             for which, name in [(whole, names)] if isinstance(names, str) else enumerate(names):
                 one_by_one = of_experts and "{2}" in name
                 suffix = "" if of_experts and not one_by_one else ".bias" if ours.endswith(".bias") else ".weight"
-                for expert in range(shapes[weight][1]) if one_by_one else (None,):
-                    place = _place(family, model, weight, shapes[weight], index, which, expert)
+                for expert in range(shapes[weight][1]) if one_by_one else (whole,):
+                    at = {LAYER: index, EXPERT: expert, PART: which, TOKEN: slice(model.vocabulary)}
+                    place = _place(family, weight, dims[weight], shapes[weight], at)
                     table[name.format(layer, layer + 1, expert) + suffix] = place
     nameless = shapes.keys() - {place.ours for place in table.values()}
     assert not nameless, f"the table of {family.model} has no name for {', '.join(sorted(nameless))}"
@@ -107,34 +108,23 @@ def _stored(weights: Iterable[str], model: ModelConfig) -> dict[tuple[str, int],
     return stored
 
 
-def _place(
-    family: Family,
-    model: ModelConfig,
-    ours: str,
-    shape: tuple[int, ...],
-    layer: int,
-    which: int | slice,
-    expert: int | None,
-) -> Place:
+def _place(family: Family, ours: str, named: Sequence[str], shape: Sequence[int], at: Mapping[str, Any]) -> Place:
     """The place of one tensor.
 
     Args:
       family: of the model.
-      model: the model.
       ours: name of the weight.
-      shape: of the weight.
-      layer: index in the weight, if it has one for each layer.
-      which: of queries, keys and values, or of gate and up, if these are separate tensors; else all.
-      expert: its number, if each has a tensor.
+      named: its dims.
+      shape: its sizes.
+      at: what the tensor has of a dim, if not all: a layer's index in the weight; the number of an expert; which of
+        queries, keys and values, or of gate and up; the rows that are tokens.
     """
-    experts = slice(None) if expert is None else expert
-    indices = {LAYER: layer, EXPERT: experts, PART: which, TOKEN: slice(model.vocabulary)}
     index, dims, sizes = [], [], []
-    for dim, size in zip(weight_dims(model)[ours], shape, strict=True):
-        index.append(at := indices.get(dim, slice(None)))
-        if not isinstance(at, int):
+    for dim, size in zip(named, shape, strict=True):
+        index.append(part := at.get(dim, slice(None)))
+        if isinstance(part, slice):
             dims.append(dim)
-            sizes.append(model.vocabulary if dim == TOKEN else size)
+            sizes.append(part.stop or size)
     alone, ins, outs = (
         [i for i, dim in enumerate(dims) if dim in names] for names in (ALONE, INPUTS, (PART, *OUTPUTS))
     )
@@ -203,6 +193,14 @@ def find_tensors(
     absent = absent_heads(family, model, {copied.get(known, known) for known in names})
     copies = {copy: names.pop(copy) for copy in copied if copy in names}
     missing = {name: place for name, place in expected.items() if name not in names}
+    _check_missing(family, missing, absent, source, draw_heads)
+    for known, copy in copies.items():
+        _check_copy(family, tensors, copy, names[copied[known]], expected[copied[known]], source)
+    return names
+
+
+def _check_missing(family: Family, missing: dict[str, Place], absent: list[str], source: str, draw_heads: bool) -> None:
+    """Refuse missing tensors, except those of heads without any if these may be drawn."""
     if lost := [name for name, place in missing.items() if not place.ours.startswith(tuple(absent))]:
         named = and_more(list(dict.fromkeys(map(family.spelled, lost))))
         raise UsageError(f"{source} lacks the tensor {named}; download the model again")
@@ -210,9 +208,6 @@ def find_tensors(
         heads = ", ".join(family.heads[head] for head in absent)
         lost = f"{and_more(list(missing))}, all of {heads}; its encoder is complete"
         raise UsageError(f"{source} lacks the tensor {lost}, so add --draw-heads to give these random weights")
-    for known, copy in copies.items():
-        _check_copy(family, tensors, copy, names[copied[known]], expected[copied[known]], source)
-    return names
 
 
 def _check_copy(family: Family, tensors: Tensors, copy: str, original: str, place: Place, source: str) -> None:

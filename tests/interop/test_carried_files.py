@@ -143,14 +143,5 @@ def test_chat_model_survives_import_and_export(tmp_path):
         assert read((tmp_path / "out" / name).read_text()) == read((source / name).read_text())
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
     assert exported["eos_token_id"] == json.loads((source / "generation_config.json").read_text())["eos_token_id"]
-
-    template = tmp_path / "run" / "tokenizer" / "chat_template.jinja"
-    template.write_text(template.read_text().replace("{% for", "\n    {% for"))  # which is rendered without the indent
-    template.with_name("generation_config.json").unlink()
-    chat = Chat(tmp_path / "run" / "tokenizer")
-    assert chat.stops == [size - 1], "the end of a document is eos_token"
-    text = chat.render([{"role": "user", "content": "Hi"}])
-    assert text == "<|begin_of_text|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    ids = chat.encode(text)
-    assert ids.count(ids[0]) == 1, "the tokenizer adds no second beginning of text"
-    assert chat.decode(ids[:1]) == ""
+    (tmp_path / "run" / "tokenizer" / "generation_config.json").unlink()
+    assert Chat(tmp_path / "run" / "tokenizer").stops == [size - 1], "the end of a document is eos_token"

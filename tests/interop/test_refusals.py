@@ -14,7 +14,6 @@ from mjax.config import save_config
 from mjax.errors import UsageError
 from mjax.interop.convert import find_family
 from mjax.interop.tensor_files import open_tensors
-from mjax.models.gpt.huggingface import GPT2
 from mjax.models.huggingface.family import model_config
 from tests.data.vocabularies import hf_byte_pairs
 from tests.interop.folders import BERT, BLOOM, CONFIG, LLAMA, MEGATRON_BERT, tensors_of, write_folder
@@ -74,17 +73,12 @@ def test_unsupported_settings_are_refused_by_name(config, change, words):
     assert "\n" not in str(refused.value)
 
 
-def test_settings_without_effect_are_accepted():
-    more = {"task_specific_params": {"text-generation": {"max_length": 50}}, "use_cache": False, "n_ctx": 16}
-    more |= {"reorder_and_upcast_attn": True, "pruned_heads": {}, "something_new": None}
-    assert model_config(GPT2, CONFIG | more, "config.json", 128) == model_config(GPT2, CONFIG, "config.json", 128)
-
-
 PUBLISHED = {  # settings of published files, without sizes
     "gpt2": {
         "n_ctx": 8, "embd_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
         "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True, "output_past": True,
-        "scale_attn_weights": True, "predict_special_tokens": True, "reorder_and_upcast_attn": False,
+        "scale_attn_weights": True, "predict_special_tokens": True, "reorder_and_upcast_attn": True,
+        "pruned_heads": {}, "something_new": None, "task_specific_params": {"text-generation": {"max_length": 50}},
     },
     "bert": {
         "gradient_checkpointing": False, "classifier_dropout": None, "position_embedding_type": "absolute",

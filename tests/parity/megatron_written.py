@@ -1,5 +1,4 @@
-"""Checkpoints of Megatron of 2020 and later, written with torch or megatron-core and nothing of mjax; and what becomes
-of them here."""
+"""Checkpoints of Megatron of 2020 and later, written with torch or megatron-core and nothing of mjax."""
 
 import os
 import subprocess
@@ -7,17 +6,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
-from mjax.checkpoint.base import restore_weights
 from mjax.commands import cli
-from mjax.config import DataConfig, GPTConfig, MeshConfig, PrecisionConfig, TrainConfig, read_config
-from mjax.config.axes import MODEL
+from mjax.config import GPTConfig
 from mjax.config.model import as_kind
-from mjax.interop.convert import abstract_weights
-from mjax.parallel.mesh import make_mesh
 from tests.interop.megatron_files import share
 from tests.ports import free_port
 
@@ -76,31 +69,3 @@ def write_with_megatron_core(folder, *kinds, ranks=1, expert_ranks=1):
 def convert(source, run, *flags):
     """`mjax convert from-megatron`; returns the exit code."""
     return cli.main(["convert", "from-megatron", str(source), str(run), *flags])
-
-
-def opened(run):
-    """The config of a run folder, set up for float32, and its weights."""
-    config = read_config(run / "config.json")
-    config = replace(
-        config,
-        model=replace(config.model, attention="xla"),
-        data=DataConfig(mock=True),
-        precision=PrecisionConfig(compute="fp32"),
-        train=TrainConfig(global_batch=3, micro_batch=3),
-    )
-    return config, restore_weights(run, abstract_weights(config), None, print)[1]
-
-
-def scores_of(run, *arrays):
-    """The config of a run folder, and what its model says in float32 to the arrays that it takes."""
-    config, weights = opened(run)
-    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_weights(config))
-    whole = P(None, None, MODEL)
-    forward = jax.shard_map(
-        lambda weights, *arrays: weights(*arrays),
-        mesh=make_mesh(MeshConfig()),
-        in_specs=(specs, *(P() for _ in arrays)),
-        out_specs=whole if config.model.causal else (whole, P()),
-    )
-    found = jax.jit(forward)(weights, *(array.astype(np.int32) for array in arrays))
-    return config, jax.tree.map(np.asarray, found)

@@ -11,6 +11,7 @@ from mjax.interop.weights import leaves, places
 from mjax.parallel.weights import leaf_name
 from tests.interop.folders import read_folder
 from tests.interop.whole_weights import assert_same
+from tests.parity.peers import scores_of
 
 
 def batch_of(model, seed=0):
@@ -107,3 +108,18 @@ def exported(peer, folder):
     assert_same(read_folder(folder / "out"), read_folder(folder / "hf"))
     again.config._experts_implementation = peer.config._experts_implementation  # by default kernels without float64
     return again.eval().double()
+
+
+def assert_scores(run, peer, batch):
+    """A run says what its peer says; of text only, for nobody reads what comes of padding."""
+    with torch.no_grad():
+        if "token_types" in batch:
+            expected = outputs_of_pretraining(peer, batch)
+            _, (found, order) = scores_of(run, *(batch[name] for name in ("tokens", "token_types", "documents")))
+            np.testing.assert_allclose(order, expected.seq_relationship_logits.numpy(), atol=2e-5, rtol=1e-5)
+            expected, text = expected.prediction_logits.numpy(), batch["documents"] == 0
+        else:
+            _, found = scores_of(run, batch["tokens"])
+            expected, text = logits_of(peer, batch).numpy(), slice(None)
+    vocabulary = peer.config.vocab_size
+    np.testing.assert_allclose(found[text][..., :vocabulary], expected[text], atol=2e-5, rtol=1e-5)

@@ -1,25 +1,50 @@
-"""Shared by comparisons with models of `transformers`: a peer's weights in a run folder."""
+"""Runs made of models of others: their configs and weights, and what they compute in float32."""
 
 from dataclasses import replace
 from pathlib import Path
 
-from mjax.checkpoint.checkpoint import Checkpoints
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from mjax.checkpoint.base import restore_weights
 from mjax.commands import cli
-from mjax.config import DataConfig, PrecisionConfig, TrainConfig, read_config
+from mjax.config import DataConfig, MeshConfig, PrecisionConfig, TrainConfig, read_config
+from mjax.config.axes import MODEL
 from mjax.interop.convert import abstract_weights
+from mjax.parallel.mesh import make_mesh
 
 
 def imported(peer, folder: Path, *flags: str):
-    """The run folder made of what `save_pretrained` writes: its config set up for float32, and its weights."""
+    """`opened`, of the run folder made of what `save_pretrained` writes."""
     peer.save_pretrained(folder / "hf")
     assert cli.main(["convert", "from-hf", str(folder / "hf"), str(folder / "run"), *flags]) == 0
-    config = read_config(folder / "run" / "config.json")
+    return opened(folder / "run", global_batch=4, micro_batch=2)
+
+
+def opened(run, global_batch=3, micro_batch=3):
+    """The config of a run folder, set up for float32, and its weights."""
+    config = read_config(run / "config.json")
     config = replace(
         config,
         model=replace(config.model, attention="xla"),
         data=DataConfig(mock=True),
         precision=PrecisionConfig(compute="fp32"),
-        train=TrainConfig(global_batch=4, micro_batch=2),
+        train=TrainConfig(global_batch=global_batch, micro_batch=micro_batch),
     )
-    with Checkpoints(folder / "run" / "checkpoints") as checkpoints:
-        return config, checkpoints.restore(abstract_weights(config), field="model")[1]
+    return config, restore_weights(run, abstract_weights(config), None, print)[1]
+
+
+def scores_of(run, *arrays):
+    """The config of a run folder, and what its model says in float32 to the arrays that it takes."""
+    config, weights = opened(run)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_weights(config))
+    whole = P(None, None, MODEL)
+    forward = jax.shard_map(
+        lambda weights, *arrays: weights(*arrays),
+        mesh=make_mesh(MeshConfig()),
+        in_specs=(specs, *(P() for _ in arrays)),
+        out_specs=whole if config.model.causal else (whole, P()),
+    )
+    found = jax.jit(forward)(weights, *(array.astype(np.int32) for array in arrays))
+    return config, jax.tree.map(np.asarray, found)

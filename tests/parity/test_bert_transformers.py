@@ -22,9 +22,9 @@ from tests.small import examples_of, gradient_program, pairs_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
-from tests.parity.both_ways import assert_scores  # noqa: E402
 from tests.parity.outputs import (  # noqa: E402
     assert_gradients,
+    assert_scores,
     exported,
     gradients_of,
     in_float64,

@@ -11,13 +11,13 @@ from mjax.commands import cli
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from tests.data.vocabularies import TEXTS, bert_file
 from tests.interop.folders import read_folder
-from tests.parity.megatron_written import opened
+from tests.parity.peers import opened
 from tests.parity.vocabularies import fetched
 from tests.small import pairs_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
-from tests.parity.both_ways import assert_scores  # noqa: E402
+from tests.parity.outputs import assert_scores  # noqa: E402
 
 pytestmark = pytest.mark.parity
 

@@ -17,7 +17,6 @@ import pytest
 import mjax
 from mjax.commands import cli
 from mjax.config import CheckpointConfig, DataConfig, MeshConfig, PrecisionConfig, read_config
-from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
 from mjax.generation.text import written_after
 from mjax.run.metrics import read_metrics
@@ -33,7 +32,6 @@ import torch  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
 
 from mjax.tasks.harness import HarnessModel  # noqa: E402
 
@@ -170,20 +168,6 @@ def test_texts_begin_as_in_transformers(with_bos, capsys):
     assert cli.main(["generate", "--run", str(place / "run"), *flags]) == 0
     written = json.loads(capsys.readouterr().out)
     assert (written["continuation"], written["prompt_tokens"]) == (expected, len(ids))
-
-
-def test_export_and_data_begin_texts_too(with_bos, tmp_path):
-    place, begins = with_bos
-    assert cli.main(["convert", "to-hf", str(place / "run"), str(tmp_path / "hf")]) == 0
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    ids = AutoTokenizer.from_pretrained(place / "from")("The fox").input_ids
-    assert theirs("The fox").input_ids == ids
-    (tmp_path / "text.txt").write_text("The fox")
-    arguments = ["prepare", str(tmp_path / "text.txt"), "--tokenizer", f"run:{place / 'run'}"]
-    assert cli.main([*arguments, "--output", str(tmp_path / "as the run")]) == 0
-    assert cli.main([*arguments, "--prepend-bos", "off", "--output", str(tmp_path / "without")]) == 0
-    documents = [IndexedDataset(str(tmp_path / name)).get(0).tolist()[:-1] for name in ("as the run", "without")]
-    assert documents == [ids, ids[begins:]]
 
 
 @pytest.mark.parametrize("until", [[" the", "zz"], []])

@@ -25,8 +25,7 @@ from tests.small import named
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 peft = pytest.importorskip("peft", reason="peft is not installed: make test-ci")
-from tests.parity.both_ways import assert_scores  # noqa: E402
-from tests.parity.outputs import batch_of  # noqa: E402
+from tests.parity.outputs import assert_scores, batch_of  # noqa: E402
 from tests.parity.test_llama_transformers import FAMILIES, SMALL, outputs_of  # noqa: E402
 from tests.parity.trajectory import losses_of_both  # noqa: E402
 

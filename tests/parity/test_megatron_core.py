@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mjax.config import read_config
-from tests.parity.megatron_written import convert, opened, scores_of, write_with_megatron_core
+from tests.parity.megatron_written import convert, write_with_megatron_core
+from tests.parity.peers import opened, scores_of
 from tests.small import gradient_program
 
 pytest.importorskip("torch", reason="torch is not installed: make test-ci")

@@ -14,7 +14,8 @@ import pytest
 
 from mjax.errors import UsageError
 from mjax.interop.torch_files import Chunk, load
-from tests.parity.megatron_written import convert, scores_of
+from tests.parity.megatron_written import convert
+from tests.parity.peers import scores_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 

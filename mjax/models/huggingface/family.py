@@ -178,16 +178,11 @@ def model_config(family: Family, values: dict[str, Any], file: str, vocabulary_m
         shared = fields[family.fields[other][0]]
         value = values.get(name, shared if default is None else default)
         if value != shared:
-            raise UsageError(
-                f"{file}: {name} is {value!r} and {other} {shared}, but mjax has one number for both; "
-                "make them equal, if the model is the same then"
-            )
+            problem = f"{name} is {value!r} and {other} {shared}, but mjax has one number for both"
+            raise UsageError(f"{file}: {problem}; make them equal, if the model is the same then")
     if fields["hidden"] % fields["heads"] and not fields.get("head_dim"):
-        theirs = {ours: name for name, (ours, _) in family.fields.items()}
-        raise UsageError(
-            f"{file}: {theirs['heads']} {fields['heads']} does not divide {theirs['hidden']} {fields['hidden']}; "
-            "restore the file"
-        )
+        sizes = f"{fields['heads']} heads do not divide the hidden size {fields['hidden']}"
+        raise UsageError(f"{file}: {sizes}; restore the file")
     more |= {"vocabulary_multiple": vocabulary_multiple, "max_position_embeddings": fields["sequence"]}
     return config_class(family.fixed["kind"], file)(**family.fixed, **fields, **more)
 
@@ -222,24 +217,19 @@ def _check_known(family: Family, values: dict[str, Any], file: str) -> None:
     only = {name: value for name, value in {**ONLY, **family.only}.items() if name not in family.fields}
     known = {"model_type", *only, *family.fields, *family.same} | WITHOUT_EFFECT | family.without_effect
     for name, value in values.items():
+        problem = f"{file}: {name} is {value!r}"
         if name in only and value != only[name]:
-            raise UsageError(
-                f"{file}: {name} is {value!r}, but mjax supports only {only[name]!r}; convert another model"
-            )
+            raise UsageError(f"{problem}, but mjax supports only {only[name]!r}; convert another model")
         if value not in (None, {}, []) and name not in known:
-            raise UsageError(
-                f"{file}: {name} is {value!r}, which mjax does not know; remove it if it does not change the model"
-            )
+            raise UsageError(f"{problem}, which mjax does not know; remove it if it does not change the model")
 
 
 def config_values(family: Family, model: ModelConfig) -> dict[str, Any]:
     """The settings of an export of `model`."""
     values: dict[str, Any] = {**ONLY, **family.only}
     for name, (ours, default) in family.fields.items():
-        values[name] = in_use(model, ours)
-        if ours == "sequence":
-            values[name] = model.max_positions
-        elif ours == "feed_forward" and default is None:
+        values[name] = model.max_positions if ours == "sequence" else in_use(model, ours)
+        if ours == "feed_forward" and default is None:
             values[name] = model.feed_forward
         elif ours == "activation":
             values[name] = next(theirs for theirs, known in GATES.items() if known == model.activation)

@@ -67,13 +67,10 @@ def _read_rope(values: dict[str, Any], file: str) -> dict[str, Any]:
     _check_scaling(rope, kind, factor, file)
     if kind == "default":
         return {"rope_scaling": "none", "rope_factor": 1.0, "rope_original": None}
-    if kind == "linear":
-        original = None
-    else:
-        original = values.get("max_position_embeddings") if original is None else original
-        if type(original) is not int or original < 1:
-            raise UsageError(f"{file}: original_max_position_embeddings is {original!r}; restore the file")
-    return {"rope_scaling": kind, "rope_factor": float(factor), "rope_original": original}
+    original = values.get("max_position_embeddings") if original is None else original
+    if kind != "linear" and (type(original) is not int or original < 1):
+        raise UsageError(f"{file}: original_max_position_embeddings is {original!r}; restore the file")
+    return {"rope_scaling": kind, "rope_factor": float(factor), "rope_original": None if kind == "linear" else original}
 
 
 def _check_scaling(settings: dict[str, Any], kind: str, factor: float, file: str) -> None:
@@ -88,16 +85,12 @@ def _check_scaling(settings: dict[str, Any], kind: str, factor: float, file: str
 
 def _write(model: RotaryConfig) -> dict[str, Any]:
     """The settings of positions in config.json, in both spellings."""
-    rope: dict[str, Any] = {"rope_type": "default" if model.rope_scaling == "none" else model.rope_scaling}
-    if model.rope_scaling != "none":
-        rope["factor"] = model.rope_factor
-    if model.rope_original is not None:
-        rope["original_max_position_embeddings"] = model.rope_original
-    rope |= {name: value for name, value in SCALINGS[rope["rope_type"]].items() if value is not None}
-    return {
-        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
-        "rope_scaling": None if model.rope_scaling == "none" else rope,
-    }
+    if model.rope_scaling == "none":
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta}, "rope_scaling": None}
+    rope = {"rope_type": model.rope_scaling, "factor": model.rope_factor, **SCALINGS[model.rope_scaling]}
+    rope["original_max_position_embeddings"] = model.rope_original
+    rope = {name: value for name, value in rope.items() if value is not None}
+    return {"rope_parameters": {**rope, "rope_theta": model.rope_theta}, "rope_scaling": rope}
 
 
 LLAMA = Family(
@@ -215,7 +208,6 @@ QWEN2 = replace(
     read=_read_qwen,
     read_fields=LLAMA.read_fields | {"window", "full_attention_every"},
     write=_write_qwen,
-    without_effect=frozenset(),
 )
 
 QWEN3 = replace(
