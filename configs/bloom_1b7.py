@@ -6,7 +6,7 @@ hardware     64 GPUs, here pipe 2 × data 16 × model 2; a global batch of 512 i
              V100s as pipe 2 × data 32 with micro-batches of 4, which do not make up the first batches of 192
 source       arXiv 2211.05100, table 3; mesh, ramp-up and initial weights from BigScience's script (tr11b-1B3-ml.slurm),
              dropout too, which is Megatron's default; fp16 on V100s: add --precision.compute fp16
-             --precision.initial-loss-scale 4096 --precision.loss-scale-window 500
+             with initial_loss_scale 4096 and loss_scale_window 500
 training     in samples of 2,048 tokens: 341B tokens in all, batch ramp-up from 192 over 9,765,625 samples, warm-up over
              183,105 (375M tokens), cosine over 200M (410B), so that the end of the decay is never reached; the steps
              below are equivalent. Each of the 21 batch sizes is compiled once

@@ -5,7 +5,7 @@ parameters   559,214,592 with 250,880 rows in the embedding. The tokenizer has 2
 hardware     32 GPUs, data 32, one a replica, as BigScience's V100s; a global batch of 256 is 8 micro-batches of 1
 source       arXiv 2211.05100, table 3; mesh, ramp-up, ZeRO-1 and initial weights from BigScience's script
              (tr11e-350M-ml-continuation.slurm), dropout too, which is Megatron's default; fp16 on V100s: add
-             --precision.compute fp16 --precision.initial-loss-scale 4096 --precision.loss-scale-window 500
+             --precision.compute fp16 with initial_loss_scale 4096 and loss_scale_window 500
 training     in samples of 2,048 tokens: 341B tokens in all, batch ramp-up from 192 over 9,765,625 samples, warm-up over
              183,105 (375M tokens), cosine over 200M (410B), so that the end of the decay is never reached; the steps
              below are equivalent. Each of the 3 batch sizes is compiled once

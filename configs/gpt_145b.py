@@ -5,8 +5,7 @@ hardware     1,536 GPUs, pipe 8 × data 24 × model 8; a global batch of 2,304 i
              layers in each of 2 virtual stages per device
 to beat      148 TFLOP/s per GPU, including recomputation, 47% of the peak of an A100; 111.1 model TFLOP/s, as mjax
              counts them
-source       arXiv 2104.04473, table 1, seventh row (fp16 on A100s: add --precision.compute fp16 --precision.loss-scale
-             8192)
+source       arXiv 2104.04473, table 1, seventh row (fp16 on A100s: add --precision.compute fp16)
 training     the paper gives no learning rate, betas or weight decay; these are of GPT-3 175B, the nearest (arXiv
              2005.14165, table 2.1 and appendix B): 300B tokens, warm-up over 375M, cosine to a tenth over 260B;
              init_std from Megatron's script for it (pretrain_gpt3_175B.sh)

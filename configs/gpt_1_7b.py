@@ -4,8 +4,7 @@ parameters   1,652,230,656 with the vocabulary padded to 51,200
 hardware     32 GPUs, data 32 × model 1; a global batch of 512 is 1 micro-batch of 16 on each replica
 to beat      137 TFLOP/s per GPU, including recomputation, 44% of the peak of an A100; 104.4 model TFLOP/s, as mjax
              counts them
-source       arXiv 2104.04473, table 1, first row (fp16 on A100s: add --precision.compute fp16 --precision.loss-scale
-             8192)
+source       arXiv 2104.04473, table 1, first row (fp16 on A100s: add --precision.compute fp16)
 training     the paper gives no learning rate, betas or weight decay; these are of GPT-3 1.3B, the nearest (arXiv
              2005.14165, table 2.1 and appendix B): 300B tokens, warm-up over 375M, cosine to a tenth over 260B
 """

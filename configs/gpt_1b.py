@@ -1,7 +1,7 @@
 """GPT-2 1.2B, one GPU per replica.
 
 parameters   1,212,103,680 with the vocabulary padded to 50,304, Megatron's multiple for this model; 1,213,479,936 at
-             51,200 (--model.vocabulary-multiple 1024)
+             51,200 (vocabulary_multiple 1024)
 hardware     64 GPUs, data 64 (the paper: 39 TFLOP/s on one V100)
 source       arXiv 1909.08053, table 1, first row; section 5.1 for the hyperparameters (fp16 on V100: add
              --precision.compute fp16)

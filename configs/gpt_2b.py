@@ -1,7 +1,7 @@
 """GPT-2 2.5B, two GPUs per replica.
 
 parameters   2,488,934,400 with the vocabulary padded to 50,432, Megatron's multiple for this model; 2,490,408,960 at
-             51,200 (--model.vocabulary-multiple 1024)
+             51,200 (vocabulary_multiple 1024)
 hardware     128 GPUs, data 64 × model 2; the paper took 2.27 days for 68,507 steps on V100s
 source       arXiv 1909.08053, tables 1 and 2, expected zero-shot WikiText103 perplexity 12.76, LAMBADA 61.73%; section
              5.1 for the hyperparameters (fp16 on V100: add --precision.compute fp16)

@@ -5,8 +5,7 @@ hardware     512 GPUs, pipe 2 × data 32 × model 8; a global batch of 1,536 is 
              layers per stage
 to beat      138 TFLOP/s per GPU, including recomputation, 44% of the peak of an A100; 103.8 model TFLOP/s, as mjax
              counts them
-source       arXiv 2104.04473, table 1, fifth row (fp16 on A100s: add --precision.compute fp16 --precision.loss-scale
-             8192)
+source       arXiv 2104.04473, table 1, fifth row (fp16 on A100s: add --precision.compute fp16)
 training     the paper gives no learning rate, betas or weight decay; these are of GPT-3 13B, the nearest (arXiv
              2005.14165, table 2.1 and appendix B): 300B tokens, warm-up over 375M, cosine to a tenth over 260B
 """

@@ -1,7 +1,7 @@
 """GPT-2 4.2B, four GPUs per replica.
 
 parameters   4,197,929,472 with the vocabulary padded to 50,688, Megatron's multiple for this model; 4,199,109,120 at
-             51,200 (--model.vocabulary-multiple 1024)
+             51,200 (vocabulary_multiple 1024)
 hardware     256 GPUs, data 64 × model 4
 source       arXiv 1909.08053, table 1, third row; section 5.1 for the hyperparameters (fp16 on V100: add
              --precision.compute fp16)
