@@ -45,7 +45,7 @@ def datasets(prefix: str, samples: int, sequence: int) -> tuple:
     from megatron.core.datasets.utils import Split
 
     indexed = IndexedDataset(prefix)
-    ours = BertDataset(indexed, range(indexed.documents), samples, sequence, SEED, PIECES, short_probability=SHORT)
+    ours = BertDataset(indexed, range(indexed.documents), samples, sequence, SEED, PIECES)
     words = {number: "##x" if continues else "x" for number, continues in enumerate(PIECES.continues.tolist())}
     ids = {"cls": PIECES.cls, "sep": PIECES.sep, "mask": PIECES.mask, "pad": PIECES.pad}
     config = bert_dataset.BERTMaskedWordPieceDatasetConfig(
@@ -104,7 +104,7 @@ def main() -> int:
         agree &= compare(
             f"index of {arguments.documents:,} documents, s = {sequence}",
             arguments.rounds,
-            lambda most=sequence - 3: build_pair_index(lengths, bounds, None, most, SHORT, SEED),
+            lambda most=sequence - 3: build_pair_index(lengths, bounds, None, most, SEED),
             lambda most=sequence - 3: helpers.build_mapping(bounds, lengths, 1, 2**40, most, SHORT, SEED, False, 2),
         )
     with tempfile.TemporaryDirectory() as folder:

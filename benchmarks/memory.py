@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.command import check_output, in_one_sentence
 from mjax.cluster import launch
+from mjax.cluster.hardware import gpu_named
 from mjax.config import Config, from_dict, load_config, to_dict
 from mjax.config.checks import validate
 from mjax.errors import UsageError
@@ -49,7 +50,7 @@ def main() -> int:
     rows = [row for row in table["rows"] if arguments.only in row["name"]]
     if not rows:
         raise UsageError(f"--only {arguments.only}: no row of {TABLE.name} has that in its name")
-    check_compile(config_of(rows[0]), "h100")
+    check_compile(config_of(rows[0]), gpu_named("h100"))
     versions = compiler_versions()
 
     print("| config | devices | compiled GiB | predicted GiB | ratio | " + " | ".join(KINDS) + " | s |")

@@ -79,7 +79,7 @@ MEGATRON_2021 = Software(
     traffic=Written(stream=26, mlp=6, scores=10, logits=16, kernels=11, backward=1.6),
     flash=False, overlap=Overlap(backward=0.0),
     repeated_sums=2, gradient_bytes=2, accumulate_bytes=6, optimizer_bytes=52,
-    splits_messages=True, sends_every_tick=False, sums_stacks=False,
+    splits_messages=True, sums_stacks=False,
 )  # fmt: skip
 
 # The program of arXiv 2205.05198: the same, but the gather for a weight's gradient overlaps with another product

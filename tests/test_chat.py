@@ -107,7 +107,7 @@ def test_conversations_are_one_value_or_one_a_line():
     ("text", "words"),
     [
         ('[{"role": "user"}]\n[', "line 2 of stdin is not JSON"),
-        ("{}", 'stdin has JSON that is not a conversation; write [{"role": "user"'),
+        ("{}", "stdin has JSON that is not a conversation: it has no messages, prompt and completion"),
         ('[{"content": "x"}]', "is not a conversation"),
         ('{"messages": [{"role": "user"}], "tools": 3}', "is not a conversation"),
     ],
@@ -149,7 +149,7 @@ def test_stdin_holds_turns_or_conversations(flags, stdin, rendered, run, monkeyp
     ("flags", "stdin", "words"),
     [
         (("--chat",), "", "there is no question; add --prompt TEXT"),
-        (("--chat", "--num-samples", "2"), "Hi", "--num-samples 2 would give a conversation several answers"),
+        (("--chat", "--num-samples", "2"), "Hi", "--num-samples 2 gives a conversation several answers"),
         (("--system", "x", "--prompt", "x"), "", "--system is for a conversation; add --chat"),
     ],
 )

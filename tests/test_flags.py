@@ -34,6 +34,8 @@ TYPED = {
     "plan --json false --compile": "--json false: it takes no value; type --json or --no-json",
     "train --fp16 --train.steps 3": "type --precision.compute fp16",
     "train --adam-beta1 0.8": "mjax train has no --adam-beta1; set optimizer.beta1 in a config file",
+    "train --mesh.schedule gpipe": "mjax train has no --mesh.schedule; set mesh.schedule in a config file",
+    "train --log.no-tensorboard": "mjax train has no --log.no-tensorboard; set log.tensorboard in a config file",
     "plan --log.wandb x": "mjax plan has no --log.wandb; no result depends on log: leave it out",
     "train --mesh.dta 2": "mjax train has no --mesh.dta (did you mean --mesh.data?)",
     "train --zzz": "mjax train has no --zzz; `mjax train --help` lists its flags",

@@ -69,10 +69,7 @@ def with_byte_fallback(decoder):
     library = tokenizers.Tokenizer(model)
     library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     library.decoder = decoder
-    return (
-        lambda text: library.encode(text).ids,
-        lambda ids: library.decode(ids, skip_special_tokens=False),
-    )
+    return (lambda text: library.encode(text).ids, lambda ids: library.decode(ids, skip_special_tokens=False))
 
 
 def kinds():

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import mjax
 from mjax.parallel.mesh import abstract_mesh
+from mjax.planner.program import inner_jaxprs
 from mjax.step.step import build_program
 
 MJAX = str(Path(mjax.__file__).parent)
@@ -20,17 +21,8 @@ def equations(jaxpr, name=None):
     for equation in jaxpr.eqns:
         if name in (None, equation.primitive.name):
             yield equation
-        for body in subjaxprs(equation):
+        for body in inner_jaxprs(equation):
             yield from equations(body, name)
-
-
-def subjaxprs(equation):
-    """The jaxprs in the parameters of an equation."""
-    for value in equation.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            item = getattr(item, "jaxpr", item)
-            if hasattr(item, "eqns"):
-                yield item
 
 
 def writer(equation):
@@ -45,7 +37,7 @@ def scopes(jaxpr):
     """A jaxpr and those in it, at any depth."""
     yield jaxpr
     for equation in jaxpr.eqns:
-        for body in subjaxprs(equation):
+        for body in inner_jaxprs(equation):
             yield from scopes(body)
 
 

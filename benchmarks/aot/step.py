@@ -60,14 +60,14 @@ def main() -> int:
     config, _ = resolve(arguments.settings, chosen, flag_names(argv), arguments.config, Path("runs"))
     config = replace(config, data=replace(config.data, mock=True))
     validate(config, arguments.config)
-    check_compile(config, arguments.gpu, arguments.devices_per_node)
+    gpu, devices, compute = gpu_named(arguments.gpu), config.mesh.devices, config.precision.compute
+    check_compile(config, gpu.in_server(arguments.devices_per_node))
     if arguments.save_program is not None:
         check_save(arguments.save_program)
     launch.leave_accelerators_alone()  # nothing runs: the GPUs are described, not opened
     from mjax.config import axes
     from mjax.planner.layer import model_flops
 
-    gpu, devices, compute = gpu_named(arguments.gpu), config.mesh.devices, config.precision.compute
     compiled = compile_step(config, arguments.gpu, arguments.devices_per_node, quiet=False)
     if arguments.save_program is not None:
         facts = {"gpu": arguments.gpu, "device_kind": compiled.device_kind}

@@ -139,6 +139,7 @@ def save_base(run: Path, base: Base) -> None:
 class Manifest(TypedDict):
     """Contents of every manifest: dtype and shape of each array, size and CRC-32 of each file."""
 
+    step: int
     arrays: dict[str, tuple[str, list[int]]]
     files: dict[str, tuple[int, int]]
 
@@ -199,7 +200,7 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
     """The manifest of the checkpoint in `folder`, which is named by its step.
 
     Returns:
-      'step' (not in older ones), 'arrays' {name: [dtype, shape]}, 'files' {path: [bytes, CRC-32]} and, for a training
+      'step', 'arrays' {name: [dtype, shape]}, 'files' {path: [bytes, CRC-32]} and, for a training
       run, 'host' {name: plain value}.
 
     Raises:
@@ -220,7 +221,7 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
             path_below(folder, name, "file")
     except UsageError as error:
         raise Damaged(f"{MANIFEST} has names of no checkpoint: {error}") from None
-    if folder.name.isdecimal() and manifest.get("step", int(folder.name)) != int(folder.name):
+    if folder.name.isdecimal() and manifest["step"] != int(folder.name):
         renamed = folder.with_name(str(manifest["step"]))
         command = shlex.join(["mv", str(folder), str(renamed)])
         raise Misnamed(f"{MANIFEST} says that it is checkpoint {renamed.name}; type: {command}")

@@ -92,9 +92,8 @@ class StoreLock:
 
     def _create(self, address: str) -> bool:
         """Write the state of this process if there is no object; True if there is the one that this process wrote."""
-        return self.store.create(address, self._state()) or (
-            parse(self.store.read(address)).get("token") == self.token  # the answer was lost
-        )
+        written = self.store.create(address, self._state())
+        return written or parse(self.store.read(address)).get("token") == self.token  # the answer was lost
 
     def _state(self) -> bytes:
         about = {"host": socket.gethostname(), "process": os.getpid(), "beat": self._beats, "token": self.token}
@@ -132,6 +131,5 @@ def _holder(content: bytes | None) -> str:
     if content is None:
         return "nobody (its lock is gone: another process has ended it, or it was removed)"
     lock = parse(content)
-    return one_sentence(
-        f"process {lock['process']} on {lock.get('host')}" if "process" in lock else "an unknown process"
-    )
+    who = f"process {lock['process']} on {lock.get('host')}" if "process" in lock else "an unknown process"
+    return one_sentence(who)

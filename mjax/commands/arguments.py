@@ -26,8 +26,7 @@ class _ImportArguments:
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Run folder to create, such as runs/gpt2; must not exist or be empty."""
     vocabulary_multiple: Count = 128
-    """Pad the embedding with zero rows to a multiple of this, so that --mesh.model divides it; padding is never
-    predicted."""
+    """Pad the embedding with zero rows to a multiple of this, so that --mesh.model divides it."""
     rope: Annotated[str | None, tyro.conf.arg(metavar="KIND:FACTOR")] = None
     """Lower the rotary frequencies for longer sequences: yarn:8, llama3:8 or linear:4, for a model of 8,192 positions
     65,536 or 32,768. By default positions stay as they are."""
@@ -62,8 +61,7 @@ class FromMegatronArguments(_ImportArguments):
     tokenizer: str | None = None
     """KIND:FILES as in `mjax prepare`, such as gpt2:vocab.json,merges.txt: Megatron stores none."""
     vocabulary: int | None = None
-    """Number of embedding rows that are tokens; the others are padding. By default the size of the tokenizer, or all
-    rows without one."""
+    """Number of embedding rows that are tokens; by default the size of the tokenizer, or all rows without one."""
     heads: Count | None = None
     """Attention heads; required if the checkpoint does not say."""
     activation: Literal["gelu_tanh", "gelu_erf"] | None = None
@@ -127,9 +125,8 @@ class TextArguments:
     output: Any
     """Output."""
     inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES …")] = ()
-    """Text in UTF-8: .txt, .md, .py and the like hold one document per file, .jsonl one per line, all plain, .gz or
-    .zst; .parquet one per row. A folder, or a quoted pattern such as 'data/*.jsonl', means its files in the order of
-    their names. Addresses such as s3://bucket/data/*.jsonl too."""
+    """Text in UTF-8: .txt, .md, .py hold a document, .jsonl one per line, all plain, .gz or .zst; .parquet one per row.
+    A folder or quoted pattern, such as 'data/*.jsonl' or s3://bucket/data/*.jsonl, means its files by name."""
     key: str = "text"
     """Field of a .jsonl line or column of a .parquet file that holds the text."""
     malformed: Literal["stop", "skip"] = "stop"
@@ -209,8 +206,7 @@ class PrepareArguments(ConversationArguments):
     append_eod: bool = True
     """End every document with the end-of-document token; Megatron's preprocess_data does so only with a flag."""
     prepend_bos: Literal["auto", "on", "off"] = "auto"
-    """Whether every document begins with the tokenizer's token for that, such as <s>; auto: as in the run of run:RUN,
-    else not."""
+    """Begin every document with the token for that, such as <s>; auto: as in the run of run:RUN, else not."""
     split_documents: Annotated[str | None, tyro.conf.arg(metavar="blank-line|N")] = None
     """Split text files into documents at blank lines, or every N lines. By default a file is one document, and a single
     document leaves nothing for validation."""
@@ -229,8 +225,7 @@ class DedupArguments(FilterArguments):
     threshold: float = 0.7
     """Jaccard similarity of shingles at which documents are near-duplicates, 0.3 to 1."""
     shingles: Unit = "words"
-    """Unit of a shingle: words in lower case without punctuation, or characters as they are (for languages that put no
-    spaces between words)."""
+    """Unit of a shingle: words in lower case without punctuation, or characters (for languages without spaces)."""
     shingle_size: Count = 5
     """Words or characters in a shingle. Megatron's tools took 5 characters."""
 
@@ -303,8 +298,7 @@ class EvaluateArguments(RunArguments):
     loss by position in long ones."""
 
     task: str
-    """wikitext103, lambada, perplexity or positions; for a run of `mjax finetune` mnli, qqp, race, squad1.1 or
-    squad2.0."""
+    """wikitext103, lambada, perplexity or positions; of `mjax finetune`: mnli, qqp, race, squad1.1 or squad2.0."""
     data: Annotated[str, Elsewhere("dataset data-dir data-file")]
     """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity and positions any .txt, .jsonl or .parquet
     file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""

@@ -40,6 +40,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -86,10 +87,8 @@ def clean(arguments: CleanArguments) -> dict[str, Any] | None:
     texts = TextFiles(evaluation, arguments.decontaminate_key, all_fields=False, most=most)
     grams = evaluation_grams(document.text for document in texts) if evaluation else None
     if grams == {}:
-        raise UsageError(
-            f"--decontaminate {evaluation[0]} has no text of {SHORTEST_GRAM} words or more; "
-            "give evaluation sets as text, or name their field with --decontaminate-key"
-        )
+        fix = "give evaluation sets as text, or name their field with --decontaminate-key"
+        raise UsageError(f"--decontaminate {evaluation[0]} has no text of {SHORTEST_GRAM} words or more; {fix}")
     Cleaner(arguments, grams)  # what cannot be loaded is refused before anything is read
     return tasks.run(CleanJob(arguments, corpus, texts.names, grams))
 
@@ -143,7 +142,8 @@ class CleanJob(FilterJob):
         """Clean a share."""
         malformed = self.malformed()
         with self.writing(rank, "kept", "removed") as streams:
-            share = CleanShare(*streams, {name: Tally(name) for name in ("read", "kept")})
+            names = ("read", *chain(*_steps(self.arguments).values()), "kept")
+            share = CleanShare(*streams, {name: Tally(name) for name in names})
             for block in self.blocks(rank):
                 documents, lines = parse(block, self.arguments.key)
                 malformed.add(lines)
@@ -154,16 +154,15 @@ class CleanJob(FilterJob):
 
     def finish(self, rank: int) -> dict[str, Any]:
         """Write the report and give the files their names."""
-        how, tallies = self.arguments, {}
-        for part, _ in self.results("clean"):
-            for name, tally in part.items():
-                tallies.setdefault(name, Tally(name)).merge(Tally(**tally))
+        how, tallies = self.arguments, self.tallies([part for part, _ in self.results("clean")])
         report = {"command": "clean", "inputs": self.corpus.names}
         report |= {"minimum_tokens": how.minimum_tokens, "tokenizer": how.tokenizer or "words"}
         if self.grams is not None:
             report["decontaminate"] = self.results("common")[0]
         malformed = self.malformed([part for _, part in self.results("clean")])
-        return self.put_files(report | _in_order(tallies, how), malformed)
+        report["read"] = tallies["read"]
+        report |= {key: [tallies[name] for name in names] for key, names in _steps(how).items()}
+        return self.put_files(report | {"kept": tallies["kept"]}, malformed)
 
     def remarks(self, report: dict[str, Any]) -> Iterator[str]:
         """Remarks below the table."""
@@ -176,15 +175,12 @@ class CleanJob(FilterJob):
             yield "Lengths are in words between white space; --tokenizer counts tokens."
 
 
-def _in_order(tallies: dict[str, Tally], how: CleanArguments) -> dict[str, Any]:
-    """The tallies as in the report: every requested step, in order, even if it removed nothing."""
+def _steps(how: CleanArguments) -> dict[str, list[str]]:
+    """The names of the steps in the report, in order."""
     cutting = bool(how.decontaminate)
-    changed = [REPAIRED] * how.repair + [CUT, MORE_PIECES] * cutting
     removed = [NOTHING_LEFT, TOO_MANY_PIECES] * cutting + [how.short] * (how.minimum_tokens > 0)
     removed += [f"--keep {spec}" for spec in how.keep]
-    steps = {"changed": changed, "removed": removed}
-    steps = {key: [tallies.get(name, Tally(name)) for name in names] for key, names in steps.items()}
-    return {"read": tallies["read"], **steps, "kept": tallies["kept"]}
+    return {"changed": [REPAIRED] * how.repair + [CUT, MORE_PIECES] * cutting, "removed": removed}
 
 
 # --- In a worker ------------------------------------------------------------------------------------------------------
@@ -206,7 +202,7 @@ class CleanShare:
 
     def count(self, name: str, text: str, /, **example: Any) -> None:
         """Add a document to the tally `name`."""
-        self.tallies.setdefault(name, Tally(name)).add(text, **example)
+        self.tallies[name].add(text, **example)
 
     def remove(self, reason: str, text: str, source: str, /, **details: Any) -> None:
         """Record that a document was removed."""

@@ -64,9 +64,7 @@ COMMANDS: Commands = {
     "clean": Command("clean:clean", "fix Unicode, remove evaluation sets, short and unwanted documents", early=True),
     "data": Command(DATA_COMMANDS, "inspect or merge datasets"),
     "runs": Command(RUNS_COMMANDS, "list, compare or remove runs"),
-    "evaluate": Command(
-        "evaluate:evaluate", "evaluate a model: WikiText103, LAMBADA, perplexity, its task", early=True
-    ),
+    "evaluate": Command("evaluate:evaluate", "evaluate a model: WikiText103, LAMBADA, perplexity, a task", early=True),
     "lm-eval": Command("lm_eval:lm_eval", "run tasks of EleutherAI's lm-evaluation-harness on a model"),
     "finetune": Command("finetune:finetune", "fine-tune a BERT for a task: MNLI, QQP, RACE, SQuAD"),
     "convert": Command(CONVERT_COMMANDS, "convert checkpoints from Hugging Face or Megatron-LM, or to Hugging Face"),

@@ -354,11 +354,9 @@ class DedupJob(FilterJob):
     def finish(self, rank: int) -> dict[str, Any]:
         """Write the report, and give the files their names."""
         choice, texts = self.results("choose")[0], {}
-        tallies = {name: Tally(name) for name in (EXACT, NEAR, "read", "kept")}
-        for counts, shown in self.results("write"):
+        tallies = self.tallies([counts for counts, _ in self.results("write")])
+        for _, shown in self.results("write"):
             texts |= {int(number): text for number, text in shown.items()}
-            for name, tally in tallies.items():
-                tally.merge(Tally(**counts[name]))
         for name, tally in tallies.items():
             for number in choice["examples"].get(name, ()):
                 fate = self.fate(slice(number, number + 1))

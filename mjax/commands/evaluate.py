@@ -120,10 +120,8 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
         for note in task.notes:
             say(note)
         if task.with_head(saved.model) != saved.model:
-            tuned = f"run of mjax finetune --task {arguments.task}"
-            raise UsageError(
-                f"the model in {run} was not fine-tuned for {arguments.task}; give the folder best of a {tuned}"
-            )
+            tuned = f"mjax finetune --task {arguments.task}"
+            raise UsageError(f"{run} was not fine-tuned for {arguments.task}; give the folder best of {tuned}")
         if arguments.predictions is None and not task.has_labels:
             raise UsageError(f"{arguments.data} has no labels to compute metrics from; add --predictions FOLDER")
 

@@ -121,9 +121,7 @@ def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
                 raise UsageError(f"--{name} {words[0]}: it takes no value; type {switches}")
             continue
         if name in lists:
-            raise UsageError(
-                f"--{name} is given twice, and only the last would count; give all after one: --{name} A B"
-            )
+            raise UsageError(f"--{name} is given twice; give all values after one: --{name} A B")
         if "." in name and any(... in get_args(option) for option in _options(flag.kind)):  # others may add up
             lists.add(name)
         _check_value(name, words, flag.kind)
@@ -182,10 +180,12 @@ def _negative(name: str) -> str:
 
 def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str) -> str:
     """The flag to type instead of an unknown one."""
+    if (field := fields.get(_positive(name.lower()))) and field.hidden:  # not on the command line
+        return f"; {field.hidden}"
     flags, last = [flag for flag in fields.values() if not flag.hidden], name.lower().rpartition(".")[2]
     if matches := _match_flags(name.lower(), "".join(words[:1]), flags):
         return "; type " + either([_format_flag(flag, value, len(matches) > 1) for flag, value in matches])
-    for flag in sorted(fields.values(), key=lambda flag: flag.name != name.lower()):  # the field itself first
+    for flag in fields.values():
         if last == flag.name.rpartition(".")[2] or _translate_value(flag.marks, last, "") is not None:
             return f"; {flag.hidden}"
     for field, kinds in _fields_of_models(last).items():

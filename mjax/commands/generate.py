@@ -39,9 +39,7 @@ def generate(arguments: GenerateArguments) -> int:
     check_bounds(arguments)
     copies = arguments.num_samples
     if copies > 1 and arguments.sampling.temperature == 0:
-        raise UsageError(
-            f"--num-samples {copies} with --temperature 0 is one text {copies} times; leave one of them out"
-        )
+        raise UsageError(f"--num-samples {copies} with --temperature 0 is one text {copies} times; leave one out")
     if arguments.system is not None and not arguments.chat:
         raise UsageError("--system is for a conversation; add --chat, or leave it out")
     keep_programs()
@@ -171,9 +169,7 @@ def _read_chat(arguments: GenerateArguments) -> tuple[list[tuple[list[dict[str, 
     if not (prompts or on_terminal or stdin.strip()):
         raise UsageError("there is no question; add --prompt TEXT, or write one a line to stdin")
     if arguments.num_samples > 1 and not conversations:
-        raise UsageError(
-            f"--num-samples {arguments.num_samples} would give a conversation several answers; add --prompt"
-        )
+        raise UsageError(f"--num-samples {arguments.num_samples} gives a conversation several answers; add --prompt")
     return conversations, _read_questions() if on_terminal else lines_of(stdin)
 
 

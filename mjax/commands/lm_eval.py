@@ -92,9 +92,8 @@ def _check_installed(who: str) -> None:
     try:
         importlib.import_module("lm_eval")
     except ImportError as error:
-        raise UsageError(
-            f"{who} needs the package lm-eval ({error}): pip install lm-eval, or use mjax evaluate, which needs nothing"
-        ) from None
+        fix = "pip install lm-eval, or use mjax evaluate"
+        raise UsageError(f"{who} needs the package lm-eval ({error}): {fix}") from None
 
 
 class EvaluateWithHarness(Callback):

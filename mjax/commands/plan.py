@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import tyro
 
-from mjax.cluster.hardware import Gpu, gpu_named
+from mjax.cluster.hardware import gpu_named
 from mjax.commands.flags import flag_names, parse
 from mjax.commands.train import TrainArguments, choose_config, name_of
 from mjax.config import Config, axes, load_config
@@ -30,9 +30,6 @@ from mjax.errors import UsageError, check_picture, in_python
 from mjax.planner import Section
 from mjax.utils.figures import human_bytes, named_rows, table
 from mjax.utils.files import cache_home
-
-if TYPE_CHECKING:
-    from mjax.planner.time import Calibration
 
 
 @dataclass(frozen=True)
@@ -50,27 +47,22 @@ class PlanArguments:
     communication_figure: Path | None = None
     """Plot the bytes that a device sends, by axis and source, into this file: .png, .pdf or .svg."""
     gpu: str | None = None
-    """GPU to plan for, such as h100: predicts whether the config fits and how long a step takes.
-    mjax/cluster/hardware.py lists all names."""
+    """GPU, such as h100: predicts if the config fits and how long a step takes. mjax/cluster/hardware.py lists all."""
     calibration: Path | None = None
-    """Rates measured on your machine, by benchmarks/calibrate.py of mjax's repository; by default those of published
-    runs."""
+    """Rates measured on your machine, by benchmarks/calibrate.py of mjax's repository; by default published ones."""
     compile: bool = False
-    """Compile the step for --gpu ahead of time, without the GPU: memory as allocated and collectives as scheduled by
-    XLA, next to the predicted ones. Takes half a minute to several minutes; needs JAX's CUDA wheels
-    (pip install 'jax[cuda13]')."""
+    """Compile the step for --gpu ahead of time, without the GPU: memory and collectives by XLA, next to the predicted
+    ones. Takes half a minute to several minutes; needs JAX's CUDA wheels (pip install 'jax[cuda13]')."""
     devices_per_node: Count | None = None
     """GPUs per server, for the search, the time and --compile; by default the usual number for the GPU, mostly 8."""
     network: Positive | None = None
-    """Network bandwidth of a server, one way, in gigabits per second over all its cards, such as 1600 for four of 400;
-    by default the usual bandwidth for the GPU, in proportion to --devices-per-node."""
+    """Network bandwidth of a server, one way, in Gbit/s over all its cards; by default the usual one for the GPU."""
     longest: Count | None = None
     """Find the longest sequence that fits on this many GPUs, which share it. Needs --gpu."""
     devices: Count | None = None
     """Search the fastest way to run the config on this many GPUs: mesh, micro-batch, recomputation. Needs --gpu."""
     keep: tuple[str, ...] = ()
-    """Fields to keep fixed in the search, such as mesh.zero: any of mesh, and train.micro_batch, train.recompute,
-    train.loss_chunks."""
+    """Fields to keep fixed in the search: any of mesh, and train.micro_batch, train.recompute, train.loss_chunks."""
     days: Positive | None = None
     """With --devices: find the largest model that this many days train, among those of --config in other sizes (by
     default llama3_8b)."""
@@ -144,6 +136,7 @@ def _with_default(argv: Sequence[str]) -> Sequence[str]:
     return argv if given else ["--config", "llama3_8b", *argv]
 
 
+# Flags that have no effect without another one.
 NEEDS = {
     "keep": "devices 8",
     "days": "devices 8",
@@ -155,10 +148,9 @@ NEEDS = {
     "network": "gpu h100",
     "calibration": "gpu h100",
 }
-"""Flags that have no effect without another one."""
 OWN = "this config"  # of a caller from Python
+# Keys of the sections in --json, in printing order.
 KEYS = ("budget", "run", "schedule", "memory", "communication", "time", "search", "longest", "compile")
-"""Keys of the sections in --json, in printing order."""
 
 
 @in_python("gpu", "longest", "calibration", "network", "devices_per_node", "schedule_figure", "memory_figure")
@@ -197,49 +189,59 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
     Raises:
       UsageError: the config cannot run, a figure shows a part that it does not have, or its file cannot be written.
     """
-    config, name, devices = arguments.settings, arguments.config, arguments.devices
-    from mjax.planner.time import Rates
+    _check_flags(arguments)
+    from mjax.planner import command
+    from mjax.planner.search import Budget
+    from mjax.planner.time import default_calibration, read_calibration, time_section
 
-    gpu, calibration = _hardware(arguments)
-    per_server = 8 if gpu is None else gpu.gpus_per_node
+    config, name, devices, keep = arguments.settings, arguments.config, arguments.devices, arguments.keep
     sections: dict[str, Section | None] = dict.fromkeys(KEYS)
-    if devices is not None or arguments.longest is not None:
-        Rates(gpu, calibration, config.precision.compute)  # refuses a dtype without known rates
+    gpu = calibration = None
+    if arguments.gpu is not None:
+        gpu = gpu_named(arguments.gpu).in_server(arguments.devices_per_node, arguments.network)
+        file = arguments.calibration
+        calibration = default_calibration(gpu) if file is None else read_calibration(file)
+    if arguments.days is not None:
+        name = name if arguments.run is None else f"{arguments.run}/config.json"
+        budget = Budget(devices, gpu, arguments.days, arguments.tokens_per_parameter)
+        base = config if name == OWN else load_config(name)
+        config, sections["budget"] = command.run_budget(config, name, base, budget, calibration, keep)
     if devices is not None:
-        from mjax.planner.command import about, run_budget, run_search
-        from mjax.planner.search import Budget
-
-        if arguments.days is not None:
-            name = name if arguments.run is None else f"{arguments.run}/config.json"
-            budget = Budget(devices, gpu, arguments.days, arguments.tokens_per_parameter)
-            base = config if name == OWN else load_config(name)
-            config, sections["budget"] = run_budget(config, name, base, budget, calibration, arguments.keep)
-        config, sections["search"] = run_search(config, name, devices, gpu, calibration, arguments.keep)
-    _check(arguments, config, name, gpu, per_server)
+        config, sections["search"] = command.run_search(config, name, devices, gpu, calibration, keep)
+    # A plan needs no data.
+    validate(replace(config, data=replace(config.data, mock=True)), name)
+    if arguments.schedule_figure is not None and config.mesh.pipe == 1:
+        stages = "--mesh.pipe 2" + " --keep mesh.pipe" * (devices is not None)
+        raise UsageError(f"--schedule-figure needs a pipeline and {name} has none; add stages, such as {stages}")
+    if arguments.compile:
+        command.check_compile(config, gpu)
+    if gpu is None:
+        attention_on_gpu(config)
+    else:
+        attention_on_gpu(config, gpu.compute_capability)
+        command.check_float8(config, gpu.name, gpu.compute_capability)
     if arguments.write is not None:  # after all checks
-        write_config(config, arguments.write, about(sections["search"], name, config))
-
-    from mjax.planner.command import memory_section
+        write_config(config, arguments.write, command.about(sections["search"], name, config))
 
     sections["run"] = _run(config, name)
     sections["schedule"] = _schedule(config, arguments.schedule_figure)
-    sections["memory"] = memory_section(config, gpu, arguments.memory_figure, name)
+    sections["memory"] = command.memory_section(config, gpu, arguments.memory_figure, name)
     sections["communication"] = _communication(config, name, arguments.communication_figure)
     if gpu is not None:
-        sections["time"] = _time(config, gpu, calibration)
+        try:
+            sections["time"] = time_section(config, gpu, calibration)
+        except UsageError as error:  # no peak is known: memory and communication need none
+            why = {"gpu": gpu.name, "seconds": None, "why": str(error)}
+            sections["time"] = Section(f"Time on {gpu.name}", why, [str(error)])
     if arguments.longest is not None:
-        from mjax.planner.command import run_longest
-
-        sections["longest"] = run_longest(config, name, arguments.longest, gpu, calibration)
+        sections["longest"] = command.run_longest(config, name, arguments.longest, gpu, calibration)
     if arguments.compile:
-        from mjax.planner.command import compile_for
-
-        sections["compile"] = compile_for(config, gpu)
+        sections["compile"] = command.compile_for(config, gpu)
     return sections
 
 
-def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration | None]:
-    """The given GPU with the described server, and its rates; refuses flags that cannot work."""
+def _check_flags(arguments: PlanArguments) -> None:
+    """Refuse flags that cannot work, before JAX is imported."""
     for name in ("schedule_figure", "memory_figure", "communication_figure"):
         if (file := getattr(arguments, name)) is not None:
             check_picture(f"--{name.replace('_', '-')}", file)
@@ -251,37 +253,6 @@ def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration | None]
             values = value if isinstance(value, tuple) else (value,)
             shown = " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
             raise UsageError(f"--{name.replace('_', '-')} {shown} needs --{needed}; add it")
-    per_server, network, file = arguments.devices_per_node, arguments.network, arguments.calibration
-    if arguments.gpu is not None:
-        from mjax.planner.time import default_calibration, read_calibration
-
-        gpu = gpu_named(arguments.gpu).in_server(per_server, network)
-        return gpu, default_calibration(gpu) if file is None else read_calibration(file)
-    return None, None
-
-
-def _check(arguments: PlanArguments, config: Config, name: str, gpu: Gpu | None, per_server: int) -> None:
-    """Refuse a config that cannot run on the GPU, and sections that it does not have."""
-    # A plan needs no data.
-    validate(replace(config, data=replace(config.data, mock=True)), name)
-    if arguments.schedule_figure is not None and config.mesh.pipe == 1:
-        layers = config.model.layers
-        stages = next((count for count in range(2, layers) if layers % count == 0), layers)
-        keep = " --keep mesh.pipe" if arguments.devices is not None else ""
-        raise UsageError(
-            f"--schedule-figure needs a pipeline and {name} has none; add stages, such as --mesh.pipe {stages}{keep}"
-        )
-    if arguments.compile:
-        from mjax.planner.command import check_compile
-
-        check_compile(config, gpu and gpu.name, per_server)
-    if gpu is None:
-        attention_on_gpu(config)
-        return
-    from mjax.planner.command import check_float8
-
-    attention_on_gpu(config, gpu.compute_capability)
-    check_float8(config, gpu.name, gpu.compute_capability)
 
 
 # --- The sections -----------------------------------------------------------------------------------------------------
@@ -325,34 +296,25 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
     if config.mesh.pipe == 1:
         return None
     from mjax.parallel.schedules import schedule_of, slot_times
-    from mjax.pictures.schedule import describe_bubble, describe_in_flight, display_name, draw_schedule
+    from mjax.pictures.plan import describe_bubble, describe_in_flight, display_name, draw_schedule
 
     schedule, times = schedule_of(config), slot_times(config)
     if file is not None:
         draw_schedule(schedule, file, *times)
-    forward, backward = times
     values = {
         "name": schedule.name,
-        "stages": schedule.stages,
-        "micro_batches": schedule.micro_batches,
         "chunks": schedule.chunks,
         "ticks": schedule.ticks,
-        "slot_times": {"forward": forward, "backward": backward},
         "bubble": schedule.bubble(*times),
         "in_flight": [schedule.in_flight(stage) for stage in range(schedule.stages)],
-        "figure": None if file is None else str(file),
     }
     rows = {
         "schedule": display_name(schedule),
-        "stages, P": schedule.stages,
-        "micro-batches, M": schedule.micro_batches,
         "chunks per stage, V": schedule.chunks,
         "ticks": schedule.ticks,
         "bubble": describe_bubble(schedule, *times),
         "in flight": describe_in_flight(schedule),
     }
-    if file is not None:
-        rows["picture"] = file
     return Section("Schedule", values, named_rows(rows))
 
 
@@ -368,11 +330,9 @@ def _communication(config: Config, name: str, file: Path | None) -> Section:
     by_axis = sends.by_axis()
     values = {
         "bytes_by_axis": {axes_name(over): sent for over, sent in by_axis.items()},
-        "bytes_by_source": sends.by_source(),
         "collectives": sends.count,
         "bytes": sends.sent,
         "records": [record.values() for record in sends.records],
-        "figure": None if file is None else str(file),
     }
     if not sends.records:
         return Section("Communication", values, ["none, on a mesh of one device"])
@@ -384,17 +344,5 @@ def _communication(config: Config, name: str, file: Path | None) -> Section:
         rows.append((axes_name(over), "all", "", f"{on_axes.count:,}", human_bytes(on_axes.sent)))
     differ = any(len(set(record.counts)) > 1 for record in sends.records)
     where = ", in each row on the pipeline stage that sends most" if differ else ""
-    lines = [f"Times and bytes (on a ring) are those of one device in one step{where}."]
-    lines += [] if file is None else [f"picture: {file}"]
-    return Section("Communication", values, [*table(("over", "from", "collective", "times", "sends"), rows, 3), *lines])
-
-
-def _time(config: Config, gpu: Gpu, calibration: Calibration | None) -> Section:
-    """The time of a step and of the run."""
-    from mjax.planner.time import Rates, time_section
-
-    try:
-        Rates(gpu, calibration, config.precision.compute)
-    except UsageError as error:  # memory and communication need no peak
-        return Section(f"Time on {gpu.name}", {"gpu": gpu.name, "seconds": None, "why": str(error)}, [str(error)])
-    return time_section(config, gpu, calibration)
+    about = f"Times and bytes (on a ring) are those of one device in one step{where}."
+    return Section("Communication", values, [*table(("over", "from", "collective", "times", "sends"), rows, 3), about])

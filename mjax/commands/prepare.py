@@ -23,7 +23,7 @@ import shlex
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -36,14 +36,13 @@ from rich.console import Console
 
 from mjax import __version__
 from mjax.commands.arguments import ConversationArguments, PrepareArguments
-from mjax.config import DataConfig, load_config, read_settings
+from mjax.config import DataConfig, read_settings
 from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
 from mjax.data import indexed, tokenizers
 from mjax.data.corpus import TextFiles, parse, tasks
 from mjax.data.corpus.documents import OF_ROWS, Block, Wikipedia, ending_of
 from mjax.data.indexed import Shape, index_file, mask_file, token_dtype, token_file
-from mjax.data.samples import advice
 from mjax.data.tokenizers import BertTokenizer, HuggingFaceTokenizer, Tokenizer
 from mjax.errors import UsageError
 from mjax.generation.chat import PLAIN, TEMPLATE, Chat, Trained, Unfit, encode, preview, refused
@@ -97,7 +96,7 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
         if arguments.longest is None:
             model = read_settings(_run_of(arguments) / "config.json").model
             arguments = replace(arguments, longest=model.sequence + 1)
-        corpus = Wikipedia(questions=True) if arguments.demo else _conversations_of(arguments)
+        corpus = _conversations_of(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
     return tasks.run(PrepareJob(arguments, corpus, following))
@@ -211,10 +210,8 @@ class PrepareJob(tasks.Job):
             counts.update(share["counts"])
         malformed = self.malformed([share["malformed"] for share in shares])
         if not counts["tokens"] and counts["dropped"]:
-            raise UsageError(
-                f"all {counts['dropped']:,} conversations are longer than --longest {how.longest:,}; raise it, or add "
-                "--too-long cut"
-            )
+            longer = f"all {counts['dropped']:,} conversations are longer than --longest {how.longest:,}"
+            raise UsageError(f"{longer}; raise it, or add --too-long cut")
         if not counts["tokens"]:
             raise UsageError(f"there is no text in {', '.join(self.corpus.names)}; give files with text")
         metadata = DatasetMetadata(
@@ -223,16 +220,13 @@ class PrepareJob(tasks.Job):
             eod=tokenizer.eod,
             append_eod=how.append_eod and not how.chat,
             bos=tokenizer.bos,
-            documents=counts["documents"],
-            tokens=counts["tokens"],
-            text_bytes=counts["text_bytes"],
             inputs=self.corpus.names,
             mjax_version=__version__,
-            sequences=counts["sequences"],
             sentences=how.language if how.split_sentences else None,
             malformed=malformed.count,
             malformed_examples=malformed.examples,
             trained=counts["trained"] if how.chat else None,
+            **{name: counts[name] for name in ("documents", "tokens", "text_bytes", "sequences")},
         )
         self.copies = isinstance(token_file(prefix), RemoteFile)
         if (self.folder / "idx").exists():  # else a run that was killed just before its end has put all
@@ -299,8 +293,7 @@ def _check(arguments: PrepareArguments) -> None:
         raise UsageError("no input; give .txt, .jsonl or .parquet files, or --demo for 5 MB of Wikipedia")
     if arguments.vocabulary is not None and not _trains(arguments):
         raise UsageError(f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; leave it out")
-    of_text = {"--split-sentences": arguments.split_sentences, "--split-documents": arguments.split_documents}
-    _check_chat(arguments, arguments.tokenizer, of_text)
+    _check_chat(arguments)
     if arguments.split_sentences:
         load_splitter(arguments.language)
     indexed.check_output(arguments.output, arguments.overwrite)
@@ -407,28 +400,20 @@ ONLY = {
 """Flags that go with --chat, and their defaults."""
 
 
-def _check_chat(arguments: ConversationArguments, tokenizer: str | None, of_text: Mapping[str, object]) -> None:
-    """Refuse flags that do not go with --chat, or only with it, and a run without a chat template.
-
-    Args:
-      arguments: as parsed.
-      tokenizer: --tokenizer.
-      of_text: flags that are for text, with their values.
-
-    Raises:
-      UsageError: one sentence.
-    """
+def _check_chat(arguments: PrepareArguments) -> None:
+    """Refuse flags that do not go with --chat, or only with it, and a run without a chat template."""
     if not arguments.chat:
         for name, default in ONLY.items():
             if getattr(arguments, name) != default:
                 raise UsageError(f"--{name.replace('_', '-')} is for conversations; add --chat, or leave it out")
         return
-    if flags := [flag for flag, value in of_text.items() if value]:
-        raise UsageError(f"{flags[0]} is for text, and --chat for conversations; leave one out")
-    kind, _, run = (tokenizer or "").partition(":")
-    if kind != "run":
+    for name in ("demo", "split_sentences", "split_documents"):
+        if getattr(arguments, name):
+            raise UsageError(f"--{name.replace('_', '-')} is for text, and --chat for conversations; leave one out")
+    run = _run_of(arguments)
+    if not (arguments.tokenizer or "").startswith("run:"):
         raise UsageError("--chat needs the tokenizer and chat template of the model to train; add --tokenizer run:RUN")
-    if arguments.template is None and not (Path(run) / "tokenizer" / TEMPLATE).is_file():
+    if arguments.template is None and not (run / "tokenizer" / TEMPLATE).is_file():
         raise UsageError(f"{run} has no chat template; add --template FILE, or plain for User: … Assistant: …")
     if arguments.template not in (None, "plain") and not Path(arguments.template).is_file():
         raise UsageError(f"there is no file {arguments.template}; give a chat template in Jinja, or --template plain")
@@ -524,9 +509,8 @@ class ConversationEncoder:
     def _check_ids(self, ids) -> None:
         if ids and max(ids) >= self.tokenizer.vocabulary:
             token = self.chat.decode([max(ids)], special=True)
-            raise Unfit(
-                f"the chat template writes {token}, id {max(ids)}, and the model has {self.tokenizer.vocabulary:,} ids"
-            )
+            size = f"{self.tokenizer.vocabulary:,} ids"
+            raise Unfit(f"the chat template writes {token}, id {max(ids)}, and the model has {size}")
 
 
 # --- Sentences: `mjax prepare --split-sentences`, which BERT is trained on --------------------------------------------
@@ -551,10 +535,8 @@ def load_splitter(language: str) -> Any:
     try:
         return PunktTokenizer(language)
     except (LookupError, ValueError):
-        raise UsageError(
-            f"the sentence rules of {language!r} are missing; type `python -m nltk.downloader punkt_tab`, or set "
-            f"NLTK_DATA to a folder that holds tokenizers/punkt_tab/{language}"
-        ) from None
+        fix = "type `python -m nltk.downloader punkt_tab`, or set NLTK_DATA to a folder that holds tokenizers/punkt_tab"
+        raise UsageError(f"the sentence rules of {language!r} are missing; {fix}/{language}") from None
 
 
 def split_sentences(text: str, splitter: Any) -> list[str]:
@@ -568,24 +550,19 @@ def split_sentences(text: str, splitter: Any) -> list[str]:
 
 def _following(arguments: PrepareArguments, metadata: DatasetMetadata, for_bert: bool) -> str:
     """The command that trains on the dataset."""
-    kind, _, run = (arguments.tokenizer or "").partition(":")
-    data, documents = f"--data.path {shlex.quote(arguments.output)}", metadata.documents
     if for_bert and (metadata.append_eod or not arguments.split_sentences):
         return "for a BERT, prepare it again with --split-sentences --no-append-eod"
-    config, more = "gpt_demo", ""
+    config, more, run = "gpt_demo", "", str(_run_of(arguments))
     if for_bert:
         config, more = ("bert_demo", "") if arguments.demo else ("bert_336m", " --mesh.data 1")
-    if kind == "run":  # of a model, which the text is for
+    if (arguments.tokenizer or "").startswith("run:"):  # of a model, which the text is for
         config, more = f"{run}/config.json", f" --init {shlex.quote(run)} --name NEW"
-    command = f"mjax train --config {shlex.quote(config)}{more} {data}"
-    if arguments.chat:
-        command = f"mjax sft --init {shlex.quote(run)} {data} --name NEW"
-    if documents == 1 and arguments.chat:
-        return f"{command} --train.eval-interval 0"
-    if documents == 1:
-        return f"for one document, {advice(metadata.tokens, load_config(config).model.sequence + 1)}"
-    has_validation = split_sequences(DataConfig.split, documents)[1]
-    return command if has_validation else f"{command} --data.split {documents - 1},1,0"
+    command = f"mjax sft{more}" if arguments.chat else f"mjax train --config {shlex.quote(config)}{more}"
+    command += f" --data.path {shlex.quote(arguments.output)}"
+    if not split_sequences(DataConfig.split, metadata.documents)[1]:  # there is no validation
+        one = metadata.documents == 1
+        command += " --train.eval-interval 0" if one else f" --data.split {metadata.documents - 1},1,0"
+    return command
 
 
 def _facts(summary: PrepareSummary, tokenizer: str) -> Iterator[tuple[str, str, str]]:

@@ -127,9 +127,7 @@ def list_runs(arguments: ListArguments) -> int:
       UsageError: there is no such folder.
     """
     if not arguments.runs.is_dir() and address_of(arguments.runs) is None:
-        raise UsageError(
-            f"there is no folder {arguments.runs}; train a model first, or give another folder with --runs"
-        )
+        raise UsageError(f"there is no folder {arguments.runs}; train a model first, or give another with --runs")
     if arguments.goodput:
         return show_goodput(arguments)
     rows = [row_of(folder) for folder in _run_folders(arguments.runs)]
@@ -467,6 +465,4 @@ def _run_folder(name: str, runs: Path) -> Path:
             return without_parents(folder) if folder.name else folder.resolve()
     known = [folder.name for folder in _run_folders(runs)] if runs.is_dir() else []
     reason = ", which is not a run folder (no config.json)" if (runs / name).exists() or Path(name).exists() else ""
-    raise UsageError(
-        f"there is no run {name!r} in {runs}{suggestion(name, known)}{reason}; `mjax runs --runs {runs}` lists them"
-    )
+    raise UsageError(f"there is no run {name!r} in {runs}{suggestion(name, known)}{reason}; see `mjax runs`")

@@ -241,10 +241,8 @@ def _train_arguments(
         profiled_steps(arguments.profile, settings.train.steps)
     origin = choose_origin(folder, settings, arguments.init, arguments.step)
     if settings.model.lora_rank and origin is None and not checkpoint_steps(folder) and not settings.data.mock:
-        raise UsageError(
-            f"--lora.rank {settings.model.lora_rank} trains adapters of a model that is there; add --init RUN, such as "
-            "one of `mjax convert from-hf MODEL RUN`"
-        )
+        example = "`mjax convert from-hf MODEL RUN`"
+        raise UsageError(f"--lora.rank {settings.model.lora_rank} adapts a model: add --init RUN, such as of {example}")
     changes = changes_since(folder, settings, arguments.allow_change, arguments.resume is not None, step)
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -153,48 +153,12 @@ def in_units(tokens: int) -> str:
     return f"{count:.3g}{unit}" if count < 999.5 else f"{count:,.0f}{unit}"
 
 
-def with_steps(config: Config, typed: Collection[str] = ()) -> tuple[Config, str | None]:
-    """`config` with the steps of its train.tokens, and a line about it; as it is if it gives steps.
-
-    Args:
-      config: with a valid batch ramp-up.
-      typed: names of the flags of the command line, such as "train.steps"; they go before those of a file.
-
-    Raises:
-      UsageError: tokens and steps are both given, or tokens are malformed.
-    """
-    train, tokens = config.train, config.train.tokens
-    if tokens is None:
-        return config, None
-    both = {"train.steps", "train.tokens"} <= set(typed)
-    if "train.steps" in typed and not both:
-        return replace(config, train=replace(train, tokens=None)), None
-    if both or ("train.tokens" not in typed and train.steps != type(train)().steps):
-        raise UsageError(
-            f"--train.steps {train.steps} and --train.tokens {tokens} both set the length; leave one of them out"
-        )
-    wanted = parse_tokens(str(tokens))
-    if not wanted:
-        raise UsageError(
-            f"--train.tokens {tokens} is not a number of tokens above 0; write it like 300B or 1.5T (K, M, B or T: "
-            "thousands to trillions)"
-        )
-    sample, sizes = config.model.sequences * config.model.sequence, BatchSizes.of(config)
-    steps = sizes.steps_for(-(-wanted // sample))
-    line = f"{tokens} tokens are {steps:,} steps ({sizes.samples_before(steps) * sample:,} tokens)"
-    return replace(config, train=replace(train, steps=steps, tokens=None)), line
-
-
 def check_pipeline(stages: int, micro_batches: int, chunks: int) -> None:
     """Refuse counts for which there is no table, without building one.
 
     Raises:
-      UsageError: a count is below 1, or chunks > 1 and P does not divide M.
+      UsageError: chunks > 1 and P does not divide M.
     """
-    if min(stages, micro_batches, chunks) < 1:
-        raise UsageError(
-            f"a pipeline has {stages} stages, {micro_batches} micro-batches, {chunks} chunks; each must be at least 1"
-        )
     if chunks > 1 and micro_batches % stages:
         below, above = micro_batches // stages * stages, -(-micro_batches // stages) * stages
         counts = f"{below} or {above}" if below else str(above)

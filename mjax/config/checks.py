@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from mjax.config import axes
-from mjax.config.batch_size import BatchSizes, check_pipeline, with_steps
+from mjax.config.batch_size import BatchSizes, check_pipeline, parse_tokens
 from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, parse_blend, read_metadata, split_sequences
 from mjax.config.marks import Only, marks_of
@@ -31,7 +31,9 @@ def validate(config: Config, name: str = "this config") -> None:
     """
     check_bounds(config)
     if config.train.tokens is not None:
-        raise UsageError(f"train.tokens {config.train.tokens} of {name} has not been turned into steps; use with_steps")
+        raise UsageError(
+            f"train.tokens {config.train.tokens} of {name} has not been turned into steps; use resolve_steps"
+        )
     _check_shapes(config)
     check_batch_sizes(config)
     _check_pipeline(config)
@@ -281,13 +283,9 @@ def check_devices(config: Config, available: int, name: str = "this config") -> 
     """
     mesh = config.mesh
     if mesh.devices != available:
-        usual = (axes.DATA, axes.MODEL)
-        shown = [name for name in axes.NAMES if name in usual or (name not in axes.LAID and getattr(mesh, name) > 1)]
-        *first, last = (f"--mesh.{name}" for name in shown)
-        flags = f"{', '.join(first)} and {last}"
         raise UsageError(
             f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({axes.in_words(mesh)}); {available} found: "
-            f"set {flags}, or --simulate {mesh.devices}"
+            f"set --mesh.data and the other axes, or --simulate {mesh.devices}"
         )
 
 
@@ -375,13 +373,32 @@ def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Pa
 def resolve_steps(config: Config, typed: Set[str] = frozenset()) -> tuple[Config, list[str]]:
     """The config with steps in place of tokens, and a line about it if tokens are given.
 
+    Args:
+      typed: names of the flags of the command line, such as "train.steps"; they go before those of a file.
+
     Raises:
       UsageError: tokens and steps are both given, or tokens or the sizes of the batch are malformed.
     """
-    if config.train.tokens is not None:  # the mesh may still have to be found
-        check_batch_sizes(replace(config, mesh=MeshConfig(), train=replace(config.train, micro_batch=1)))
-    config, line = with_steps(config, typed)
-    return config, [line] if line else []
+    train, tokens = config.train, config.train.tokens
+    if tokens is None:
+        return config, []
+    check_batch_sizes(replace(config, mesh=MeshConfig(), train=replace(train, micro_batch=1)))  # the mesh may be open
+    both = {"train.steps", "train.tokens"} <= typed
+    if "train.steps" in typed and not both:
+        return replace(config, train=replace(train, tokens=None)), []
+    if both or ("train.tokens" not in typed and train.steps != type(train)().steps):
+        raise UsageError(
+            f"--train.steps {train.steps} and --train.tokens {tokens} both set the length; leave one of them out"
+        )
+    if not (wanted := parse_tokens(str(tokens))):
+        raise UsageError(
+            f"--train.tokens {tokens} is not a number of tokens above 0; write it like 300B or 1.5T (K, M, B or T: "
+            "thousands to trillions)"
+        )
+    sample, sizes = config.model.sequences * config.model.sequence, BatchSizes.of(config)
+    steps = sizes.steps_for(-(-wanted // sample))
+    line = f"{tokens} tokens are {steps:,} steps ({sizes.samples_before(steps) * sample:,} tokens)"
+    return replace(config, train=replace(train, steps=steps, tokens=None)), [line]
 
 
 def _metadata(config: Config) -> dict[str, DatasetMetadata]:

@@ -56,7 +56,7 @@ def check(kind: type[T], value: Any, source: str, fix: str) -> T:
 
 def misfit(value: Any, kind: Any, name: str = "") -> str | None:
     """Describe the first part of `value`, itself called `name`, that is not of its type in `kind`; None: all are."""
-    dot, origin, kinds, fit = f"{name}." if name else "", get_origin(kind), get_args(kind), False
+    dot, origin, kinds = f"{name}." if name else "", get_origin(kind), get_args(kind)
     if is_typeddict(kind) and isinstance(value, dict):
         if missing := sorted(kind.__required_keys__ - value.keys()):
             return f"there is no {dot}{missing[0]}"
@@ -66,18 +66,26 @@ def misfit(value: Any, kind: Any, name: str = "") -> str | None:
         return _first_misfit((part, kinds[0], f"{name}[{number}]") for number, part in enumerate(value))
     if origin is dict and isinstance(value, dict):
         return _first_misfit((part, kinds[1], f"{dot}{key}") for key, part in value.items())
-    if origin is tuple and isinstance(value, (list, tuple)):  # JSON has lists
-        kinds = kinds[:1] * len(value) if kinds[1:] == (...,) else kinds
-        fit = len(value) == len(kinds) and all(map(fits, value, kinds))
-    elif origin is Literal:
-        fit = value in kinds
-    elif origin not in (list, dict, tuple) and not is_typeddict(kind):
-        fit = any(fits(value, option) for option in kinds) if kinds else _fits_scalar(value, kind)
-    return None if fit else f"{name or 'the content'} is {value!r}, which is not {describe(kind)}"
+    if origin not in (list, dict) and not is_typeddict(kind) and _fits_whole(value, kind):
+        return None
+    return f"{name or 'the content'} is {value!r}, which is not {describe(kind)}"
 
 
 def _first_misfit(parts: Iterable[tuple[Any, Any, str]]) -> str | None:
     return next(filter(None, (misfit(*part) for part in parts)), None)
+
+
+def _fits_whole(value: Any, kind: Any) -> bool:
+    """True if a value is one of a tuple, a choice, a union or a scalar."""
+    origin, kinds = get_origin(kind), get_args(kind)
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):  # JSON has lists
+            return False
+        kinds = kinds[:1] * len(value) if kinds[1:] == (...,) else kinds
+        return len(value) == len(kinds) and all(map(fits, value, kinds))
+    if origin is Literal:
+        return value in kinds
+    return any(fits(value, option) for option in kinds) if kinds else _fits_scalar(value, kind)
 
 
 def fits(value: Any, kind: Any) -> bool:

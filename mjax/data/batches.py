@@ -1,8 +1,7 @@
 """Batches as a function of the step: of a dataset or of the caller; and a thread that prefetches a few steps.
 
 Samples are taken in order: a batch begins where the previous one ended, whatever their sizes. A process that feeds only
-some devices asks for its rows alone, and where sequences are split over devices for its positions; they are the same
-however they are divided.
+some devices asks for its rows alone; they are the same however they are divided.
 """
 
 from __future__ import annotations
@@ -43,16 +42,12 @@ class Batches:
     """
 
     def __init__(
-        self,
-        dataset: Samples,
-        sizes: BatchSizes,
-        label: Callable[[np.ndarray], dict[str, np.ndarray]] = labelled,
+        self, dataset: Samples, sizes: BatchSizes, label: Callable[[np.ndarray], dict[str, np.ndarray]] = labelled
     ):
         self.dataset, self.sizes, self.label = dataset, sizes, label
 
-    def at(self, step: int, rows: slice = slice(None), positions: slice = slice(None)) -> dict[str, np.ndarray]:
-        """The batch of `step` (from 0): the arrays of `label`, with a first dim b for the requested rows, and of their
-        positions those requested, from one up to another.
+    def at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+        """The batch of `step` (from 0): the arrays of `label`, with a first dim b for the requested rows.
 
         Raises:
           IndexError: the dataset ends before this step.
@@ -63,19 +58,7 @@ class Batches:
         if not chosen:
             raise ValueError(f"{rows} has no rows of a batch of {size}")
         samples = [self.label(self.dataset[index]) for index in chosen]
-        batch = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
-        return of_positions(batch, positions)
-
-
-def of_positions(batch: dict[str, np.ndarray], positions: slice) -> dict[str, np.ndarray]:
-    """Cut `positions` out of each array of a batch that has as many as its tokens; other arrays stay as they are."""
-    if positions == slice(None):
-        return batch
-    count = batch["tokens"].shape[-1]
-    return {
-        name: array[..., positions] if array.ndim > 1 and array.shape[-1] == count else array
-        for name, array in batch.items()
-    }
+        return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 def label_entropy(batches: Iterable[dict[str, np.ndarray]]) -> float:
@@ -132,15 +115,15 @@ class OwnBatches:
         self.arrays = config.batch_arrays()
         self._next, self._last = 0, (-1, {})
 
-    def at(self, step: int, rows: slice = slice(None), positions: slice = slice(None)) -> dict[str, np.ndarray]:
-        """The rows of the batch of `step`, and of their positions those requested.
+    def at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+        """The rows of the batch of `step`.
 
         Raises:
           UsageError: the source ends before this step, or gives something else than the model takes.
         """
         if self._last[0] != step:
             self._last = step, self._checked(step, self._read(step))
-        return of_positions({name: array[rows] for name, array in self._last[1].items()}, positions)
+        return {name: array[rows] for name, array in self._last[1].items()}
 
     def _read(self, step: int) -> Arrays:
         if callable(self.source):

@@ -72,18 +72,18 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 
 from mjax.data.cache import NO_CACHE, IndexCache
 from mjax.data.indexed import IndexedDataset
-from mjax.data.samples import advice, check_ids
+from mjax.data.samples import check_ids
 from mjax.data.tokenizers import BertTokenizer
 from mjax.errors import UsageError
 
 # --- Masked language modelling ----------------------------------------------------------------------------------------
 
+PROBABILITY = 0.15  # share of tokens that are hidden, at least one
 LONGEST = 3  # words of a span
 SHARES = 1 / np.arange(1, LONGEST + 1)
 SHARES /= SHARES.sum()
@@ -130,25 +130,20 @@ def find_words(tokens: np.ndarray, pieces: WordPieces) -> tuple[np.ndarray, np.n
 
 
 def create_masked_lm_predictions(
-    tokens: np.ndarray,
-    wanted: int,
-    pieces: WordPieces,
-    random: np.random.RandomState,
-    probability: float = 0.15,
+    tokens: np.ndarray, wanted: int, pieces: WordPieces, random: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray]:
     """Hide some tokens of a sample.
 
     Args:
       tokens: the sample, int32 [n], [CLS] and [SEP] included.
-      wanted: target length; at most `probability` of it are hidden, even in a longer sample.
+      wanted: target length; at most PROBABILITY of it are hidden, even in a longer sample.
       pieces: of the vocabulary.
       random: drawn from.
-      probability: share of the tokens to hide, at least one.
 
     Returns:
       The tokens as the model sees them, int32 [n], and whether each is to be predicted, bool [n].
     """
-    most = int(min(probability * wanted, max(1, round(len(tokens) * probability))))
+    most = int(min(PROBABILITY * wanted, max(1, round(len(tokens) * PROBABILITY))))
     positions, bounds = (array.tolist() for array in find_words(tokens, pieces))
     words = len(bounds) - 1
     seen, hidden = tokens.copy(), set()
@@ -177,17 +172,13 @@ def create_masked_lm_predictions(
 # --- The sentences of each sample -------------------------------------------------------------------------------------
 
 LONG_SENTENCE = 512  # tokens; a document of several sentences with a longer one is skipped
+SHORT = 10  # one sample in so many has a shorter target
 FEWEST = 2  # sentences of a sample, which is cut into two segments
 PIECE = 2**16  # documents, or draws, in memory as Python numbers at a time
 
 
 def build_pair_index(
-    lengths: np.ndarray,
-    boundaries: np.ndarray,
-    samples: int | None,
-    most: int,
-    short_probability: float,
-    seed: int,
+    lengths: np.ndarray, boundaries: np.ndarray, samples: int | None, most: int, seed: int
 ) -> np.ndarray:
     """Sentences of each sample and its target, (first sentence, one after the last, tokens), [rows, 3].
 
@@ -198,13 +189,12 @@ def build_pair_index(
       boundaries: sentence with which each document to draw from begins, and the end of the last, int64 [documents + 1].
       samples: minimum number of rows; None: one epoch.
       most: target of a sample that is not short, in tokens, 2 or more.
-      short_probability: share of samples that are short: 1 in round(1 / probability); 0: none.
       seed: determines lengths and order.
 
     Returns:
       uint32, or uint64 in a dataset of 2^32 sentences and more.
     """
-    wanted = _wanted_lengths(seed, most, short_probability)
+    wanted = _wanted_lengths(seed, most)
     dtype = np.uint64 if len(lengths) > np.iinfo(np.uint32).max else np.uint32
     parts, rows = [np.empty((0, 3), dtype)], 0
     while True:
@@ -218,15 +208,12 @@ def build_pair_index(
     return np.concatenate(parts)[_shuffled(rows, seed + 1)]
 
 
-def _wanted_lengths(seed: int, most: int, short_probability: float) -> Iterator[int]:
+def _wanted_lengths(seed: int, most: int) -> Iterator[int]:
     """Targets of successive samples, in tokens, from the words of `std::mt19937(seed)`."""
-    if short_probability == 0:
-        yield from repeat(most)
-    one_in = math.floor(1 / short_probability + 0.5)  # C's round: halves go up
     random = np.random.RandomState(seed % 2**32)
     while True:
         words = random.randint(2**32, size=PIECE, dtype=np.uint32)  # the generator's words as they are
-        yield from np.where(words % one_in == 0, 2 + words % (most - 1), most).tolist()
+        yield from np.where(words % SHORT == 0, 2 + words % (most - 1), most).tolist()
 
 
 def _walk(lengths: np.ndarray, boundaries: np.ndarray, wanted: Iterator[int]) -> np.ndarray:
@@ -337,8 +324,6 @@ class BertDataset:
       seed: determines the order and all random choices.
       pieces: the vocabulary.
       name: name of this part in errors.
-      short_probability: share of samples with a shorter target length, from 0 to 1.
-      mask_probability: share of tokens that are hidden, above 0 and below 1.
       cache: keeps the index on disk.
 
     Raises:
@@ -355,27 +340,21 @@ class BertDataset:
         pieces: WordPieces,
         name: str = "training part",
         *,
-        short_probability: float = 0.1,
-        mask_probability: float = 0.15,
         cache: IndexCache = NO_CACHE,
     ):
         if sequence < SPECIAL + 2:
             raise UsageError(f"--model.sequence {sequence} leaves no room for a pair; use {SPECIAL + 2} or more")
         self.indexed, self.sequence, self.seed, self.pieces = indexed, sequence, seed, pieces
-        self.mask_probability = mask_probability
         boundaries = indexed.document_indices[documents.start : documents.stop + 1]
 
         def build() -> dict[str, np.ndarray]:
             lengths = indexed.lengths.copy()  # aligned, which those in the file are not
-            index = build_pair_index(lengths, boundaries, samples, sequence - SPECIAL, short_probability, seed)
+            index = build_pair_index(lengths, boundaries, samples, sequence - SPECIAL, seed)
             return {"pair_index": index}
 
-        if not documents:
-            there = f"none of its {indexed.documents:,} documents; change --data.split"
-            raise UsageError(f"the {name} of {indexed.prefix} has {there}, or {advice(indexed.tokens, sequence)}")
         drawn = hashlib.sha256(boundaries).hexdigest()
         source = {"kind": "sentence pairs", "lengths": indexed.fingerprint, "documents": drawn, "samples": samples}
-        source |= {"sequence": sequence, "seed": seed, "short": short_probability}
+        source |= {"sequence": sequence, "seed": seed, "short": 1 / SHORT}
         self.pair_index = cache.arrays(source, ["pair_index"], build)["pair_index"]
         if not len(self.pair_index):
             what = f"no document of {FEWEST} or more sentences, none of them above {LONG_SENTENCE} tokens"
@@ -412,7 +391,7 @@ class BertDataset:
         special = np.array([self.pieces.cls, self.pieces.sep], np.int32)
         second = [two, special[1:]] if len(two) else []
         tokens = np.concatenate([special[:1], one, special[1:], *second])
-        seen, hidden = create_masked_lm_predictions(tokens, wanted, self.pieces, random, self.mask_probability)
+        seen, hidden = create_masked_lm_predictions(tokens, wanted, self.pieces, random)
 
         n, padding = len(tokens), self.sequence - len(tokens)
         sample = {

@@ -80,9 +80,8 @@ class FastEncoder:
     def _compare(self, texts: list[str]) -> None:
         for text, ids in zip(texts, self._slow(texts), strict=True):
             if self._library.encode(text).tolist() != ids:
-                raise EncodersDiffer(
-                    f"gigatoken and tokenizers encode {text[:60]!r} differently; to use tokenizers alone set {SWITCH}=0"
-                )
+                fix = f"to use tokenizers alone set {SWITCH}=0"
+                raise EncodersDiffer(f"gigatoken and tokenizers encode {text[:60]!r} differently; {fix}")
 
 
 def _is_read(model: dict[str, Any], pre_tokenizer: Any = None, normalizer: Any = None, **_: Any) -> bool:

@@ -225,10 +225,7 @@ def _damaged(file: Path, problem: str) -> UsageError:
 def _check_size(file: Path, described: int) -> None:
     """Check that a file has the bytes that the index describes."""
     if (size := file.stat().st_size) != described:
-        raise UsageError(
-            f"{file} is {size:,} bytes and its index describes {described:,}: they do not belong together, or one was "
-            "cut short; copy or prepare them again"
-        )
+        raise UsageError(f"{file} is {size:,} bytes and its index describes {described:,}; copy or prepare both again")
 
 
 def _read_header(file: Path) -> tuple[int, np.dtype]:
@@ -236,19 +233,16 @@ def _read_header(file: Path) -> tuple[int, np.dtype]:
     with file.open("rb") as stream:
         header = stream.read(HEADER.size)
     if not header.startswith(MAGIC):
-        raise UsageError(
-            f"{file} is not the index of an indexed dataset: it begins with {header[:9]!r}, not {MAGIC!r}; "
-            "give a prefix that `mjax prepare` or Megatron's preprocess_data wrote"
-        )
+        fix = "give a prefix that `mjax prepare` or Megatron's preprocess_data wrote"
+        raise UsageError(f"{file} is not the index of an indexed dataset: it begins with {header[:9]!r}; {fix}")
     _, version, code, sequences, boundaries = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
     size, expected = file.stat().st_size, HEADER.size + 12 * sequences + 8 * boundaries
     if len(header) < HEADER.size or boundaries == 0 or size < expected:
         raise _damaged(file, f"it is cut short after {size:,} bytes")
     if version != VERSION or code not in DTYPES or size > expected:
-        raise UsageError(
-            f"{file} has version {version}, dtype code {code} and {size - expected:,} bytes too many, like multimodal "
-            f"ones; mjax reads version {VERSION} and codes {', '.join(map(str, DTYPES))}: prepare its text again"
-        )
+        fix = f"mjax reads version {VERSION} and codes {', '.join(map(str, DTYPES))}: prepare its text again"
+        odd = f"version {version}, dtype code {code} and {size - expected:,} bytes too many"
+        raise UsageError(f"{file} has {odd}, like multimodal ones; {fix}")
     return sequences, np.dtype(DTYPES[code]).newbyteorder("<")
 
 
@@ -345,9 +339,7 @@ class IndexedDatasetWriter:
           ValueError: a token id is negative or not below the vocabulary, or the counts do not add up.
         """
         if lengths.sum() != len(tokens) or sequences.sum() != len(lengths):
-            raise ValueError(
-                f"{len(tokens)} tokens are not {lengths.sum()} in {sequences.sum()} of {len(lengths)} sequences"
-            )
+            raise ValueError(f"{len(tokens)} tokens and {len(lengths)} sequences do not add up")
         check_ids(tokens, self.vocabulary)
         self._write(tokens.astype(self.dtype, copy=False), None if trained is None else trained.astype(np.uint8))
         self._add_index(lengths, sequences)

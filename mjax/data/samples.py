@@ -250,24 +250,11 @@ def _check_size(indexed: IndexedDataset, documents: int, tokens: int, sequence: 
     there, total = f"none of its {len(indexed):,} documents", int(indexed.lengths.sum(dtype=np.int64))
     if documents:
         there = f"{tokens:,} tokens in {documents:,} documents and one sample needs {sequence + 1:,}"
-    fix = (
-        f"use --model.sequence {max(total // 4 - 1, 1)} or less, change --data.split, or {advice(total, sequence + 1)}"
-    )
-    raise UsageError(f"the {name} of {indexed.prefix} has {there}; {fix}")
-
-
-def advice(tokens: int, sample: int) -> str:
-    """Advice for a dataset with too few documents to keep some for validation.
-
-    Args:
-      tokens: in the dataset.
-      sample: tokens that a sample needs.
-    """
-    lines = min(max(tokens // (20 * sample), 1), 100)  # some twenty documents, if a line were a sample
-    return (
-        f"prepare it again with --split-documents {lines} --overwrite (a document every {lines} lines; blank-line: "
-        "one per paragraph), or train without validation: --train.eval-interval 0"
-    )
+    lines = min(max(total // (20 * (sequence + 1)), 1), 100)  # some twenty documents, if a line were a sample
+    fix = f"use --model.sequence {max(total // 4 - 1, 1)} or less, change --data.split, prepare it again with "
+    fix += f"--split-documents {lines} --overwrite (a document every {lines} lines; blank-line: one per paragraph)"
+    without = "or train without validation: --train.eval-interval 0"
+    raise UsageError(f"the {name} of {indexed.prefix} has {there}; {fix}, {without}")
 
 
 class MockDataset:

@@ -21,7 +21,7 @@ from mjax.config.batch_size import BatchSizes, training_samples
 from mjax.config.datasets import Blend, DatasetMetadata, parse_blend, read_metadata, split_sequences
 from mjax.config.model import KIND_FLAG, kind_of
 from mjax.data.batches import Batches
-from mjax.data.bert import BertDataset, WordPieces
+from mjax.data.bert import PROBABILITY, BertDataset, WordPieces
 from mjax.data.cache import IndexCache, cache_folders
 from mjax.data.conversations import ConversationDataset, PaddedDataset
 from mjax.data.indexed import IndexedDataset, digest_of_folder, tokenizer_folder
@@ -144,15 +144,14 @@ class _Files:
         self._opened = {prefix: IndexedDataset(prefix) for prefix in prefixes}
         metadata, self.tokenizer = _common_tokenizer(prefixes)
         if metadata is not None and metadata.vocabulary > model.vocabulary:
-            raise UsageError(
-                f"{prefixes[0]} has {metadata.vocabulary:,} ids and --model.vocabulary is {model.vocabulary:,}; use "
-                f"--model.vocabulary {metadata.vocabulary}, or to continue a run prepare with --tokenizer run:RUN"
-            )
+            fix = f"use --model.vocabulary {metadata.vocabulary}, or to continue a run prepare with --tokenizer run:RUN"
+            ids = f"{prefixes[0]} has {metadata.vocabulary:,} ids and --model.vocabulary is {model.vocabulary:,}"
+            raise UsageError(f"{ids}; {fix}")
         self._pieces = _word_pieces(prefixes, self.tokenizer) if model.samples == "pairs" else None
         self.eod = data.eod if data.eod is not None or metadata is None else metadata.eod
         if self.eod is None and (data.reset_positions or data.reset_attention or data.mask_eod_loss):
             raise UsageError(
-                f"the end-of-document id of {prefixes[0]} is unknown, as it has no .json; give it with --data.eod"
+                f"the end-of-document id of {prefixes[0]} is unknown, without .json; give it with --data.eod"
             )
 
     def draw(self, part: str, samples: int) -> GPTDataset | BertDataset | BlendedDataset:
@@ -288,11 +287,10 @@ class MockPairs:
       vocabulary: ids, at least 3.
       sequence: s, at least 3.
       seed: determines everything.
-      masked: share of masked tokens; at least one per sample.
     """
 
-    def __init__(self, vocabulary: int, sequence: int, seed: int, masked: float = 0.15):
-        self.vocabulary, self.sequence, self.seed, self.masked = vocabulary, sequence, seed, masked
+    def __init__(self, vocabulary: int, sequence: int, seed: int):
+        self.vocabulary, self.sequence, self.seed = vocabulary, sequence, seed
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Sample `index`: the arrays of `Config.batch_arrays`."""
@@ -306,7 +304,7 @@ class MockPairs:
         position = np.arange(self.sequence)
         labels = np.full(self.sequence, FIRST)
         labels[1 : text + 1] = counted
-        masked = (random.random(self.sequence) < self.masked) & (position > 0) & (position <= text)
+        masked = (random.random(self.sequence) < PROBABILITY) & (position > 0) & (position <= text)
         masked[random.integers(1, text + 1)] = True
         sample = {
             "tokens": np.where(masked, MASK, labels),

@@ -4,7 +4,7 @@ A tokenizer.json is a program: rules that rewrite text, regular expressions, tab
 never end, and a rule that puts 30 MB before a text takes 8 GB. So a child encodes texts with it first: every character
 of the first two planes of Unicode, many languages, long words, and whatever its own rules look for.
 
-    in the trial    time and memory for everything and per character, tokens per character, a crash
+    in the trial    time and memory for everything, time and tokens per character, a crash
     afterwards      tokens per character, of every text (`check_expansion`)
 
 Not covered: a regular expression that acts on a text which neither the trial nor the file holds.
@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -34,13 +33,13 @@ from mjax.utils.files import cache_home, make_private
 SECONDS = 20.0
 """Of processor time for a trial, and for a text of LONGEST characters; published tokenizers need 3 to 10 s for that."""
 MEMORY = 4 << 30
-"""Bytes that a trial may map, and that a text of LONGEST characters may take; a file of 10 MB takes 150 MB."""
+"""Bytes that a trial may map; a file of 10 MB takes 150 MB."""
 LONGEST = MEMORY >> 10
 """Characters of a text that a chat template may write: the library takes up to 1 kB for a character of 4 tokens."""
 EXPANSION = 64
 """Tokens per character: NFKC makes one character 18, and these are 33 bytes, each of which may be a token."""
-SPARE = 0.25, 64 << 20
-"""Seconds and bytes that a text may take whatever its length."""
+SPARE = 0.25
+"""Seconds that a text may take whatever its length."""
 
 PROSE = (
     "The quick brown fox, 3.14 times. Don't!\n\n\tdef f(x):\n        return x  # two  spaces \r\n"
@@ -78,10 +77,8 @@ def try_tokenizer(content: bytes, name: str, library: str) -> None:
         finally:
             child.close()
     if problem := _problems.get(checksum):
-        raise UsageError(
-            f"{name} fails a trial in a process of its own: {problem}; get the file again from its publisher, or use "
-            "another tokenizer"
-        )
+        fix = "get the file again from its publisher, or use another tokenizer"
+        raise UsageError(f"{name} fails a trial in a process of its own: {problem}; {fix}")
 
 
 def check_expansion(text: str, tokens: int, kind: str) -> None:
@@ -157,7 +154,7 @@ def encode_texts(question: bytes) -> bool:
     Returns False if the file is not a tokenizer.
 
     Raises:
-      ChildError: a text takes too much time or memory, or too many tokens.
+      ChildError: a text takes too much time, or too many tokens.
     """
     library, _, content = question.partition(b"\n")
     tokenizer, patterns = None, set()
@@ -171,16 +168,14 @@ def encode_texts(question: bytes) -> bool:
     if tokenizer is None:
         return False
     for text in _texts(sorted(patterns)):
-        began, before, tokens = time.process_time(), _peak_bytes(), 0
+        began, tokens = time.process_time(), 0
         with _ignored_errors():  # some have no token for what they do not know
             tokens = len(tokenizer.encode(text))
-        seconds, grown, share = time.process_time() - began, _peak_bytes() - before, len(text) / LONGEST
+        seconds = time.process_time() - began
         if tokens > EXPANSION * (len(text) + 1):
             raise ChildError(_expansion(text, tokens))
-        if seconds > SECONDS * share + SPARE[0]:
+        if seconds > SECONDS * len(text) / LONGEST + SPARE:
             raise ChildError(f"it takes {seconds:.1f} s for {_shown(text)}")
-        if grown > MEMORY * share + SPARE[1]:
-            raise ChildError(f"it takes {grown >> 20} MiB for {_shown(text)}")
     size = tokenizer.vocab_size() if library == b"sentencepiece" else tokenizer.get_vocab_size()
     with _ignored_errors():
         tokenizer.decode(list(range(size)))
@@ -226,7 +221,3 @@ def _texts(patterns: list[str]) -> Iterator[str]:
         yield run * (2**14 // len(run))
     yield PROSE * 2**7
     yield "".join(map(chr, (*range(0xD800), *range(0xE000, 0x20000))))
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

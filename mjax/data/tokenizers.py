@@ -275,12 +275,7 @@ class HuggingFaceTokenizer(Tokenizer):
     encoder = "tokenizers"
 
     def __init__(
-        self,
-        library: Library,
-        scheme: str,
-        contents: Sequence[bytes],
-        name: str,
-        eod: str | int | None = None,
+        self, library: Library, scheme: str, contents: Sequence[bytes], name: str, eod: str | int | None = None
     ):
         self.library, self.scheme, self.contents, self.name = library, scheme, tuple(contents), name
         library.no_truncation()
@@ -350,9 +345,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if len(before) > 1:
             tokens = " ".join(self.library.id_to_token(number) for number in before)
             fix = f"leave one in its post_processor, or take it without any: --tokenizer hf:{self.name}"
-            raise UsageError(
-                f"{self.name} puts {len(before)} tokens before every text ({tokens}), mjax at most one; {fix}"
-            )
+            raise UsageError(f"{self.name} puts {len(before)} tokens before texts ({tokens}), mjax at most one; {fix}")
         return before[0] if before else None
 
     def leave_out(self, rows: int) -> list[str]:
@@ -440,9 +433,7 @@ def utf8(text: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"U+{ord(text[error.start]):04X}"
-        raise UsageError(
-            f"character {error.start} of the text is {half}, half of a surrogate pair; replace or drop it"
-        ) from None
+        raise UsageError(f"character {error.start} of the text is {half}, half of a surrogate pair; drop it") from None
 
 
 # --- From files and folders -------------------------------------------------------------------------------------------

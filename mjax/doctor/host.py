@@ -78,10 +78,9 @@ def check_memory(facts: Facts) -> Finding:
     text, copy = f"{human_bytes(free)} of {human_bytes(total)} free{within}", 0.0
     if facts.config is not None:
         devices = facts.config.mesh.devices
-        copy = state_bytes(facts.config) * min(8, devices) / devices  # replicas share the writing
-        text += (
-            f"; a checkpoint's copy takes {human_bytes(copy)} of a host with {min(8, devices)} of its {devices} GPUs"
-        )
+        here = min(8, devices)
+        copy = state_bytes(facts.config) * here / devices  # replicas share the writing
+        text += f"; a checkpoint's copy takes {human_bytes(copy)} of a host with {here} of its {devices} GPUs"
     return first(
         text,
         (copy > free, YELLOW, text, "use hosts with more memory, or more of them"),

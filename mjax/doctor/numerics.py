@@ -56,9 +56,8 @@ class Operation:
         inputs = [jnp.asarray(random.standard_normal(shape), self.dtype) for shape in self.shapes]
         results = jax.jit(partial(_output_and_gradients, self.run))(*inputs)
         with jax.enable_x64(True):
-            truth = jax.jit(partial(_output_and_gradients, self.formula))(
-                *(jnp.asarray(x, jnp.float64) for x in inputs)
-            )
+            inputs = [jnp.asarray(x, jnp.float64) for x in inputs]
+            truth = jax.jit(partial(_output_and_gradients, self.formula))(*inputs)
         pairs = [(np.asarray(x, np.float64), np.asarray(right)) for x, right in zip(results, truth, strict=True)]
         return float(np.max([np.abs(x - right).max() / np.abs(right).max() for x, right in pairs]))  # NaN if one is
 
@@ -144,9 +143,8 @@ def check_experts(facts: Facts) -> list[Finding]:
     if config is None or not config.model.grouped:
         return []
     kernel, obstacle = choose_grouped(config, device.platform, capability_of(device))
-    findings = judge(
-        [expert_products(kernel, config.precision.compute)], [device], "--model.grouped xla, and report it"
-    )
+    products = expert_products(kernel, config.precision.compute)
+    findings = judge([products], [device], "--model.grouped xla, and report it")
     return findings + _slower(config.model.grouped, device, obstacle)
 
 

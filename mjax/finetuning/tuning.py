@@ -36,7 +36,6 @@ from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config, save_config
 from mjax.config.batch_size import BatchSizes
 from mjax.config.plain_values import read
-from mjax.data.batches import of_positions
 from mjax.data.sources import TrainingData
 from mjax.errors import UnhealthyError
 from mjax.models.bert.model import HEAD
@@ -218,13 +217,12 @@ class EpochBatches:
         self.steps = len(examples) // batch
         self._order = lru_cache(maxsize=2)(self._draw)
 
-    def at(self, step: int, rows: slice = slice(None), positions: slice = slice(None)) -> Batch:
-        """The batch of `step` (from 0), or some of its rows and positions: the arrays of `Config.batch_arrays`."""
+    def at(self, step: int, rows: slice = slice(None)) -> Batch:
+        """The batch of `step` (from 0), or some of its rows: the arrays of `Config.batch_arrays`."""
         epoch, position = divmod(step, self.steps)
         size = self.sizes.size(step)
         chosen = self._order(epoch)[position * size : (position + 1) * size][rows]
-        batch = self.examples.batch(chosen) | {name: label[chosen] for name, label in self.examples.labels.items()}
-        return of_positions(batch, positions)
+        return self.examples.batch(chosen) | {name: label[chosen] for name, label in self.examples.labels.items()}
 
     def _draw(self, epoch: int) -> np.ndarray:
         # The legacy generator, whose numbers NumPy guarantees never to change.

@@ -223,7 +223,7 @@ class Chat:
 
 
 def read_conversations(text: str) -> list[tuple[list[Message], list | None]]:
-    """Conversations in JSON, with their tools: one, or one a line. Each is a list of messages or has "messages".
+    """Conversations in JSON, with their tools: one, or one a line. Each is a list of messages, or as for `messages_of`.
 
     Raises:
       UsageError: it is not JSON, or not a conversation.
@@ -236,14 +236,10 @@ def read_conversations(text: str) -> list[tuple[list[Message], list | None]]:
         values = [parse_json(line, f"line {number} of stdin", fix) for number, line in enumerate(lines, start=1)]
     conversations = []
     for value in values:
-        conversation = value if isinstance(value, dict) else {"messages": value}
-        messages, tools = conversation.get("messages"), conversation.get("tools")
-        are_messages = isinstance(messages, list) and all(
-            isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
-        )
-        if not messages or not are_messages or not isinstance(tools, list | None):
-            raise UsageError(f"stdin has JSON that is not a conversation; {fix}")
-        conversations.append((messages, tools))
+        try:
+            conversations.append(messages_of(value if isinstance(value, dict) else {"messages": value}))
+        except Unfit as error:
+            raise UsageError(f"stdin has JSON that is not a conversation: {error}; {fix}") from None
     return conversations
 
 

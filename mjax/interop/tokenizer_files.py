@@ -88,9 +88,7 @@ def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
         name = str(settings.get("tokenizer_class") or "GPT2Tokenizer")
         if kind == "gpt2" and name.removesuffix("Fast") != "GPT2Tokenizer":
             fix = "add its tokenizer.json, which save_pretrained of transformers writes"
-            raise UsageError(
-                f"{folder} has vocab.json and merges.txt of a {name}, which cuts other words than GPT-2; {fix}"
-            )
+            raise UsageError(f"{folder} has the vocab.json of a {name}, which cuts other words than GPT-2; {fix}")
         tokenizer = parse_tokenizer(kind, [file.read_bytes() for file in files], [*map(str, files)])
         if settings.get("add_bos_token") is True:  # if no tokenizer.json has it
             tokenizer.bos = tokenizer.bos_of_files()
@@ -114,9 +112,7 @@ def _find_fast(folder: Path, settings: dict[str, Any]) -> Tokenizer:
         (library.add_special_tokens if token.special else library.add_tokens)([token])
         if library.token_to_id(token.content) != number:
             there = f"where {file} has {library.token_to_id(token.content)} for the next one"
-            raise UsageError(
-                f"{source} gives {token.content} the id {number}, {there}; save it again with transformers"
-            )
+            raise UsageError(f"{source} gives {token.content} the id {number}, {there}; save it again")
     end = settings.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
     if end not in [token.content for token in library.get_added_tokens_decoder().values()]:
@@ -201,9 +197,7 @@ def _check_same(tokenizer: Tokenizer, library: Library) -> None:
             continue
         same = next((i for i, (one, two) in enumerate(zip(ids, other, strict=False)) if one != two), 0)
         problem = f"{tokenizer.decode(ids[same:])[:40]!r} has other ids or another text there"
-        raise UsageError(
-            f"the {tokenizer.scheme} tokenizer has no equivalent in transformers: {problem}; {WEIGHTS_ALONE}"
-        )
+        raise UsageError(f"the {tokenizer.scheme} tokenizer has no equal in transformers: {problem}; {WEIGHTS_ALONE}")
 
 
 def _texts(tokenizer: Tokenizer) -> list[str]:

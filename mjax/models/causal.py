@@ -18,7 +18,6 @@ from mjax.parallel import mappings
 from mjax.parallel.chunked_cross_entropy import chunked_cross_entropy
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.layers import VocabParallelEmbedding
-from mjax.parallel.random import DropoutKey
 from mjax.parallel.tokens import Tokens
 
 
@@ -64,22 +63,9 @@ class CausalModel(LanguageModel):
         """Scores of the next token after the last layer, varying over `model`."""
         return self.output(x).logits(tokens)
 
-    def __call__(
-        self,
-        ids: Int[Array, "b s"],
-        key: DropoutKey | None = None,
-        recompute: str = "none",
-        positions: Int[Array, "b s"] | None = None,
-        documents: Int[Array, "b s"] | None = None,
-    ) -> Float[Array, "b s v_local"]:
-        """Logits of the next token at every position, in the dtype of the weights, varying over `model`.
-
-        Args:
-          ids: replicated over `model`.
-          key: dropout masks of this forward pass; None for evaluation.
-          recompute: `none`, `selective`, `full` or `offload`.
-          positions: of each token; by default 0 … s − 1.
-          documents: number of each token's document, if attention must stay within it.
+    def __call__(self, ids: Int[Array, "b s"]) -> Float[Array, "b s v_local"]:
+        """Logits of the next token at every position, without dropout, in the dtype of the weights, varying over
+        `model`; ids are replicated over it.
 
         Raises:
           UsageError: the axes of the mesh are unknown here.
@@ -91,8 +77,8 @@ class CausalModel(LanguageModel):
                 "a model is called within jax.shard_map over its mesh; for the logits of a run, call "
                 "mjax.logits(run, ids)"
             ) from None
-        context = Context(Tokens(*ids.shape), key, positions, documents)
-        x, _ = run_blocks(self.blocks, self.embed({"tokens": ids}, context), context, recompute)
+        context = Context(Tokens(*ids.shape))
+        x, _ = run_blocks(self.blocks, self.embed({"tokens": ids}, context), context)
         return context.tokens.by_sequence(self.logits(x, context.tokens))
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:

@@ -40,7 +40,6 @@ from mjax.parallel import mappings, scopes
 from mjax.parallel.overlap import with_backward
 from mjax.parallel.sums import wide_type
 
-KERNELS = ("xla", "pallas")
 ROWS = {"xla": 64, "pallas": 128}
 """Rows of a tile: of `xla` the fewest that are about as fast as any on a CPU (`benchmarks/grouped.py`); of `pallas`
 what fills the tensor cores of an H100, which nobody has timed."""
@@ -134,7 +133,7 @@ def grouped_product(
       kernels: W [E, h, f], in the dtype of x. Inside `shard_map` all arguments are cast to vary over the axes that any
         of them varies over, which sums gradients over the added ones.
       groups: from `group`.
-      kernel: one of KERNELS, or a name for tests and traces.
+      kernel: `xla`, `pallas`, or a name for tests and traces.
 
     Returns:
       The products, zero in unused tiles.

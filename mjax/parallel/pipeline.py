@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -106,10 +107,10 @@ def pipeline_sums(schedule: Schedule, program: StageProgram, shared: Weights, bl
             micro_batch = stage.micro_batch(slot)
             y, new = program.layers(stage.chunk(slot), stage.input(slot, x), micro_batch, slot["virtual_stage"])
             with_head = lambda total: add(total, program.head(shared, y, micro_batch))  # noqa: E731
-            total = branch(scopes.F_LAST, slot["last"], with_head, lambda total: total, total)
+            total = branch(scopes.F_LAST, slot["last"], with_head, total)
             return y, total, add(aux, new)
 
-        y, *sums = branch(scopes.F, slot["on"], forward, lambda *carry: carry, activations[slot["message"]], total, aux)
+        y, *sums = branch(scopes.F, slot["on"], forward, activations[slot["message"]], total, aux)
         with jax.named_scope(scopes.PIPELINE):
             return (mappings.to_next_stage(y), activations, *sums), None
 
@@ -187,7 +188,7 @@ class _Stage:
     def input(self, slot: dict, arrived: Array) -> Array:
         """The input of a slot's layers."""
         embed = lambda _: self.program.embed(self.shared, self.micro_batch(slot))  # noqa: E731
-        return branch(scopes.F_FIRST, slot["first"], embed, lambda x: x, arrived)
+        return branch(scopes.F_FIRST, slot["first"], embed, arrived)
 
     # --- The passes ---------------------------------------------------------------------------------------------------
 
@@ -197,24 +198,10 @@ class _Stage:
         activations = put(state.activations, row["receive_activation"], state.received[0])
         gradients = put(state.gradients, row["receive_gradient"], state.received[1])
         f, b = row["forward"], row["backward"]
-        y, outputs, residuals, aux = branch(
-            scopes.F,
-            f["on"],
-            lambda x, outputs, residuals, aux: self._forward(f, x, outputs, residuals, aux),
-            lambda *carry: carry,
-            activations[f["message"]],
-            state.outputs,
-            state.residuals,
-            state.aux,
-        )
-        dx, sums = branch(
-            scopes.B,
-            b["on"],
-            lambda dy, sums: self._backward(b, dy, outputs, residuals, sums),
-            lambda *carry: carry,
-            gradients[b["message"]],
-            state.sums,
-        )
+        carry = activations[f["message"]], state.outputs, state.residuals, state.aux
+        y, outputs, residuals, aux = branch(scopes.F, f["on"], partial(self._forward, f), *carry)
+        backward = partial(self._backward, b, outputs, residuals)
+        dx, sums = branch(scopes.B, b["on"], backward, gradients[b["message"]], state.sums)
         with jax.named_scope(scopes.PIPELINE):
             received = mappings.to_next_stage(y), mappings.to_previous_stage(dx)
         return _State(received, activations, gradients, outputs, residuals, aux, sums), None
@@ -228,7 +215,7 @@ class _Stage:
         residuals = [put(buffer, slot["residual"], value) for buffer, value in zip(residuals, new, strict=True)]
         return y, put(outputs, slot["output"], y), residuals, add(aux, means)
 
-    def _backward(self, slot: dict, arrived: Array, outputs: Array, residuals: list[Array], sums: _Sums):
+    def _backward(self, slot: dict, outputs: Array, residuals: list[Array], arrived: Array, sums: _Sums):
         """B: the gradient of the stage's input; those of weights are added to the sums."""
         micro_batch = self.micro_batch(slot)
         residuals = [buffer[slot["residual"]] for buffer in residuals]
@@ -239,16 +226,14 @@ class _Stage:
             metrics, (new, dy) = means_and_gradients(self.program.loss_weights, run, self.shared, y)
             return dy, add(means, metrics), add(to_shared, new)
 
-        dy, means, to_shared = branch(
-            scopes.B_LAST, slot["last"], head, lambda *carry: carry, arrived, sums.means, sums.shared
-        )
+        dy, means, to_shared = branch(scopes.B_LAST, slot["last"], head, arrived, sums.means, sums.shared)
         to_chunk, dx = self._pull_back(self.chunk(slot), residuals, dy)
 
         def embedding(to_shared):
             _, pullback = jax.vjp(lambda shared: self.program.embed(shared, micro_batch), self.shared)
             return add(to_shared, pullback(dx)[0])
 
-        to_shared = branch(scopes.B_FIRST, slot["first"], embedding, lambda carry: carry, to_shared)
+        to_shared = branch(scopes.B_FIRST, slot["first"], embedding, to_shared)
         return dx, _Sums(means, to_shared, self._add_to_chunk(sums.blocks, to_chunk, slot))
 
     # --- From F to B --------------------------------------------------------------------------------------------------
@@ -320,11 +305,15 @@ def _column(schedule: Schedule) -> dict:
 # --- Building blocks: buffers with slots, conditionals, values that vary over stages ----------------------------------
 
 
-def branch(name: str, condition: Array, then: Callable, otherwise: Callable, *operands):
-    """Run one of two branches. Values that only pass through belong in `otherwise`: XLA copies them in the other.
+def branch(name: str, condition: Array, then: Callable, *operands):
+    """The result of `then`, or the operands: values that only pass through belong in them, since XLA copies the others.
 
     `name` labels the conditional in the traced program.
     """
+
+    def otherwise(*operands):
+        return operands if len(operands) > 1 else operands[0]
+
     with jax.named_scope(name):
         return lax.switch(condition, [otherwise, then], *operands)
 
@@ -383,7 +372,7 @@ def pipeline_decode(
             return x, jax.tree.map(lambda buffer, value: put(buffer, chunk, value), caches, cache)
 
         is_local = (mappings.rank(PIPE) == number % stages).astype(jnp.int32)
-        x, caches = branch("turn", is_local, run_chunk, lambda *carry: carry, *carry)
+        x, caches = branch("turn", is_local, run_chunk, *carry)
         return (mappings.to_next_stage(x), caches), None
 
     (x, caches), _ = lax.scan(turn, (x, caches), jnp.arange(stages * chunks))

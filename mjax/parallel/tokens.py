@@ -74,17 +74,17 @@ class Tokens:
         with jax.named_scope(scopes.EMBEDDING):
             return mappings.balanced(x) if self.across == "gather" else x
 
-    def all_positions(self, x: Shaped[Array, " ..."], dim: int = 1) -> Shaped[Array, " ..."]:
-        """An array with this rank's positions along a dim, with those of all ranks, in order; its transpose sums, and
-        keeps this rank's."""
+    def all_positions(self, x: Shaped[Array, "b s ..."]) -> Shaped[Array, "b S ..."]:
+        """An array of this rank's positions as one of those of all ranks, in order; its transpose sums, and keeps this
+        rank's."""
         if not self.across:
             return x
-        x = mappings.gather_shards(x, CONTEXT, dim)
+        x = mappings.gather_shards(x, CONTEXT, 1)
         if self.across == "heads":
             return x
-        halves = x.reshape(*x.shape[:dim], -1, 2, self.positions // 2, *x.shape[dim + 1 :])
-        first, second = (jax.lax.index_in_dim(halves, i, dim + 1, keepdims=False) for i in (0, 1))
-        return jnp.concatenate([first, jnp.flip(second, dim)], dim).reshape(x.shape)
+        halves = x.reshape(len(x), -1, 2, self.positions // 2, *x.shape[2:])
+        first, second = (jax.lax.index_in_dim(halves, i, 2, keepdims=False) for i in (0, 1))
+        return jnp.concatenate([first, jnp.flip(second, 1)], 1).reshape(x.shape)
 
     def enter(self, x: Shaped[Array, " t *dims"]) -> Shaped[Array, " bs *dims"]:
         """f: open a tensor-parallel region, in which every rank sees all rows."""

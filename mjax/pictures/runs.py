@@ -212,9 +212,8 @@ def draw_runs(runs: Mapping[str, tuple[Curve, Curve]], file: Path, x: str = "ste
         axes.plot(bins.steps, bins.means, "o", color=color, markersize=4 + 6 * wider)
         if below and name != first:
             below[0].plot(*distances[name], color=color, linewidth=1)
-    axes.set(
-        ylabel="loss (nats per token)", title="Loss in training (lines: averaged; thin: raw) and validation (dots)"
-    )
+    axes.set_title("Loss in training (lines: averaged; thin: raw) and validation (dots)")
+    axes.set_ylabel("loss (nats per token)")
     if below:
         below[0].axhline(0, color="C0", linewidth=1)
         below[0].set_title(f"Training loss minus the loss of {first}", parse_math=False)  # a name may contain dollars

@@ -12,8 +12,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,43 +32,20 @@ from mjax.config.checks import can_run_layers, validate
 from mjax.config.kernels import HOPPER, capability_of, is_unrolled, resolved_on_gpu, with_unrolling
 from mjax.errors import RunError, UsageError, suggestion
 from mjax.parallel.mesh import make_mesh
-from mjax.planner import Section, good_to, layers_in_words
+from mjax.planner import Section, good_to, layers_in_words, search
 from mjax.planner.layer import kinds_of, layer_forward
-from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory, usable_memory
-from mjax.planner.search import (
-    RECOMPUTE,
-    SEARCHED,
-    WITHIN,
-    Budget,
-    Candidate,
-    MemoryOf,
-    SearchResult,
-    Trial,
-    batch_unit,
-    candidates,
-    changes_that_fit,
-    describe,
-    divisors,
-    find,
-    in_known_ways,
-    is_possible,
-    ladder,
-    largest_model,
-    longest,
-    predictions,
-    value_of,
-    with_values,
-)
+from mjax.planner.memory import HEADROOM, Memory, predict_memory, usable_memory
+from mjax.planner.search import Budget, Candidate, MemoryOf, SearchResult, Trial, describe
 from mjax.planner.time import Calibration, run_tokens
 from mjax.step.precision import in_float8
 from mjax.step.step import build_program
 from mjax.utils.figures import GIB, named_rows, table
 from mjax.utils.packages import cuda_build, installed
 
+# Candidates in the table of a search.
 SHOWN = 10
-"""Candidates in the table of a search."""
+# The largest number of GPUs tried when looking for how many are enough.
 LARGEST = 16_384
-"""The largest number of GPUs tried when looking for how many are enough."""
 
 
 def run_search(
@@ -91,11 +67,10 @@ def run_search(
       UsageError: there is nothing to search, or nothing fits.
     """
     check_searchable(config, devices, gpu.gpus_per_node, keep)
-    began = time.perf_counter()
-    result = find(config, devices, gpu, calibration, keep)
+    result = search.find(config, devices, gpu, calibration, keep)
     if not result.ranked:
-        refuse_too_big(result, config, name, gpu.name, predictions(gpu, calibration)[0], keep)
-    return result.ranked[0].config, report(result, name, config, gpu, time.perf_counter() - began)
+        refuse_too_big(result, config, name, gpu.name, search.predictions(gpu, calibration)[0], keep)
+    return result.ranked[0].config, report(result, name, config, gpu)
 
 
 def about(section: Section, name: str, config: Config) -> str:
@@ -106,9 +81,8 @@ def about(section: Section, name: str, config: Config) -> str:
         f"{best['memory']['total'] / GIB:.1f} of {values['usable_bytes'] / GIB:.1f} GiB a GPU; "
         f"{values['tokens']:,} tokens in {best['days']:.3g} days. Model, batch and learning rate are its own."
     )
-    warning = [line for line in section.lines if line.startswith("warning")]
     title = f"{name} for {values['devices']:,} × {values['gpu']}, found by the planner.\n"
-    return "\n".join([title, *(textwrap.fill(line, 120) for line in (text, *warning))])
+    return f"{title}\n{textwrap.fill(text, 120)}"
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------
@@ -121,31 +95,29 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
       UsageError: one sentence, with numbers of GPUs that work.
     """
     for name in keep:
-        if name not in SEARCHED:
+        if name not in search.SEARCHED:
             raise UsageError(
-                f"--keep {name}: the search does not change it{suggestion(name, list(SEARCHED))}; "
-                f"use any of {', '.join(SEARCHED)}"
+                f"--keep {name}: the search does not change it{suggestion(name, list(search.SEARCHED))}; "
+                f"use any of {', '.join(search.SEARCHED)}"
             )
     if devices > gpus_per_node and devices % gpus_per_node:
         below = devices // gpus_per_node * gpus_per_node
-        smaller = [n for n in divisors(devices) if 1 < n < gpus_per_node]
-        servers = f", or --devices-per-node {smaller[-1]} for servers of {smaller[-1]}" if smaller else ""
         raise UsageError(
             f"--devices {devices} is not a multiple of the {gpus_per_node} GPUs of a server; "
-            f"use {below} or {below + gpus_per_node}{servers}"
+            f"use {below} or {below + gpus_per_node}, or say with --devices-per-node how many a server has"
         )
     # Without the fields that the search decides, and without data, which a plan does not need.
     alone = replace(config.train, micro_batch=1, recompute="none")
     validate(replace(config, mesh=MeshConfig(), data=replace(config.data, mock=True), train=alone))
-    if not any(candidates(config, devices, keep)):
-        counts = (*divisors(gpus_per_node)[:-1], *range(gpus_per_node, LARGEST, gpus_per_node))
-        counts = [n for n in counts if any(candidates(config, n, keep))]
+    if not any(search.candidates(config, devices, keep)):
+        counts = (*search.divisors(gpus_per_node)[:-1], *range(gpus_per_node, LARGEST, gpus_per_node))
+        counts = [n for n in counts if any(search.candidates(config, n, keep))]
         sides = [n for n in counts if n < devices][-1:] + [n for n in counts if n > devices][:1]
         use = f"use --devices {' or '.join(map(str, sides))}" if sides else "use another --train.global-batch"
         model, fixed = config.model, f" with {', '.join(keep)} kept" if keep else ""
         raise UsageError(
             f"--devices {devices} cannot be divided among {model.layers} layers, {model.heads} heads and batches of "
-            f"multiples of {batch_unit(config)} sequences{fixed}; {use}"
+            f"multiples of {search.batch_unit(config)} sequences{fixed}; {use}"
         )
 
 
@@ -160,8 +132,8 @@ def refuse_too_big(
     nearest, least = min(result.too_big, key=lambda pair: pair[1])
     enough = enough_devices(config, result.devices, memory_of, result.capacity, keep)
     advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {LARGEST:,} is enough either"
-    what = f"takes {least / GIB:.1f} GiB of {result.capacity / GIB:.1f}"
-    if least <= result.capacity:
+    what = f"takes {least / GIB:.1f} GiB of {result.capacity / GIB:.1f}, of which {HEADROOM:.0%} stay free"
+    if 1 - least / result.capacity >= HEADROOM:
         what, advice = "needs more host memory than there is", "leave out --keep train.recompute"
     raise UsageError(
         f"none of {result.tried:,} ways to run {name} on {result.devices} × {gpu} fits: the smallest, "
@@ -179,10 +151,10 @@ def enough_devices(
     """
     thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.chunks": 1}
     fixed = {name: value for name, value in thrifty.items() if name not in keep}
-    small, count = with_values(config, fixed), 2 * devices
+    small, count = search.with_values(config, fixed), 2 * devices
     while count <= LARGEST:
-        ways = candidates(small, count, {*keep, *fixed})
-        if any(free_share(memory_of(way).total, capacity) >= HEADROOM for way in ways):
+        ways = search.candidates(small, count, {*keep, *fixed})
+        if any(memory_of(way).fits(capacity) for way in ways):
             return count
         count *= 2
     return None
@@ -191,36 +163,33 @@ def enough_devices(
 # --- The report: the fastest candidates and what holds them back ------------------------------------------------------
 
 
-def report(result: SearchResult, name: str, config: Config, gpu: Gpu, seconds: float) -> Section:
+def report(result: SearchResult, name: str, config: Config, gpu: Gpu) -> Section:
     """The section `search` of a plan.
 
     Args:
       result: with at least one candidate that fits.
       name, config: what was searched.
       gpu: each of the devices.
-      seconds: duration of the search.
     """
     best, shown = result.ranked[0], result.ranked[:SHOWN]
     values = {
         "gpu": gpu.name,
-        "devices_per_node": gpu.gpus_per_node,
-        "network_bytes_per_second": gpu.network_bandwidth_per_node,
         "devices": result.devices,
         "global_batch": config.train.global_batch,
         "tokens": run_tokens(config),
+        "devices_per_node": gpu.gpus_per_node,
+        "network_bytes_per_second": gpu.network_bandwidth_per_node,
         "usable_bytes": result.capacity,
         "tried": result.tried,
         "too_big": len(result.too_big),
-        "tight": len(result.tight),
         "slower": result.slower,
-        "seconds": seconds,
         "best": [_values(candidate) for candidate in shown],
     }
     days, hours = _cost(best)
     lines = [
-        f"{result.tried:,} ways to run it: {len(result.too_big):,} are too big for {result.capacity / GIB:.1f} GiB or "
-        f"the host, {len(result.tight):,} leave less than {HEADROOM:.0%} of it free, {len(result.roomy):,} fit, and "
-        f"{result.slower:,} take {WITHIN - 1:.0%} longer or more ({seconds:.1f} s)",
+        f"{result.tried:,} ways to run it: {len(result.too_big):,} leave less than {HEADROOM:.0%} of "
+        f"{result.capacity / GIB:.1f} GiB free or are too big for the host, {len(result.ranked):,} fit, and "
+        f"{result.slower:,} take {search.WITHIN - 1:.0%} longer or more",
         "",
         *_table([{"": number, **_cells(candidate)} for number, candidate in enumerate(shown, 1)]),
         "",
@@ -228,17 +197,6 @@ def report(result: SearchResult, name: str, config: Config, gpu: Gpu, seconds: f
         f"the prediction: {good_to(best.time.error)}",
         *best.time.caveats,
     ]
-    if not result.roomy:
-        lines.append(
-            f"warning: no way to run it leaves {HEADROOM:.0%} of the memory free, by which the prediction may be off; "
-            f"the best leaves {result.free(best):.1%} and may not fit"
-        )
-    elif result.tight and result.tight[0].time.mean < best.time.mean:
-        fast = result.tight[0]
-        lines.append(
-            f"not ranked, because it leaves {result.free(fast):.1%} of the memory free and the prediction may be off "
-            f"by {HEADROOM:.0%}: {describe(fast.config)}, {fast.time.mean:.3g} s"
-        )
     return Section(f"Search: {name} on {result.devices:,} × {gpu.name}", values, lines)
 
 
@@ -283,7 +241,7 @@ def _values(candidate: Candidate) -> dict[str, Any]:
     config, memory, time = candidate
     days, hours = _cost(candidate)
     return {
-        **{name: value_of(config, name) for name in SEARCHED},
+        **{name: search.value_of(config, name) for name in search.SEARCHED},
         "seconds": time.mean,
         "seconds_at_global_batch": time.total,
         "error": time.error,
@@ -305,8 +263,8 @@ def run_longest(config: Config, name: str, devices: int, gpu: Gpu, calibration: 
     Raises:
       UsageError: layers differ from each other, or nothing fits.
     """
-    machine = gpu.gpus_per_node, *predictions(gpu, calibration), gpu.usable_bytes, gpu.host_bytes
-    tried = (longest(config, devices, recompute, *machine) for recompute in ("full", "offload"))
+    machine = gpu.gpus_per_node, *search.predictions(gpu, calibration), gpu.usable_bytes, gpu.host_bytes
+    tried = (search.longest(config, devices, recompute, *machine) for recompute in ("full", "offload"))
     values, rows = [], []
     for best in filter(None, tried):
         tokens, cells = best.config.train.global_batch * best.config.model.sequence, _cells(best)
@@ -339,11 +297,11 @@ def run_budget(
     Raises:
       UsageError: no model can be split, or none is trained in time.
     """
-    devices, gpu, rungs = budget.devices, budget.gpu, ladder(config)
-    possible = [rung for rung in rungs if is_possible(rung.config, devices, keep)]
+    devices, gpu, rungs = budget.devices, budget.gpu, search.ladder(config)
+    possible = [rung for rung in rungs if search.is_possible(rung.config, devices, keep)]
     check_searchable((possible or rungs)[-1].config, devices, gpu.gpus_per_node, keep)
-    ways = in_known_ways(devices, gpu, calibration, keep)
-    best, tried = largest_model(possible, budget, ways, partial(print, file=sys.stderr))
+    ways = search.in_known_ways(devices, gpu, calibration, keep)
+    best, tried = search.largest_model(possible, budget, ways, partial(print, file=sys.stderr))
     flags = (as_flag(field, new) for field, (_, new) in differences(base, best.best.config).items())
     command = f"mjax train --config {name} {' '.join(flags)} --data.path PREFIX"
     time = best.best.time
@@ -401,10 +359,10 @@ def _trial_values(trial: Trial) -> dict[str, Any]:
 # --- Whether it fits --------------------------------------------------------------------------------------------------
 
 
+# Compute capability of the first GPUs with float8 products; Hopper's is 9.0.
 ADA = (8, 9)
-"""Compute capability of the first GPUs with float8 products; Hopper's is 9.0."""
+# cuBLAS multiplies float8 matrices whose sizes are multiples of this.
 MULTIPLE = 16
-"""cuBLAS multiplies float8 matrices whose sizes are multiples of this."""
 
 
 def check_float8(config: Config, gpu: str, capability: tuple[int, ...]) -> None:
@@ -486,15 +444,15 @@ def check_memory(config: Config, usable: float, gpu: str, name: str = "this conf
       UsageError: it needs more than `usable`, or more than `host`.
     """
     memory = predict_memory(config)
-    if not fits_host(memory, host):
+    if not memory.fits_host(host):
         raise UsageError(
             f"{name} keeps {memory.host / GIB:.1f} GiB of activations in host memory for each GPU, and this machine "
             f"has {host / GIB:.1f} GiB for each; use --train.recompute full, or a smaller --train.micro-batch"
         )
-    free = free_share(memory.total, usable)
+    free = memory.free(usable)
     if free >= HEADROOM:
         return ""
-    changes = changes_that_fit(config, usable, host=host)
+    changes = search.changes_that_fit(config, usable, host=host)
     nearest = "; or ".join(f"{change.flags} ({change.needs(config)})" for change in changes)
     advice = f"what fits, cheapest first: {nearest}" if changes else "no change of mesh or recomputation makes it fit"
     largest_first = sorted(memory.parts.items(), key=lambda part: -part[1])
@@ -528,14 +486,9 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     memory = predict_memory(config)
     values: dict[str, Any] = {
         "total": memory.total,
-        **memory.parts,
-        "host": memory.host,
-        "moment": memory.moment,
+        **memory._asdict(),
         "attention": config.model.attention,
         "unrolled": is_unrolled(config, on_gpu=True),
-        "float8": in_float8(config.precision),
-        "loss_chunks": config.train.loss_chunks,
-        "figure": None if figure is None else str(figure),
     }
     rows = {kind: f"{size / GIB:8.2f} GiB" for kind, size in memory.parts.items()}
     rows["total"] = f"{memory.total / GIB:8.2f} GiB on each device, {WHEN[memory.moment]}"
@@ -544,8 +497,8 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     rows["attention"], lines = f"by {values['attention']}", []
     if gpu is not None:
         rows["layers"] = layers_in_words(values["unrolled"])
-        free, in_host = free_share(memory.total, gpu.usable_bytes), fits_host(memory, gpu.host_bytes)
-        changes = [] if free >= HEADROOM else changes_that_fit(config, gpu.usable_bytes, host=gpu.host_bytes)
+        free, in_host = memory.free(gpu.usable_bytes), memory.fits_host(gpu.host_bytes)
+        changes = [] if free >= HEADROOM else search.changes_that_fit(config, gpu.usable_bytes, host=gpu.host_bytes)
         values |= {"gpu": gpu.name, "usable": gpu.usable_bytes, "fits": free >= 0 and in_host, "free": free}
         values["changes"] = [
             {"flags": change.flags, "total": change.memory.total, "devices": change.config.mesh.devices}
@@ -563,7 +516,6 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
             lines += [f"  {change.flags}  →  {change.needs(config)}" for change in changes]
     if figure is not None:
         draw_modes(config, figure, gpu, name)
-        rows["picture"] = str(figure)
     return Section("Memory", values, [*named_rows(rows), *lines])
 
 
@@ -574,8 +526,8 @@ def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, na
     config = resolved_on_gpu(config, HOPPER if gpu is None else gpu.compute_capability)
     modes = {}
     for split in (False, True) if config.mesh.model > 1 else (False,):
-        for recompute in RECOMPUTE:
-            changed = with_values(config, {"mesh.sequence_parallel": split, "train.recompute": recompute})
+        for recompute in search.RECOMPUTE:
+            changed = search.with_values(config, {"mesh.sequence_parallel": split, "train.recompute": recompute})
             if can_run_layers(changed):
                 modes[recompute + ", sequence parallel" * split] = predict_memory(changed).parts
     heading = f"Memory of a device by recomputation mode{', for ' * bool(name)}{name}"
@@ -645,7 +597,7 @@ def sheet_names() -> list[str]:
     return sorted(file.stem for file in SHEETS.glob("*.txtpb"))
 
 
-def check_compile(config: Config, gpu: str | None, per_server: int = 8) -> None:
+def check_compile(config: Config, gpu: Gpu | None) -> None:
     """Refuse what cannot be compiled.
 
     Raises:
@@ -655,9 +607,9 @@ def check_compile(config: Config, gpu: str | None, per_server: int = 8) -> None:
     names = ", ".join(sheet_names())
     if gpu is None:
         raise UsageError(f"--compile needs a GPU to compile for; add --gpu with one of {names}")
-    if gpu not in sheet_names():
-        raise UsageError(f"--gpu {gpu} cannot be compiled for; use one of {names}")
-    devices = config.mesh.devices
+    if gpu.name not in sheet_names():
+        raise UsageError(f"--gpu {gpu.name} cannot be compiled for; use one of {names}")
+    devices, per_server = config.mesh.devices, gpu.gpus_per_node
     if devices > per_server and devices % per_server:
         raise UsageError(
             f"a mesh of {devices} devices does not fill servers of {per_server}; change --mesh.data, or use "
@@ -709,8 +661,8 @@ def compile_step(
         ) from error
     traced = time.perf_counter()
     try:
-        with without_compilation_cache():
-            compiled = lowered.compile(compiler_options=options)
+        leave_out_compilation_cache()
+        compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         raise RunError(f"XLA cannot compile this step for {gpu}: {str(error).splitlines()[0]}") from error
     seconds, stats = {"tracing": traced - began, "compiling": time.perf_counter() - traced}, compiled.memory_analysis()
@@ -724,17 +676,10 @@ def compile_step(
     return Compilation(device_kind, config, program, seconds, memory, compiled.as_text())
 
 
-@contextmanager
-def without_compilation_cache() -> Iterator[None]:
+def leave_out_compilation_cache() -> None:
     """Disable JAX's persistent cache: without a GPU JAX cannot read its entries, and complains at length."""
-    before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # whether it is used is decided once per process
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
 
 
 def compiler_versions() -> dict[str, str]:

@@ -64,7 +64,6 @@ from mjax.models.stack import run_blocks, runs_in
 from mjax.parallel.grouped import ROWS, tiles_at_most
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
 from mjax.parallel.mesh import abstract_mesh, batch_specs
-from mjax.parallel.tokens import Across
 from mjax.parallel.weights import are_stacked, joined, metadata_of, split_trained
 from mjax.parallel.zero import gather_weights
 from mjax.planner.program import Product, Program, bytes_of, inner_jaxprs
@@ -75,8 +74,7 @@ from mjax.step.step import micro_batches_of
 from mjax.utils.files import make_private, write_whole
 from mjax.utils.packages import source_hashes
 
-MAX_TRACES = 2000
-"""Traces in a file, of about 1 KB each."""
+MAX_TRACES = 2000  # in a file, of about 1 KB each
 
 
 class Layer(NamedTuple):
@@ -173,52 +171,43 @@ class Traced:
       model: without dropout, with stand-ins for its kernels, and with one layer if all are equal.
       data: the arrays of a batch, without what they are read from.
       compute: dtype.
-      ranks: of `model`.
-      sequence_parallel: as `mesh.sequence_parallel`.
-      expert: ranks of `expert`.
-      context: ranks of `context`.
-      across: as `Config.across`.
+      mesh: as far as the work of layers depends on it, without a pipeline, replicas and gathers of weights.
       kind: number of the stack (`config/pattern.py`) of which a layer is traced; None: of the only one.
     """
 
     model: ModelConfig
     data: DataConfig
     compute: str
-    ranks: int
-    sequence_parallel: bool
-    expert: int = 1
-    context: int = 1
-    across: Across | None = None
+    mesh: MeshConfig
     kind: int | None = None
 
     @classmethod
     def of(cls, config: Config) -> Traced:
         """The traced part of a config."""
-        model, data, mesh = _undisturbed(config.model), _arrays_of(config.data), config.mesh
-        compute, split = config.precision.compute, mesh.splits_tokens
-        return cls(model, data, compute, mesh.model, split, mesh.expert, mesh.context, config.across)
+        mesh = MeshConfig(
+            data=config.mesh.expert,
+            model=config.mesh.model,
+            expert=config.mesh.expert,
+            context=config.mesh.context,
+            context_attention=config.across or "auto",
+            sequence_parallel=config.mesh.splits_tokens,
+        )
+        return cls(_undisturbed(config.model), _arrays_of(config.data), config.precision.compute, mesh)
 
     @property
     def scores(self) -> tuple[int, int]:
         """The last dims of attention's scores: positions of a rank's queries, and of their keys."""
-        sequence = self.model.sequence
-        return sequence // (self.context if self.across == "gather" else 1), sequence
+        sequence, mesh = self.model.sequence, self.mesh
+        return sequence // (mesh.context if mesh.context_attention == "gather" else 1), sequence
 
     def config(self, kernel: str, recompute: str) -> Config:
         """A config for one sample on each rank, with this kernel of attention or the stand-in of the fused ones."""
         return Config(
             model=replace(self.model, attention=kernel),
-            mesh=MeshConfig(
-                data=self.expert,
-                model=self.ranks,
-                expert=self.expert,
-                context=self.context,
-                context_attention=self.across or "auto",
-                sequence_parallel=self.sequence_parallel,
-            ),
+            mesh=self.mesh,
             data=self.data,
             precision=PrecisionConfig(compute=self.compute),
-            train=TrainConfig(global_batch=self.expert, micro_batch=1, recompute=recompute),
+            train=TrainConfig(global_batch=self.mesh.data, micro_batch=1, recompute=recompute),
         )
 
 
@@ -226,8 +215,8 @@ def expert_rows(of: Traced, samples: int) -> int:
     """Rows of the tiles of a layer's experts for a micro-batch, enough for any distribution; 0 without experts."""
     if not (experts := of.model.experts):
         return 0
-    tokens = of.expert * samples * of.model.sequence // of.context
-    tiles = tiles_at_most(of.model.experts_per_token * tokens, experts // of.expert, ROWS["pallas"], tokens)
+    tokens = of.mesh.expert * samples * of.model.sequence // of.mesh.context
+    tiles = tiles_at_most(of.model.experts_per_token * tokens, experts // of.mesh.expert, ROWS["pallas"], tokens)
     return tiles * ROWS["pallas"]
 
 
@@ -274,7 +263,8 @@ def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
 
 def head(of: Traced) -> Head:
     """The trace of the head, which follows the last layer."""
-    return _record(replace(of, kind=None, across=None, expert=1), Head)
+    mesh = replace(of.mesh, data=1, expert=1, context_attention="auto")
+    return _record(replace(of, kind=None, mesh=mesh), Head)
 
 
 @lru_cache(maxsize=4096)
@@ -301,8 +291,8 @@ def _as_tuples(plain: Any) -> Any:
     return tuple(map(_as_tuples, plain)) if isinstance(plain, list | tuple) else plain
 
 
+# Of `earlier_traces`: plain values of traces by a digest of what they depend on.
 _STORES: list[dict[str, Any]] = []
-"""Of `earlier_traces`: plain values of traces by a digest of what they depend on."""
 
 
 @contextmanager
@@ -392,7 +382,7 @@ def _forward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> La
             branches[-1].append(product._replace(trained=factors[1]))
             last = factors
     return Layer(
-        elements=x.size * (of.ranks if of.sequence_parallel else 1),
+        elements=x.size * (of.mesh.model if of.mesh.sequence_parallel else 1),
         branches=tuple(tuple(branch) for branch in branches if branch),
         of_activations=tuple(activations),
         collectives=tuple(collectives),
@@ -405,8 +395,8 @@ def _of_assignments(of: Traced, product: Product) -> Product:
     experts of a rank, or of fewer if their number does not divide the rows."""
     if not product.grouped:
         return product
-    assignments = of.model.experts_per_token * of.model.sequences * of.model.sequence // of.context
-    groups = math.gcd(assignments, of.model.experts // of.expert)
+    assignments = of.model.experts_per_token * of.model.sequences * of.model.sequence // of.mesh.context
+    groups = math.gcd(assignments, of.model.experts // of.mesh.expert)
     return product._replace(m=assignments // groups, batch=groups)
 
 
@@ -521,7 +511,7 @@ def _layers(config: Config, causal: bool) -> tuple[float, float, float]:
 
 def _whole(of: Traced) -> Traced:
     """The traced model without any split."""
-    return replace(of, ranks=1, sequence_parallel=False, expert=1, context=1, across=None)
+    return replace(of, mesh=MeshConfig())
 
 
 def peak_tflops(device_kind: str, compute: str) -> float | None:

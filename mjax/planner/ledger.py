@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -112,19 +112,7 @@ class Collective:
 
     def values(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {
-            "axes": list(self.axes),
-            "source": self.source,
-            "kind": self.operation,
-            "ranks": self.ranks,
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "count": self.count,
-            "counts_by_stage": list(self.counts),
-            "calls_in_program": self.calls,
-            "wire_bytes_each": self.wire,
-            "wire_bytes": float(self.sent.max()),
-        }
+        return asdict(self) | {"source": self.source, "wire_bytes": float(self.sent.max())}
 
 
 @dataclass(frozen=True)
@@ -169,10 +157,6 @@ class Ledger:
             stage = int(np.argmax(sum(sent.values())))
             by_axes[axes_name(axes)] = {key: float(size[stage]) for key, size in sent.items()}
         return by_axes
-
-    def by_source(self) -> dict[str, float]:
-        """Bytes a device sends in a step from each source; each on the stage that sends most of it."""
-        return {source: part.sent for source, part in self.grouped("source").items()}
 
     @property
     def count(self) -> int:

@@ -43,7 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, axes
+from mjax.config import Config, MeshConfig, axes
 from mjax.config.axes import copies, shards
 from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu, is_unrolled
 from mjax.config.model import ModelConfig
@@ -98,23 +98,24 @@ class Memory(NamedTuple):
     @property
     def parts(self) -> dict[str, float]:
         """Bytes by kind."""
-        return {name: getattr(self, name) for name in KINDS}
+        return dict(zip(KINDS, self, strict=False))
 
     @property
     def total(self) -> float:
         """All kinds together."""
-        held = self.parameters + self.optimizer + self.gradients
-        return held + self.activations + self.logits + self.workspace
+        return sum(self.parts.values())
 
+    def free(self, usable: float) -> float:
+        """The fraction of `usable` bytes left free; below HEADROOM the run may not fit."""
+        return 1 - self.total / usable
 
-def free_share(needed: float, usable: float) -> float:
-    """The fraction of `usable` bytes left free by `needed`; below HEADROOM the run may not fit."""
-    return 1 - needed / usable
+    def fits(self, usable: float, host: float | None = None) -> bool:
+        """True if it leaves HEADROOM of `usable` bytes, and fits into `host` bytes of a device; None: not known."""
+        return self.free(usable) >= HEADROOM and self.fits_host(host)
 
-
-def fits_host(memory: Memory, host: float | None) -> bool:
-    """True if activations in host memory fit into the `host` bytes of a device; None if they are not known."""
-    return host is None or memory.host <= host
+    def fits_host(self, host: float | None) -> bool:
+        """True if activations in host memory fit into the `host` bytes of a device; None if they are not known."""
+        return host is None or self.host <= host
 
 
 def usable_memory(device) -> float | None:
@@ -169,13 +170,11 @@ class _Sizes:
         self.weights, self.trained = (weights_of_device(model, mesh, trained=trained) for trained in (False, True))
         self.width = WIDTHS[config.precision.compute]
         self.master = max(4, self.width)
-        alone = of_layers(mesh)
-        of_run = model, config.data, config.precision.compute
-        kinds, arrays = _of_micro_batch(*of_run, alone, kernel, recompute, train.micro_batch)
         self.layers = []
-        for count, kind, sample in kinds:
-            of_kind = (weights_of_device(model, mesh, kind, trained) for trained in (False, True))
-            self.layers.append(_Kind(kind, count // (mesh.pipe * mesh.chunks), mesh.chunks, *of_kind, sample))
+        for count, of in trace.kinds_of(config):
+            of_kind = (weights_of_device(model, mesh, of.kind, trained) for trained in (False, True))
+            sample = _sizes_of(of, kernel, recompute, train.micro_batch)
+            self.layers.append(_Kind(of.kind, count // (mesh.pipe * mesh.chunks), mesh.chunks, *of_kind, sample))
         of_kinds = [kind.sample for kind in self.layers]
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it during one of them, so its probabilities exist twice.
@@ -189,6 +188,7 @@ class _Sizes:
         rows = config.model.padded_vocabulary // mesh.model
         self.logits = sample.logits * rows_of_chunks(rows, config.train.loss_chunks)[0].stop / rows
         self.heads = sample.heads
+        arrays = sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in config.batch_arrays().values())
         self.batch = arrays * train.global_batch / copies(mesh)
         self.accumulates = mesh.pipe > 1 or config.micro_batches > 1
         self.sharded = mesh.pipe > 1 or (mesh.zero > 0 and shards(mesh) > 1)
@@ -258,6 +258,7 @@ class _Sample(NamedTuple):
     heads: float
 
 
+@lru_cache(maxsize=4096)
 def _sizes_of(of: trace.Traced, kernel: str, recompute: str, samples: int) -> _Sample:
     """The sizes of a layer and the head for the samples of a micro-batch."""
     layer, backward, head = trace.layer_forward(of), trace.layer_backward(of, kernel, recompute), trace.head(of)
@@ -271,7 +272,7 @@ def _sizes_of(of: trace.Traced, kernel: str, recompute: str, samples: int) -> _S
         up, down = experts
         temporaries = width * rows * (up.k + up.n + down.n + up.n + max(down.k, up.k))
     # The stream, or keys and values of all positions, whose gradients are whole too.
-    gathered = (4 if of.across == "gather" else 2) * backward.gathered
+    gathered = (4 if of.mesh.context_attention == "gather" else 2) * backward.gathered
     return _Sample(
         stream=samples * backward.stream,
         kept=samples * backward.kept + more_rows,
@@ -283,20 +284,6 @@ def _sizes_of(of: trace.Traced, kernel: str, recompute: str, samples: int) -> _S
         logits=samples * width * head.logits,
         heads=samples * head.kept,
     )
-
-
-@lru_cache(maxsize=4096)
-def _of_micro_batch(
-    model: ModelConfig, data: DataConfig, compute: str, mesh: MeshConfig,
-    kernel: str, recompute: str, samples: int,
-) -> tuple[list[tuple[int, int | None, _Sample]], int]:  # fmt: skip
-    """For each kind of layers how many the model has, and sizes of one for the samples of a micro-batch; bytes of a
-    sample in a batch."""
-    config = Config(model=model, data=data, mesh=mesh, precision=PrecisionConfig(compute=compute))
-    kinds = [(n, of.kind, _sizes_of(of, kernel, recompute, samples)) for n, of in trace.kinds_of(config)]
-    arrays = config.batch_arrays()
-    bytes_of_sample = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays.values())
-    return kinds, bytes_of_sample
 
 
 # --- Residuals --------------------------------------------------------------------------------------------------------
@@ -473,21 +460,8 @@ def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
     return _matrices(model, STORED_BY(mesh))
 
 
-@lru_cache(maxsize=16384)
-def of_layers(mesh: MeshConfig) -> MeshConfig:
-    """The mesh as far as the work of layers depends on it, without a pipeline and gathers of weights."""
-    return MeshConfig(
-        data=mesh.expert,
-        model=mesh.model,
-        expert=mesh.expert,
-        context=mesh.context,
-        context_attention=mesh.context_attention,
-        sequence_parallel=mesh.sequence_parallel,
-    )
-
-
+# Everything of a mesh that the storage of weights depends on, but for the shape that chunks give them.
 STORED_BY = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replica")
-"""Everything of a mesh that the storage of weights depends on, but for the shape that chunks give them."""
 
 
 def _mesh(pipe: int, data: int, model: int, expert: int, context: int, zero: int, replica: int) -> MeshConfig:

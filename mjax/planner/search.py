@@ -24,7 +24,7 @@ one that lacks memory where the logits are the peak is tried with the loss in ch
 dropped. The time is that of the whole run: with a batch ramp-up, its small batches count too.
 
 Predictions are off by a few percent. So two times that agree in four digits are a tie, and the simpler one wins; and
-candidates that leave less than HEADROOM of the memory free are ranked only if none leaves more.
+candidates that leave less than HEADROOM of the memory free count as too big.
 """
 
 from __future__ import annotations
@@ -51,30 +51,28 @@ from mjax.config.run import Recompute
 from mjax.errors import UsageError
 from mjax.models.build import mixing_class, scores_in_chunks
 from mjax.planner.layer import model_flops
-from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, parameters_of, predict_memory
+from mjax.planner.memory import HEADROOM, Memory, parameters_of, predict_memory
 from mjax.planner.time import Calibration, StepTime, TimePredictor
 from mjax.utils.figures import GIB
 from mjax.utils.progress import progress
 
-SEARCHED = fields_with(marks.SEARCHED, Config())
-"""Fields in which candidates differ."""
-
+SEARCHED = fields_with(marks.SEARCHED, Config())  # in which candidates differ
 RECOMPUTE = get_args(Recompute)
 MemoryOf = Callable[[Config], Memory]
 TimeOf = Callable[[Config], StepTime]
 
+# Candidates that take longer than so many times the fastest that fits are counted, not ranked.
 WITHIN = 1.1
-"""Candidates that take longer than so many times the fastest that fits are counted, not ranked."""
 
+# Ranks of `expert` and `model` together, at most, unless the config has more: they communicate in every layer.
 SERVER = 8
-"""Ranks of `expert` and `model` together, at most, unless the config has more: they communicate in every layer."""
 
+# Positions of a rank of `context`, at least: with fewer, its products and collectives are small.
 LEAST_POSITIONS = 4096
-"""Positions of a rank of `context`, at least: with fewer, its products and collectives are small."""
 
+# Chunks of the loss that are proposed. The logits then take less than the gradient of the table that scores them; more
+# chunks save little.
 CHUNKS = 8
-"""Chunks of the loss that are proposed. The logits then take less than the gradient of the table that scores them; more
-chunks save little."""
 
 # --- Candidates -------------------------------------------------------------------------------------------------------
 
@@ -126,11 +124,8 @@ def _possible_values(
     """
     model, share = config.model, batch_unit(config) // data
     across = _attentions_across(config, context, tensor, fixed.get("mesh.context_attention"))
-    expert = [
-        ranks
-        for ranks in divisors(math.gcd(data, model.experts or 1))
-        if ranks * tensor <= max(SERVER, tensor) or ranks == fixed.get("mesh.expert")
-    ]
+    most = max(SERVER, tensor * config.mesh.expert)
+    expert = [ranks for ranks in divisors(math.gcd(data, model.experts or 1)) if ranks * tensor <= most]
     groups = [n for n in divisors(data) if n == 1 or data * context * tensor // n % SERVER == 0]
     for micro_batch in divisors(share):
         tokens = micro_batch * model.sequences * model.sequence // context
@@ -210,32 +205,21 @@ class SearchResult:
     Attributes:
       devices: number of devices of the candidates.
       capacity: bytes of a device for the program.
-      roomy: all that fit and leave HEADROOM of that free, fastest first.
-      tight: those that fit and leave less, fastest first.
-      too_big: those that do not fit into the memory of device or host, with their bytes.
+      ranked: those that fit and leave HEADROOM of that free, fastest first.
+      too_big: those that do not, or do not fit into the memory of the host, with their bytes.
       slower: number of those whose memory was not predicted, since they take longer than `WITHIN` times the fastest.
     """
 
     devices: int
     capacity: float
-    roomy: list[Candidate]
-    tight: list[Candidate]
+    ranked: list[Candidate]
     too_big: list[tuple[Config, float]]
     slower: int = 0
 
     @property
-    def ranked(self) -> list[Candidate]:
-        """The candidates to choose from, fastest first."""
-        return self.roomy or self.tight
-
-    @property
     def tried(self) -> int:
         """Number of candidates."""
-        return len(self.roomy) + len(self.tight) + len(self.too_big) + self.slower
-
-    def free(self, candidate: Candidate) -> float:
-        """The fraction of the memory that a candidate leaves free."""
-        return free_share(candidate.memory.total, self.capacity)
+        return len(self.ranked) + len(self.too_big) + self.slower
 
 
 def search(
@@ -271,24 +255,20 @@ def search(
             timed.append((candidate, mean_of(candidate)))
             advance(1)
     timed.sort(key=itemgetter(1))
-    roomy, tight, too_big, fastest, tried = [], [], [], [], 0
+    ranked, too_big, fastest, tried = [], [], [], 0
     for candidate, mean in timed:
         if len(fastest) >= top and mean > max(WITHIN * fastest[0], 1.001 * fastest[top - 1]):
             break
         tried, options = tried + 1, [(candidate, memory_of(candidate))]
-        if free_share(options[0][1].total, capacity) < HEADROOM and "train.loss_chunks" not in keep:
+        if not options[0][1].fits(capacity) and "train.loss_chunks" not in keep:
             options += [(chunked, memory_of(chunked)) for chunked in with_loss_chunks(*options[0])]
         for option, memory in options:
-            if memory.total > capacity or not fits_host(memory, host):
-                too_big.append((option, memory.total))
-            elif free_share(memory.total, capacity) >= HEADROOM:
-                roomy.append(Candidate(option, memory, time_of(option)))
-                insort(fastest, roomy[-1].time.mean)
+            if memory.fits(capacity, host):
+                ranked.append(Candidate(option, memory, time_of(option)))
+                insort(fastest, ranked[-1].time.mean)
             else:
-                tight.append(Candidate(option, memory, time_of(option)))
-    return SearchResult(
-        devices, capacity, sorted(roomy, key=rank), sorted(tight, key=rank), too_big, len(timed) - tried
-    )
+                too_big.append((option, memory.total))
+    return SearchResult(devices, capacity, sorted(ranked, key=rank), too_big, len(timed) - tried)
 
 
 @lru_cache(maxsize=8)
@@ -395,10 +375,10 @@ def changes_that_fit(config: Config, usable: float, count: int = 3, host: float 
     for factor in FACTORS:
         for price, values in sorted(_changes(config, factor, unused), key=itemgetter(0)):
             changed = with_values(config, values)
-            if any(_includes(values, change.values) for change in proposed) or not _is_useful(changed, config, values):
+            if any(_includes(values, change.values) for change in proposed) or not _can_run(changed, config, values):
                 continue
             memory = predict_memory(changed)
-            if free_share(memory.total, usable) >= HEADROOM and fits_host(memory, host):
+            if memory.fits(usable, host):
                 proposed.append(Change(values, changed, memory, price))
                 if len(proposed) == count:
                     return proposed
@@ -425,17 +405,12 @@ def _changes(config: Config, factor: int, unused: Collection[str]) -> Iterator[t
                 yield cost + sum(prices), changed
 
 
-def _is_useful(changed: Config, config: Config, values: Collection[str]) -> bool:
-    """True if a changed config can run, and each of its new `values` has an effect."""
+def _can_run(changed: Config, config: Config, values: Collection[str]) -> bool:
+    """True if a config with these `values` changed can run as in a search."""
     mesh, sequence = changed.mesh, config.model.sequence
-    without_effect = {
-        "mesh.sequence_parallel": mesh.model == 1,
-        "mesh.zero": mesh.data * mesh.context == 1,
-        "mesh.model": mesh.model > max(SERVER, config.mesh.model),
-        "mesh.context": sequence // mesh.context < LEAST_POSITIONS,
-        "train.unroll": mesh.pipe > 1,
-    }
-    if any(without_effect.get(name) for name in values):
+    if "mesh.model" in values and mesh.model > max(SERVER, config.mesh.model):
+        return False
+    if "mesh.context" in values and sequence // mesh.context < LEAST_POSITIONS:
         return False
     try:
         validate(replace(changed, data=replace(config.data, mock=True)))
@@ -455,8 +430,8 @@ def _includes(values: dict[str, Any], proposed: dict[str, Any]) -> bool:
 
 # --- The longest sequence ---------------------------------------------------------------------------------------------
 
+# Positions of a GPU come in multiples of this; multiples to try first.
 STEP, FIRST = 1024, 16
-"""Positions of a GPU come in multiples of this; multiples to try first."""
 
 
 def longest(
@@ -644,7 +619,7 @@ def in_known_ways(
     def ways(config: Config) -> SearchResult:
         known = (way for values in fastest for way in candidates(with_values(config, values), devices, SEARCHED))
         result = find(config, devices, gpu, calibration, SEARCHED, among=tuple(known))
-        if not result.roomy:
+        if not result.ranked:
             result = find(config, devices, gpu, calibration, keep)
             fastest[:] = [{name: value_of(way.config, name) for name in SEARCHED} for way in result.ranked[:10]]
         return result

@@ -133,22 +133,20 @@ class Calibration:
 
         Beyond the lengths that the error bar was found on, and for float8, there is no error bar: None.
         """
-        caveats = []
+        bar = self.error if gpu.name == self.gpu else self.error_elsewhere
+        low, high = self.sequences
+        positions, caveats = config.model.sequence, []
+        if config.precision.compute == "fp8":
+            rate = f"{self.float8:.0%} of their peak, is {'measured' if 'float8' in self.measured else 'assumed'}"
+            caveats.append(
+                f"no error bar for fp8: ±{bar:.0%} was found in bf16; the rate of products in float8, {rate}"
+            )
         if gpu.name != self.gpu:
             caveats.append(f"calibrated on {self.gpu}, not on {gpu.name}")
-        low, high = self.sequences
-        length = config.model.sequence
-        if not low <= length <= high:
-            caveats.append(f"no error bar at {length:,} positions: it was found on runs of {low:,} to {high:,}")
-        bar = self.error if gpu.name == self.gpu else self.error_elsewhere
-        if config.precision.compute == "fp8":
-            caveats.insert(
-                0,
-                f"no error bar for fp8: ±{bar:.0%} was found on runs in bf16; the rate of products in float8, "
-                f"{self.float8:.0%} of their peak, is {'measured' if 'float8' in self.measured else 'assumed'}",
-            )
-            return None, tuple(caveats)
-        return bar if low <= length <= high else None, tuple(caveats)
+        if not low <= positions <= high:
+            caveats.append(f"no error bar at {positions:,} positions: it was found on runs of {low:,} to {high:,}")
+        has_bar = low <= positions <= high and config.precision.compute != "fp8"
+        return bar if has_bar else None, tuple(caveats)
 
     def not_measured(self, gpu: Gpu, compute: str = "bf16") -> list[str]:
         """The rates of a prediction that were not measured on `gpu`."""
@@ -462,7 +460,6 @@ class Software:
         2, 26 and 6, read from programs compiled for H100s (docs/results/log).
       splits_messages: each rank of `model` sends its part of an activation to the next stage, which gathers it (arXiv
         2104.04473, section 4.1), with sequence parallelism or without.
-      sends_every_tick: stages synchronise after every tick of the schedule and send both ways, even without a receiver.
       sums_stacks: it sums the gradients of each stack of layers as one, after all micro-batches.
     """
 
@@ -474,7 +471,6 @@ class Software:
     accumulate_bytes: int = 12
     optimizer_bytes: int = 34
     splits_messages: bool = False
-    sends_every_tick: bool = True
     sums_stacks: bool = True
 
 
@@ -773,11 +769,11 @@ def predict_time(
     return TimePredictor(gpu, calibration, software)(config)
 
 
+# Everything that the work of a micro-batch depends on, without FSDP.
 WORK = attrgetter(
     "model", "data", "precision.compute", "mesh.pipe", "mesh.model", "mesh.expert", "mesh.context",
     "mesh.context_attention", "mesh.sequence_parallel", "train.micro_batch", "train.recompute", "train.loss_chunks",
 )  # fmt: skip
-"""Everything that the work of a micro-batch depends on, without FSDP."""
 
 
 class TimePredictor:
@@ -941,11 +937,9 @@ class _Step:
                 seconds["model" if axis == MODEL else "data"] += exchanged
         if mesh.pipe > 1:
             message = self._message()
-            # One activation and one gradient.
+            # One activation and one gradient of each chunk; and two for each stage to fill.
             seconds["pipe"] = m * (work.seconds["pipe"] + 2 * mesh.chunks * message)
-            forward, inputs, weights = (spent / mesh.chunks for spent in work.of_passes)
-            empty = empty_messages(mesh, m, self.software.sends_every_tick) * message
-            seconds["bubble"] += bubble(mesh, m, forward, inputs, weights) + empty
+            seconds["bubble"] += bubble(mesh, sum(work.of_passes) / mesh.chunks + 2 * message)
         return seconds
 
     def _message(self) -> float:
@@ -1031,31 +1025,14 @@ def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
     return seconds
 
 
-def bubble(mesh: MeshConfig, m: int, forward: float, inputs: float, weights: float) -> float:
-    """Return the idle seconds of the last stage in a step of `m` micro-batches.
-
-    Closed forms of `Schedule.makespan`, since a table of thousands of micro-batches is too slow for a search.
+def bubble(mesh: MeshConfig, layer_passes: float) -> float:
+    """Return the idle seconds of the last stage in a step: those of `Schedule.makespan` in closed form.
 
     Args:
-      mesh, m: the pipeline.
-      forward, inputs, weights: seconds of F, and of the halves of a backward pass, of one chunk.
+      mesh: the pipeline.
+      layer_passes: seconds of the forward and the backward pass of one chunk.
     """
-    return (mesh.pipe - 1) * (forward + inputs + weights)
-
-
-def ticks(mesh: MeshConfig, m: int) -> int:
-    """Length of the schedule's table for `m` micro-batches."""
-    work, stages = m * mesh.chunks, mesh.pipe
-    if mesh.schedule == "gpipe":
-        return 2 * (work + stages) - 3
-    return work + stages * mesh.chunks + stages - 2
-
-
-def empty_messages(mesh: MeshConfig, m: int, every_tick: bool) -> int:
-    """Messages beyond two per micro-batch and chunk: two per stage to fill, or those of all ticks."""
-    if every_tick:
-        return 2 * (ticks(mesh, m) - m * mesh.chunks)
-    return 2 * (mesh.pipe - 1)
+    return (mesh.pipe - 1) * layer_passes
 
 
 # --- The time section of a plan ---------------------------------------------------------------------------------------
@@ -1083,8 +1060,6 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "between": between,
         "caveats": list(step.caveats),
         "parts": step.parts,
-        "model_flops": model_flops(config),
-        "hardware_flops": hardware_flops(config),
         "model_tflops": step.model_tflops,
         "hardware_tflops": hardware_flops(config) / step.total / devices / 1e12,
         "peak_tflops": peak / 1e12,
@@ -1092,7 +1067,6 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "mfu_causal": model_flops(config, causal=True) / (peak * devices * step.total),
         "tokens_per_second": config.train.global_batch * config.model.sequences * config.model.sequence / step.total,
         "run": {"tokens": tokens, "seconds": run_seconds},
-        "calibration": asdict(calibration),
         "not_measured": calibration.not_measured(gpu, compute),
     }
     spent = {name: step.parts[part] for part, name in NAMES.items() if step.parts[part] > 0} | {"a step": step.total}

@@ -27,7 +27,7 @@ from mjax.checkpoint.mirror import Mirror
 from mjax.cluster.launch import COMPILING, STEP, Distributed
 from mjax.cluster.processes import StopSignal, from_first, is_first, told_to_stop
 from mjax.cluster.watchdog import Watchdog
-from mjax.config import Config, axes
+from mjax.config import Config
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import check_devices
 from mjax.data.batches import Batches, label_entropy, prefetch
@@ -381,32 +381,16 @@ class Run:
         return (jax.make_array_from_callback((), everywhere, lambda _: np.float32(limit)),)
 
     def to_devices(self, batches: Batches, step: int) -> dict[str, jax.Array]:
-        """The batch of `step`; a process reads only the rows of its own devices, and keeps only their positions."""
-        size, shardings = batches.sizes.size(step), self.program.batch_shardings
-        shapes = {name: (size, *shape) for name, (shape, _) in self.config.batch_arrays().items()}
-
-        def positions(index: tuple[slice, ...], name: str) -> tuple[int, int]:
-            return index[-1].indices(shapes[name][-1])[:2]
-
-        local = [
-            positions(index, name)
-            for name, shape in shapes.items()
-            if axes.CONTEXT in shardings[name].spec
-            for index in shardings[name].addressable_devices_indices_map(shape).values()
-        ]
-        first, last = min(local, default=(0,))[0], max((end for _, end in local), default=None)
-        rows = cache(lambda begin, end: batches.at(step, slice(begin, end), slice(first, last)))
+        """The batch of `step`; a process reads only the rows of its own devices."""
+        size = batches.sizes.size(step)
+        rows = cache(lambda begin, end: batches.at(step, slice(begin, end)))
 
         def on_device(index: tuple[slice, ...], name: str) -> np.ndarray:
-            array = rows(*index[0].indices(size)[:2])[name]
-            if axes.CONTEXT not in shardings[name].spec:
-                return array
-            begin, end = positions(index, name)
-            return array[..., begin - first : end - first]
+            return rows(*index[0].indices(size)[:2])[name][:, *index[1:]]
 
         return {
-            name: jax.make_array_from_callback(shape, shardings[name], partial(on_device, name=name))
-            for name, shape in shapes.items()
+            name: jax.make_array_from_callback((size, *leaf.shape[1:]), leaf.sharding, partial(on_device, name=name))
+            for name, leaf in self.program.abstract_batch.items()
         }
 
     def _record(self, step: int, metrics: StepMetrics) -> Record:

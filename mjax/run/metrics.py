@@ -41,7 +41,6 @@ OF_ANOTHER_TYPE = {"skipped", "nonfinite", "unhealthy"}  # fields of a record th
 REDRAW = 10.0  # seconds between two drawings of the pictures, at least
 LAST = 100  # steps at the end of a run, of which the skipped ones are counted
 BLOCK = 2**16  # bytes read at a time from the end of metrics.jsonl
-MANY_BYTES = 2**26  # of a metrics.jsonl that takes seconds to read
 VALIDATION = b'"val_loss"'
 LARGEST = sys.float_info.max
 TRACKERS = {"wandb": "W&B", "trackio": "Trackio"}  # names by package, which is also the flag
@@ -309,8 +308,6 @@ class MetricsLog(Callback):
         self._shares: tuple[int, np.ndarray] | None = None  # of experts, and the step that they are of
         if file.is_symlink():  # its damaged lines would be copied into the folder
             raise UsageError(f"{file} is a link, through which mjax does not write; remove it")
-        if file.is_file() and (size := file.stat().st_size) > MANY_BYTES:
-            self._say(f"reading {file}: {size / 1e6:,.0f} MB")
         temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
         with contextlib.ExitStack() as undo:
             whole = undo.enter_context(temporary.open("xb"))

@@ -11,8 +11,8 @@ import optax
 from mjax.checkpoint.folders import check_run_folder
 from mjax.checkpoint.mirror import local_run, run_to_train
 from mjax.config import Config
-from mjax.config.batch_size import BatchSizes, with_steps
-from mjax.config.checks import check_batch_sizes, validate
+from mjax.config.batch_size import BatchSizes
+from mjax.config.checks import check_batch_sizes, resolve_steps, validate
 from mjax.config.run import BLENDS
 from mjax.data.batches import OwnBatches, Source
 from mjax.data.sources import TrainingData
@@ -86,7 +86,7 @@ class Trainer:
             config = replace(config, data=replace(config.data, own=True, **named))
         check_batch_sizes(config)
         init = None if init is None else without_parents(local_run(init))
-        config, _ = with_steps(with_positions(after_steps_taken(config, self.folder), self.folder, init))
+        config, _ = resolve_steps(with_positions(after_steps_taken(config, self.folder), self.folder, init))
         if (warmup := _fitting_warmup(config)) != config.optimizer.warmup_steps:
             if show:
                 print(f"warm-up of {warmup} steps instead of {config.optimizer.warmup_steps:,}, as the run is shorter")

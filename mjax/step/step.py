@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, axes
@@ -49,7 +49,6 @@ class TrainProgram:
     Attributes:
       abstract_state: `TrainState` of ShapeDtypeStructs with shardings; what a checkpoint is restored to.
       abstract_batch: the batch of a training step, the arrays of `Config.batch_arrays`.
-      batch_shardings: of every array of a batch, by name.
       initialize: () → TrainState, already sharded; the same weights on every mesh.
       begin: (model) → TrainState of step 0 with these master weights, which are donated; of any float dtype.
       train_step: (TrainState, batch[, limit]) → (TrainState, StepMetrics); the old state is donated. The update is
@@ -63,7 +62,6 @@ class TrainProgram:
 
     abstract_state: TrainState
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
-    batch_shardings: dict[str, NamedSharding]
     initialize: Callable[[], TrainState]
     begin: Callable[[Model], TrainState]
     train_step: Callable[..., tuple[TrainState, StepMetrics]]
@@ -88,7 +86,7 @@ class TrainProgram:
             raise UsageError(f"the batch has {', '.join(batch)}; the program takes {taken}{mask}")
         at_length(self.config, batch)
         self.config.model.check_values(batch, "the batch")
-        return {name: jax.device_put(array, self.batch_shardings[name]) for name, array in batch.items()}
+        return {name: jax.device_put(array, self.abstract_batch[name].sharding) for name, array in batch.items()}
 
 
 def build_program(
@@ -118,8 +116,9 @@ def build_program(
     abstract_state = sharded_shapes(shapes, specs, mesh)
 
     # --- Programs -----------------------------------------------------------------------------------------------------
-    of_batch = batch_specs(config.batch_arrays(), config.model.sequence)
-    batch_shardings = {name: NamedSharding(mesh, spec) for name, spec in of_batch.items()}
+    arrays, rows = config.batch_arrays(), config.train.global_batch
+    of_batch = batch_specs(arrays, config.model.sequence)
+    batch_shapes = {name: jax.ShapeDtypeStruct((rows, *shape), kind) for name, (shape, kind) in arrays.items()}
     names = gradient_names(trained(shapes.model), config.model)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
     order = np.array(backward_order(names, getattr(shapes.model, "after_layers", ())))
@@ -144,11 +143,7 @@ def build_program(
     options = _scheduler_for(mesh)
     return TrainProgram(
         abstract_state=abstract_state,
-        abstract_batch={
-            name: jax.ShapeDtypeStruct((config.train.global_batch, *shape), kind, sharding=batch_shardings[name])
-            for name, (shape, kind) in config.batch_arrays().items()
-        },
-        batch_shardings=batch_shardings,
+        abstract_batch=sharded_shapes(batch_shapes, of_batch, mesh),
         initialize=jax.jit(lambda: first_state(config, transform, initial_weights(config)), out_shardings=shardings),
         begin=jax.jit(begin, out_shardings=shardings, donate_argnums=0),
         train_step=jax.jit(train_step, donate_argnums=0, compiler_options=options),

@@ -15,12 +15,13 @@ import functools
 import json
 import mmap
 import os
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mjax.errors import RunError, UsageError
-from mjax.utils.files import put, to_disk, write_whole
+from mjax.utils.files import cache_home, put, to_disk, write_whole
 from mjax.utils.stores import FETCHED, Store, address_of, alone, is_address, mirror_of, to_stderr, version
 
 RANGE = 1 << 23  # bytes
@@ -52,8 +53,9 @@ def local_prefix(prefix: str) -> str:
             Path(f"{local}{name}").unlink(missing_ok=True)
         new = [name for name in objects if versions[name] != before.get(name) or not Path(f"{local}{name}").is_file()]
         if new:
-            size = objects[".bin"]["size"] / 1e6
-            to_stderr(f"reading {prefix}: {size:,.1f} MB of tokens, in ranges of {RANGE >> 20} MiB")
+            size, free = objects[".bin"]["size"] / 1e6, shutil.disk_usage(local.parent).free / 1e6
+            line = f"reading {prefix}: {size:,.1f} MB of tokens, in ranges of {RANGE >> 20} MiB"
+            to_stderr(f"{line}; the local disk has {free:,.1f} MB free")
         store.get([(f"{prefix}{name}", Path(f"{local}{name}")) for name in new if name not in IN_RANGES])
         for name in new:
             if name in IN_RANGES:
@@ -114,7 +116,7 @@ class Ranges:
                 content, begin = content[written:], begin + written
             to_disk(self._path)  # before the mark, also after a power failure
         except OSError as error:
-            remedy = "remove data there that no run reads, or set XDG_CACHE_HOME to a folder of a larger disk"
-            raise RunError(f"{self._path} cannot be written ({error.strerror}); {remedy}") from error
+            remedy = f"remove what no run reads from {cache_home() / FETCHED}, or set XDG_CACHE_HOME to a larger disk"
+            raise RunError(f"the copy of {self.address} cannot be written ({error.strerror}); {remedy}") from error
         for number in run:
             self._here[number] = 1

@@ -36,21 +36,19 @@ class RemoteFile(PosixPath):
 
     @cached_property
     def _about(self) -> dict[str, Any] | None:
-        try:
-            return self._ask(lambda: self._store.fs.info(str(self)))
-        except FileNotFoundError:
-            return None
+        return self.store.about(str(self))
 
     def _ask(self, call: Callable[[], Any]) -> Any:
-        return self._store.again(f"reading {self}", call)
+        return self.store.again(f"reading {self}", call)
 
     @property
-    def _store(self) -> stores.Store:
+    def store(self) -> stores.Store:
+        """The store of this file."""
         return stores.Store(str(self), stores.to_stderr)
 
     def _found(self, names: dict[str, dict[str, Any]]) -> Iterator[RemoteFile]:
         for name, about in sorted(names.items()):
-            file = RemoteFile(self._store.fs.unstrip_protocol(name))
+            file = RemoteFile(self.store.fs.unstrip_protocol(name))
             file.__dict__["_about"] = about
             if file.is_file():
                 yield file
@@ -80,15 +78,15 @@ class RemoteFile(PosixPath):
 
     def open(self, mode: str = "rb", *_: Any, **__: Any) -> Any:
         """A stream of its bytes, read in requests of `BLOCK` bytes."""
-        return io.BufferedReader(self._ask(lambda: self._store.fs.open(str(self), mode, block_size=BLOCK)), BUFFER)
+        return io.BufferedReader(self._ask(lambda: self.store.fs.open(str(self), mode, block_size=BLOCK)), BUFFER)
 
     def rglob(self, pattern: str, **_: Any) -> Iterator[RemoteFile]:
         """All files below this address; the pattern is "*"."""
-        return self._found(self._ask(lambda: self._store.fs.find(str(self), detail=True)))
+        return self._found(self._ask(lambda: self.store.fs.find(str(self), detail=True)))
 
     def matching(self) -> list[RemoteFile]:
         """The files that this pattern matches."""
-        return list(self._found(self._ask(lambda: self._store.fs.glob(str(self), detail=True))))
+        return list(self._found(self._ask(lambda: self.store.fs.glob(str(self), detail=True))))
 
     def check_writable(self) -> None:
         """Refuse an output that cannot be written here, before the work for it is done.
@@ -103,30 +101,11 @@ class RemoteFile(PosixPath):
         if len(self.parts) < 3:
             raise UsageError(f"{self} is a bucket; give a name in it, such as {self / 'corpus'}")
         try:
-            self._store.write(f"{self}.tmp", b"")
+            self.store.write(f"{self}.tmp", b"")
         except FileNotFoundError:
-            self._store.check_bucket(str(self))
+            self.store.check_bucket(str(self))
             raise
-        self._store.remove([f"{self}.tmp"])
-
-    def receive(self, finished: Path) -> None:
-        """Copy a file, or a folder with all its files, to this address, and remove it there.
-
-        Raises:
-          RunError: the store does not take it; it is still there.
-        """
-        found = [file for file in (finished, *sorted(finished.rglob("*"))) if file.is_file()]
-        pairs = [(file, str(self / file.relative_to(finished))) for file in found]
-        stores.to_stderr(f"copying to {self}: {sum(file.stat().st_size for file in found) / 1e6:,.1f} MB")
-        try:
-            self._store.put(pairs)
-        except (RunError, UsageError) as error:
-            raise RunError(f"{self} was not copied: {error}; the same command in this folder continues") from error
-        shutil.rmtree(finished) if finished.is_dir() else finished.unlink()
-
-    def clear(self) -> None:
-        """Remove the file of this address, and all files below it."""
-        self._store.remove([str(self), *map(str, self.rglob("*"))])
+        self.store.remove([f"{self}.tmp"])
 
 
 def located(path: Path) -> Path:
@@ -142,14 +121,26 @@ def beside(output: str | Path) -> Path:
 
 
 def put(finished: Path, path: Path) -> None:
-    """Give a finished file or folder its name, as `files.put`; to an address it is copied, and then removed here."""
-    path.receive(finished) if isinstance(path, RemoteFile) else files.put(finished, path)
+    """Give a finished file or folder its name, as `files.put`; to an address it is copied, and then removed here.
+
+    Raises:
+      RunError: the store does not take it; it is still here.
+    """
+    if not isinstance(path, RemoteFile):
+        return files.put(finished, path)
+    whole = [file for file in (finished, *sorted(finished.rglob("*"))) if file.is_file()]
+    stores.to_stderr(f"copying to {path}: {sum(file.stat().st_size for file in whole) / 1e6:,.1f} MB")
+    try:
+        path.store.put([(file, str(path / file.relative_to(finished))) for file in whole])
+    except (RunError, UsageError) as error:
+        raise RunError(f"{path} was not copied: {error}; the same command in this folder continues") from error
+    return remove(finished)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder if it exists."""
+    """Remove a file, or a folder with all its files, if it exists."""
     if isinstance(path, RemoteFile):
-        path.clear()
+        path.store.remove([str(path), *map(str, path.rglob("*"))])
     elif path.is_dir():
         shutil.rmtree(path)
     else:
@@ -159,6 +150,6 @@ def remove(path: Path) -> None:
 def write_whole(file: Path, text: str) -> None:
     """Write a text file atomically, as `files.write_whole`, also at an address."""
     if isinstance(file, RemoteFile):
-        stores.Store(str(file), stores.to_stderr).write(str(file), text.encode())
+        file.store.write(str(file), text.encode())
     else:
         files.write_whole(file, text)

@@ -181,7 +181,7 @@ class Store:
     def about(self, address: str) -> dict[str, Any] | None:
         """Size and LastModified and, of S3, ETag of an object; None if there is none."""
         with contextlib.suppress(FileNotFoundError):
-            return self.again(f"reading {address}", lambda: self.fs.info(address, refresh=True))
+            return self.again(f"reading {address}", lambda: self.fs.info(address))
 
     def check_bucket(self, address: str) -> dict[str, dict[str, Any]]:
         """The objects at an address, by key; refuse one in a bucket that is not there or cannot be listed there."""

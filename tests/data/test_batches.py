@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mjax.config.batch_size import BatchSizes
-from mjax.data.batches import Batches, label_entropy, of_positions, prefetch
+from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.samples import MockDataset
 
 BATCHES = Batches(MockDataset(vocabulary=1000, sequence=8, seed=0), BatchSizes.constant(6))
@@ -25,17 +25,10 @@ def test_steps_take_consecutive_samples():
 def test_parts_of_a_batch_are_those_asked_for():
     whole = BATCHES.at(3)
     for rows in (slice(0, 1), slice(1, 4), slice(3, 9)):
-        for positions in (slice(0, 8), slice(0, 4), slice(4, 8), slice(7, 8)):
-            part = BATCHES.at(3, rows, positions)
-            assert all((part[name] == whole[name][rows, positions]).all() for name in ("tokens", "labels"))
+        part = BATCHES.at(3, rows)
+        assert all((part[name] == whole[name][rows]).all() for name in ("tokens", "labels"))
     with pytest.raises(ValueError, match="no rows of a batch of 6"):
         BATCHES.at(0, slice(6, 9))
-
-
-def test_arrays_without_positions_stay_whole():
-    shapes = {"tokens": (2, 8), "label": (2,), "choices": (2, 3, 8), "other": (2, 3)}
-    found = of_positions({name: np.zeros(shape) for name, shape in shapes.items()}, slice(2, 5))
-    assert {name: array.shape for name, array in found.items()} == shapes | {"tokens": (2, 3), "choices": (2, 3, 3)}
 
 
 def test_prefetch_runs_ahead_up_to_depth():

@@ -50,16 +50,11 @@ def digest(samples):
 
 
 @pytest.mark.parametrize(
-    ("sequence", "short", "golden"),
-    [
-        (128, 0.5, "bccffe1f33a89d32"),
-        (16, 0, "327b6895a305fc09"),
-        (64, 0.1, "65afc10871319a95"),
-    ],
+    ("sequence", "golden"), [(128, "32c3ef61e9d80ca3"), (16, "88363962e8a93872"), (64, "65afc10871319a95")]
 )
-def test_samples_are_megatrons(indexed, sequence, short, golden):
-    """megatron-core 0.16.1 gives the same figures: tests/parity/test_megatron_bert.py."""
-    data = dataset(indexed, 150, sequence, short_probability=short)
+def test_samples_are_megatrons(indexed, sequence, golden):
+    """megatron-core gives the same samples: tests/parity/test_megatron_bert.py."""
+    data = dataset(indexed, 150, sequence)
     assert digest([data[i] for i in range(150)]) == golden
 
 
@@ -74,14 +69,14 @@ def test_index_is_kept_by_all_it_depends_on(indexed, tmp_path, monkeypatch):
     monkeypatch.setattr("mjax.data.cache.WORTH_KEEPING", 0)
     cache = IndexCache([tmp_path / "cache"], pytest.fail)
     longer = write(tmp_path / "longer", [[np.append(each, 4) for each in sentences] for sentences in text(0, 80)])
-    changes = ({}, {"seed": 5}, {"samples": 500}, {"sequence": 32}, {"short_probability": 0.9}, {"indexed": longer})
+    changes = ({}, {"seed": 5}, {"samples": 500}, {"sequence": 32}, {"indexed": longer})
     for change in changes:
         options = {"indexed": indexed} | change
         fresh, stored = dataset(**options), dataset(**options, cache=cache)
         assert (fresh.pair_index == stored.pair_index).all()
     for name, size in (("a", 3), ("b", 4)):  # the same sentences in other documents
         documents = [[np.arange(10, 20)] * size] * (12 // size)
-        data = dataset(write(tmp_path / name, documents), samples=1, sequence=100, short_probability=0, cache=cache)
+        data = dataset(write(tmp_path / name, documents), samples=1, sequence=100, cache=cache)
         assert len(data) == 12 // size
     assert len(list((tmp_path / "cache").glob("*.json"))) == len(changes) + 2
     monkeypatch.setattr("mjax.data.bert.build_pair_index", lambda *_: pytest.fail("built again"))
@@ -125,19 +120,18 @@ def test_rows_are_those_of_megatrons_loop(monkeypatch):
         counts = random.integers(0, 10, random.integers(1, 15))
         lengths = random.choice([0, 1, 3, 9, 20, 512, 513], counts.sum(), p=[0.1, 0.1, 0.2, 0.3, 0.2, 0.05, 0.05])
         boundaries = np.cumsum([0, *counts])[case % 2 :]  # all documents, or those from the second on
-        most, short = [2, 13, 40][case % 3], [0, 0.1, 0.4, 0.5, 1][case % 5]
-        options = int(random.integers(1, 40)), most, short, int(random.integers(2**31 - 1))
+        options = int(random.integers(1, 40)), [2, 13, 40][case % 3], int(random.integers(2**31 - 1))
         monkeypatch.setattr(bert, "PIECE", int(random.integers(1, 5)))
         found.append(build_pair_index(lengths.astype(np.int32), boundaries, *options).tolist())
-    assert hashlib.sha256(str(found).encode()).hexdigest()[:16] == "21cfc06e4fcf8481"
+    assert hashlib.sha256(str(found).encode()).hexdigest()[:16] == "90e29ff702fa0245"
 
 
 def test_epochs_are_whole_and_end():
     lengths, boundaries = np.full(30, 10, np.int32), np.arange(0, 31, 3)  # ten documents, a sample each
-    sizes = [len(build_pair_index(lengths, boundaries, samples, 100, 0.1, 1)) for samples in (None, 1, 10, 11, 25)]
+    sizes = [len(build_pair_index(lengths, boundaries, samples, 100, 1)) for samples in (None, 1, 10, 11, 25)]
     assert sizes == [10, 10, 10, 20, 30]
     lengths, boundaries = np.array([5, 600, 5], np.int32), np.array([0, 1, 1, 3])  # no useful document
-    assert build_pair_index(lengths, boundaries, 10, 100, 0.1, 1).shape == (0, 3)
+    assert build_pair_index(lengths, boundaries, 10, 100, 1).shape == (0, 3)
 
 
 # --- Masks ------------------------------------------------------------------------------------------------------------

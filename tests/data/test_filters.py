@@ -1,5 +1,6 @@
 """`mjax dedup` and `mjax clean`: what goes and what stays, reports that add up, and the same bytes or none."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mjax.commands.clean import CleanArguments, clean
+from mjax.commands.clean import CleanArguments, clean, cut, evaluation_grams
 from mjax.commands.dedup import DedupArguments, DedupJob, dedup
 from mjax.errors import RunError, UsageError
 from tests.conftest import ROOT
@@ -198,6 +199,38 @@ def test_runs_met_ten_times_are_common_phrases(tmp_path, questions):
     assert len(cleaned(tmp_path, [text] * 9, **questions)[1]) == 18
     _, documents = cleaned(tmp_path, [text] * 10, **questions)
     assert [one["text"] for one in documents] == [text] * 10
+
+
+def test_pieces_are_those_of_the_original():
+    """The figure is that of Megatron's filter_ngrams.py, whose rule was restated word by word to compute it."""
+    found = []
+    for seed in range(30):
+        random, words, parts = np.random.default_rng(seed), [f"w{number}" for number in range(50)], []
+        evaluation = [" ".join(random.choice(words, random.integers(5, 25))) for _ in range(12)]
+        for _ in range(random.integers(1, 40)):
+            if random.random() < 0.2:
+                text = evaluation[random.integers(len(evaluation))]
+                separator = random.choice([" ", ", ", "\n", " - - "])
+                parts.append(text.upper() if random.random() < 0.5 else text.replace(" ", separator))
+            else:
+                parts.append(random.choice([" ", ". "]).join(random.choice(words, random.integers(1, 60))))
+            parts.append(random.choice([". ", " ", "? ", "!", "\n\n", ".\n"]))
+        found.append(cut("".join(parts), evaluation_grams(evaluation))[0])
+    assert hashlib.sha256(str(found).encode()).hexdigest()[:16] == "f7bbdd49086f25f3"
+
+
+def test_pieces_of_200_characters_go_too():
+    grams = evaluation_grams([QUESTION])
+    exactly = "x" * 199 + "."
+    for before, stays in ((exactly, False), ("x" + exactly, True)):
+        text = before + "z" * 200 + " " + QUESTION + "y" * 210 + "." + "w" * 150
+        assert cut(text, grams)[0] == ([before] if stays else [])
+
+
+def test_longer_lower_case_does_not_shift_a_cut():
+    text = "İ" * 300 + ". " + SENTENCE * 10 + QUESTION + ". " + SENTENCE * 10
+    plain, grams = "I" * 300 + text[300:], evaluation_grams([QUESTION])
+    assert [len(piece) for piece in cut(text, grams)[0]] == [len(piece) for piece in cut(plain, grams)[0]]
 
 
 @pytest.fixture

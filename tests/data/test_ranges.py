@@ -4,6 +4,7 @@ import errno
 import os
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -86,10 +87,8 @@ def test_missing_dataset_or_bucket_is_one_sentence(server, address):
 
 
 def test_full_disk_is_one_sentence(server, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     stored(tmp_path, 1, 50_000)
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(RunError, match=r"corpus \[1\] é.bin cannot be written \(No space left .*set XDG_CACHE_HOME"):
+    monkeypatch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    words = r"the copy of s3://.* cannot be written \(No space left .*\); remove what no run reads from /.*/fetched, or"
+    with pytest.raises(RunError, match=words):
         opened().get(0)

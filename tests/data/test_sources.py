@@ -90,20 +90,6 @@ def test_samples_have_the_arrays_asked_for(data):
     assert (batch["loss_mask"] == (plain["tokens"] != EOD)).all()
 
 
-RESETS = "reset_positions", "reset_attention", "mask_eod_loss"
-
-
-@pytest.mark.parametrize("options", [(), ("reset_positions",), ("reset_attention",), ("mask_eod_loss",), RESETS])
-def test_process_with_some_positions_has_those_of_all(data, options):
-    """Documents begin before them."""
-    described("a")
-    batches = open_data(config_of(path="a", **dict.fromkeys(options, True))).training
-    for step in range(3):
-        whole, parts = batches.at(step), [batches.at(step, positions=part) for part in (slice(0, 8), slice(8, 16))]
-        for name, array in whole.items():
-            np.testing.assert_array_equal(np.concatenate([part[name] for part in parts], axis=1), array, name)
-
-
 @pytest.fixture
 def chats(tmp_path, monkeypatch):
     """Conversations of 1 to 12 tokens, each of one id: 30 in d, 11 in e, and in f one."""

@@ -9,14 +9,7 @@ import pytest
 
 from mjax.data.tokenizers import ENDS, SCHEMES, bos_of, load_tokenizer, same_files, tokenizer_from_folder
 from mjax.errors import UsageError
-from tests.data.vocabularies import (
-    NAMES,
-    NASTY,
-    TEXTS,
-    bert_file,
-    gpt2_files,
-    specs,
-)
+from tests.data.vocabularies import NAMES, NASTY, TEXTS, bert_file, gpt2_files, specs
 
 LOSSLESS = {"gpt2", "hf, byte pairs", "bytes"}
 

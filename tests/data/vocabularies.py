@@ -101,8 +101,7 @@ def hf_unigram() -> tokenizers.Tokenizer:
     special = ["<pad>", "</s>", "<unk>"]
     texts = [*TEXTS, "a < / s > b", "s/ /s> <s"]
     tokenizer.train_from_iterator(
-        texts,
-        trainers.UnigramTrainer(vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False),
+        texts, trainers.UnigramTrainer(vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False)
     )
     return tokenizer
 

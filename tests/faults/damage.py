@@ -7,6 +7,7 @@ import json
 import struct
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from types import EllipsisType
 from typing import Any
@@ -79,29 +80,19 @@ def _number(content: bytearray, draw: Random) -> bytearray:
     return content
 
 
-def _replace(make: Callable[[bytes, Random], bytes]) -> Callable[[bytearray, Random], bytearray]:
+def _splice(make: Callable[[bytes, Random], bytes], insert: bool) -> Callable[[bytearray, Random], bytearray]:
+    """Put what is made of a range in its place, or in front of it."""
+
     def change(content: bytearray, draw: Random) -> bytearray:
         where = _range(content, draw)
-        content[where] = make(bytes(content[where]), draw)
+        new = make(bytes(content[where]), draw)
+        content[where.start : where.start if insert else where.stop] = new
         return content
 
     return change
 
 
-def _insert(make: Callable[[bytes, Random], bytes]) -> Callable[[bytearray, Random], bytearray]:
-    def change(content: bytearray, draw: Random) -> bytearray:
-        where = _range(content, draw)
-        content[where.start : where.start] = make(bytes(content[where]), draw)
-        return content
-
-    return change
-
-
-def _swap_lines(content: bytearray, draw: Random) -> bytearray:
-    lines = content.split(b"\n")
-    a, b = draw.randrange(len(lines)), draw.randrange(len(lines))
-    lines[a], lines[b] = lines[b], lines[a]
-    return bytearray(b"\n").join(lines)
+_replace, _insert = partial(_splice, insert=False), partial(_splice, insert=True)
 
 
 BYTES: dict[str, Callable[[bytearray, Random], bytearray]] = {
@@ -118,7 +109,6 @@ BYTES: dict[str, Callable[[bytearray, Random], bytearray]] = {
     "line ends": _insert(lambda old, draw: draw.choice([b"\n", b"\r\n", b"\r", b"\n\n", b"\t"])),
     "huge number": _number,
     "digits": _insert(lambda old, draw: b"9" * draw.choice([3, 20, 400, 5000])),
-    "swap lines": _swap_lines,
     "repeat the file": lambda content, draw: content * 2,
 }
 
@@ -128,17 +118,20 @@ BYTES: dict[str, Callable[[bytearray, Random], bytearray]] = {
 
 def _json_lines(content: bytes, change: Callable[[Any, Random], Any], draw: Random) -> bytes:
     """Change the value of a JSON file, or of one of its lines where each is a value."""
+
+    def changed(text: bytes) -> bytes:
+        return _written(change(json.loads(text), draw)).encode(errors="surrogatepass")
+
     try:
-        return _written(change(json.loads(content), draw)).encode(errors="surrogatepass")
+        return changed(content)
     except ValueError:
         lines = content.split(b"\n")
         number = draw.randrange(len(lines))
-        with_change = lines[number]
         try:
-            with_change = _written(change(json.loads(with_change), draw)).encode(errors="surrogatepass")
+            lines[number] = changed(lines[number])
         except ValueError:  # not a line of JSON
-            with_change = with_change[::-1]
-        return b"\n".join([*lines[:number], with_change, *lines[number + 1 :]])
+            lines[number] = lines[number][::-1]
+        return b"\n".join(lines)
 
 
 def _written(value: Any) -> str:
@@ -226,12 +219,9 @@ def _zipped_again(content: bytes, draw: Random) -> bytes:
         chosen = draw.choice(old.namelist())
         for member in old.infolist():
             inside = old.read(member)
-            if member.filename == chosen:
-                as_json = chosen.endswith(".json") and draw.random() < 0.7
-                inside = (
-                    _json_lines(inside, JSON[draw.choice([*JSON])], draw)
-                    if as_json
-                    else bytes(BYTES[draw.choice([*BYTES])](bytearray(inside), draw))
-                )
+            if member.filename == chosen and chosen.endswith(".json") and draw.random() < 0.7:
+                inside = _json_lines(inside, JSON[draw.choice([*JSON])], draw)
+            elif member.filename == chosen:
+                inside = bytes(BYTES[draw.choice([*BYTES])](bytearray(inside), draw))
             new.writestr(member.filename, inside, member.compress_type)
     return out.getvalue()

@@ -34,10 +34,8 @@ from mjax.config.model_file import ModelFile
 from mjax.data.cache import WORTH_KEEPING, IndexCache
 from mjax.data.corpus import TextFiles
 from mjax.data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter, write_metadata
-from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.finetuning.recipe import FinetuneArguments, continued, request_of
 from mjax.finetuning.tuning import read_epochs
-from mjax.planner.time import H100, read_calibration, write_calibration
 from mjax.run.continuing import Origin
 from mjax.run.health import Health
 from mjax.run.metrics import read_metrics
@@ -48,7 +46,6 @@ from tests.faults.mutated_models import (
     expected_hf,
     read_hf,
     read_megatron,
-    said,
     spec_reader,
     write_distributed,
     write_megatron,
@@ -103,11 +100,6 @@ class Reader:
     def is_checked(self, name: str, how: str) -> bool:
         """Whether damage to a file cannot change what is read, because a checksum detects it."""
         return how != "zipped again" and any(fnmatch(name, pattern) for pattern in self.checked)
-
-    @property
-    def compared(self) -> str:
-        """Describe how a silent difference would be seen."""
-        return "second reader" if self.expected else "checksums" if self.checked else "-"
 
 
 # --- Text -------------------------------------------------------------------------------------------------------------
@@ -325,12 +317,6 @@ READERS = [
         spec_reader("sentencepiece:{}/a.model"),
     ),
     Reader(
-        "tokenizer's folder",
-        lambda folder: load_tokenizer(f"gpt2:{','.join(map(str, gpt2_files(folder)))}").save(folder),
-        lambda folder: said(tokenizer_from_folder(folder)),
-        checked=("*",),
-    ),
-    Reader(
         "config.json of a run",
         lambda folder: save_config(small_config(), folder / "config.json"),
         _read_run_config,
@@ -342,11 +328,6 @@ READERS = [
         lambda folder: read_metrics(folder / "metrics.jsonl"),
     ),
     Reader("checkpoint", _write_checkpoint, _read_checkpoint, checked=("*",)),
-    Reader(
-        "calibration",
-        lambda folder: write_calibration(H100, folder / "c.json"),
-        lambda folder: dataclasses.asdict(read_calibration(folder / "c.json")),
-    ),
     Reader("request.json", _write_request, _request),
     Reader("epochs.json", _write("epochs.json", lambda: json.dumps(EPOCHS, indent=1).encode()), read_epochs),
     Reader(
@@ -372,11 +353,7 @@ READERS = [
     Reader("Megatron's ranks of 2020", lambda folder: write_megatron(folder, legacy=True), read_megatron),
     Reader("Megatron's torch_dist", write_distributed, read_megatron, checked=("*.pt", "*.distcp")),
     *map(_task_reader, ("mnli", "qqp", "race", "squad1.1", "squad2.0")),
-    Reader(
-        "LAMBADA",
-        _write("a.jsonl", b'{"text": "we saw the old red house"}\n' * 4),
-        _windows(Lambada, "a.jsonl"),
-    ),
+    Reader("LAMBADA", _write("a.jsonl", b'{"text": "we saw the old red house"}\n' * 4), _windows(Lambada, "a.jsonl")),
     Reader(
         "WikiText103",
         _write("a.tokens", b" = Title = \n \n we saw 1 @,@ 000 old houses . \n" * 3),

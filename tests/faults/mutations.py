@@ -1,7 +1,7 @@
 """Mutated inputs: thousands of damaged files of every kind that mjax reads, each read in a process with limits.
 
     python tests/faults/mutations.py --cases 10000
-    python tests/faults/mutations.py --reader calibration --cases 500
+    python tests/faults/mutations.py --reader checkpoint --cases 500
 
 A case damages one of the valid files of a reader (`mutated_files.py`) and reads them. Allowed outcomes: a refusal in
 one sentence (UsageError, RunError, Unusable), or a correct reading of the damaged file. The table counts all others:
@@ -61,7 +61,7 @@ def run(seconds: float, seed: int, cases: int, names: list[str] | None = None) -
     """Read about `cases` damaged files, divided among the readers, and stop after `seconds`.
 
     Returns:
-      For each reader the plain values of a row: reader, compared, tried, refused, accepted, silent, tracebacks, hangs,
+      For each reader the plain values of a row: reader, tried, refused, accepted, silent, tracebacks, hangs,
       and `worst`, descriptions of the first failures.
     """
     chosen = [reader for reader in READERS if names is None or reader.name in names]
@@ -71,7 +71,7 @@ def run(seconds: float, seed: int, cases: int, names: list[str] | None = None) -
         until = time.monotonic() + (end - time.monotonic()) / (len(chosen) - number)
         outcomes = list(outcomes_of(reader, seed, share, until))
         tally = Counter(outcome.kind for outcome in outcomes)
-        row = {"reader": reader.name, "compared": reader.compared, "tried": len(outcomes)}
+        row = {"reader": reader.name, "tried": len(outcomes)}
         row |= {kind: tally[kind] for kind in ("refused", "accepted", "silent", "tracebacks", "hangs")}
         bad = [outcome for outcome in outcomes if outcome.kind not in ("refused", "accepted")]
         row["worst"] = [f"case {outcome.case}: {outcome.words}" for outcome in bad[:20]]
@@ -190,10 +190,10 @@ def main() -> int:
             print(_one(reader, files, arguments.seed, arguments.case, Path(folder), _read(reader, files, Path(folder))))
         return 0
     rows = run(arguments.seconds, arguments.seed, arguments.cases, arguments.reader)
-    columns = ["reader", "compared", "tried", "refused", "accepted", "silent", "tracebacks", "hangs"]
-    totals = {name: sum(row[name] for row in rows) for name in columns[2:]}
-    rows.append({"reader": "all", "compared": "", "worst": [], **totals})
-    print("\n".join(table(columns, [[row[name] for name in columns] for row in rows], left=2)))
+    columns = ["reader", "tried", "refused", "accepted", "silent", "tracebacks", "hangs"]
+    totals = {name: sum(row[name] for row in rows) for name in columns[1:]}
+    rows.append({"reader": "all", "worst": [], **totals})
+    print("\n".join(table(columns, [[row[name] for name in columns] for row in rows])))
     for row in rows:
         print(*(f"{row['reader']}: {line}\n" for line in row["worst"]), sep="", end="")
     return int(any(totals[name] for name in ("silent", "tracebacks", "hangs")))

@@ -123,18 +123,12 @@ class Place:
             place.checkpoints[step] = arrays_of(folder / "reference", step)
         return place
 
-    def start(self, name: str, *flags: str, program: list[str] | None = None, **changes: str) -> Process:
-        """`train.py` on the run folder `name`.
-
-        Args:
-          flags: additional flags of train.py.
-          program: to run instead of train.py.
-          changes: to the environment.
-        """
-        program = program or [str(ROOT / "train.py")]
+    def start(self, name: str, *flags: str, **changes: str) -> Process:
+        """`train.py` on the run folder `name`, with these flags and changes to the environment."""
         run = self.folder / name
-        argv = [sys.executable, *program, "--config", str(self.config), "--runs", str(run.parent), "--name", run.name]
-        return Process([*argv, *flags], self.environment() | changes, self.folder / f"{name.replace('/', '_')}.log")
+        argv = [sys.executable, str(ROOT / "train.py"), "--config", str(self.config), *flags]
+        argv += ["--runs", str(run.parent), "--name", run.name]
+        return Process(argv, self.environment() | changes, self.folder / f"{name.replace('/', '_')}.log")
 
     def environment(self) -> dict[str, str]:
         """For a process on one CPU device, with a cache of compiled programs."""

@@ -56,19 +56,10 @@ class Place:
         """Start to train on a machine."""
         variables = {**os.environ, **self.server.environment(), "XDG_CACHE_HOME": str(self.folder / machine)}
         variables |= {"JAX_PLATFORMS": "cpu", "COLUMNS": "300", "MJAX_COMPILED": str(self.folder / "c"), **environment}
-        command = [
-            *(before or (sys.executable,)),
-            str(ROOT / "train.py"),
-            "--runs",
-            RUNS,
-            "--name",
-            "one",
-            *FLAGS,
-            *flags,
-        ]
+        command = [*(before or (sys.executable,)), str(ROOT / "train.py"), "--runs", RUNS, "--name", "one"]
         log = (self.folder / f"{machine}-{len(self.processes)}.log").open("w")
         options = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": self.folder, "env": variables}
-        self.processes.append(process := subprocess.Popen(command, **options))
+        self.processes.append(process := subprocess.Popen([*command, *FLAGS, *flags], **options))
         process.log = Path(log.name)
         return process
 

@@ -62,7 +62,7 @@ WRONG = {
     ),
     "evaluating what was not fine-tuned": (
         lambda p: ["evaluate", "--checkpoint", f"{p}/bert", "--task", "mnli", "--data", f"{p}/mnli/dev_matched.tsv"],
-        "was not fine-tuned for mnli; give the folder best of a run of mjax finetune --task mnli",
+        "was not fine-tuned for mnli; give the folder best of mjax finetune --task mnli",
     ),
 }  # fmt: skip
 

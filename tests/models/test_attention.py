@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from mjax.config import GPTConfig, load_config
-from mjax.config.kernels import choose_kernel, ways_across
+from mjax.config.kernels import choose_kernel
 from mjax.errors import UsageError
 from mjax.models.parts.attention_kernels import attend
 from mjax.models.parts.mask import AttentionMask
 from mjax.parallel.random import DropoutKey
 from mjax.step.layout import with_kernel
-from tests.small import small_config
 from tests.traced import equations
 
 MODEL = GPTConfig(hidden=32, heads=4, sequence=16, attention_dropout=0.0)
@@ -160,9 +159,3 @@ def test_fused_kernels_are_avoided_for_values_of_another_width(monkeypatch):
 
 def test_flash_is_chosen_where_it_can_be():
     assert choose_kernel(replace(MODEL, **GPT_1B, **DROPOUT), "fp8", "gpu")[0] == "flash"
-
-
-def test_heads_of_rank_are_divided_among_context():
-    """Four heads of a rank cannot be divided over eight."""
-    for model, context, ways in ((1, 8, ["heads", "gather"]), (2, 8, ["gather"]), (2, 4, ["heads", "gather"])):
-        assert ways_across(small_config(model=model, mesh={"context": context})) == ways

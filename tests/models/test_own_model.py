@@ -28,6 +28,7 @@ from mjax.planner.search import meshes
 from mjax.planner.time import predict_time
 from tests import reference, toy_model
 from tests.conftest import ROOT
+from tests.models.own_models import hybrid
 from tests.small import batch_of, gradient_program, named, weights_of
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
@@ -123,26 +124,6 @@ class Stacked(toy_model.Toy):
 class StackedConfig(toy_model.ToyConfig):
     module = f"{__name__}:Stacked"
     pattern = Pattern((LayerKind(weights="wide"),), (LayerKind(weights="narrow"),) * 2)
-
-
-class Hybrid(toy_model.Toy):
-    """Two layers with attention, then two with another MLP instead."""
-
-    def __init__(self, key, config, dtype):
-        super().__init__(key, config, dtype)
-
-        def without_attention(key):
-            block = toy_model.toy_layer(key, config, dtype)
-            block.attention = toy_model.GatedMLP(key, config, dtype)
-            return block
-
-        layer = partial(toy_model.toy_layer, config=config, dtype=dtype)
-        self.blocks = stack(key, config, {"attention": layer, "": without_attention})
-
-
-class HybridConfig(toy_model.ToyConfig):
-    module = f"{__name__}:Hybrid"
-    pattern = Pattern(first=(LayerKind(weights="attention"),) * 2)
 
 
 STACKED = StackedConfig(**vars(replace(MODEL, layers=5)))
@@ -298,12 +279,16 @@ def test_plan_counts_parameters_and_flops_as_by_hand(capsys):
     assert model_flops(toy_model.config) == 3 * train.global_batch * forward
 
 
+class WithoutRecurrence(hybrid.HybridConfig):
+    pattern = Pattern((LayerKind(weights="attention"),))
+
+
 @pytest.mark.parametrize("kernel", ["auto", "xla"])
 def test_layers_without_attention_take_no_time_for_it(kernel):
-    model, gpu = replace(MODEL, attention=kernel), gpu_named("h100")
-    configs = (config_of(kind(**vars(model)), "bf16") for kind in (type(model), HybridConfig))
-    whole, half = (predict_time(config, gpu).parts["attention"] for config in configs)
-    assert 0 < half == pytest.approx(whole / 2)
+    values, gpu = vars(replace(hybrid.config.model, attention=kernel)), gpu_named("h100")
+    configs = (config_of(kind(**values), "bf16") for kind in (WithoutRecurrence, hybrid.HybridConfig))
+    whole, third = (predict_time(config, gpu).parts["attention"] for config in configs)
+    assert 0 < third == pytest.approx(whole / 3)
 
 
 def test_search_plans_model_without_field_for_dropout(capsys):

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import MeshConfig
 from mjax.parallel.grouped import INTERPRETED, group, grouped_product, tiles_at_most
 from mjax.parallel.mesh import make_mesh
-from mjax.planner.command import SHEETS, without_compilation_cache
+from mjax.planner.command import SHEETS, leave_out_compilation_cache
 
 E, H, F, ROWS, ASSIGNMENTS = 5, 6, 10, 4, 29
 loads = st.lists(st.integers(-1, E), min_size=ASSIGNMENTS, max_size=ASSIGNMENTS)
@@ -170,7 +170,8 @@ def test_pallas_compiles_to_three_kernels_for_h100():
     specs = split, split, everywhere, split
     run = jax.jit(jax.shard_map(outputs, mesh=mesh, in_specs=specs, out_specs=(split, split, everywhere)))
     shapes = (2 * assignments,), (2 * assignments, h), (groups, h, f), (2 * assignments, f)
-    with jax.enable_x64(False), without_compilation_cache():
+    leave_out_compilation_cache()
+    with jax.enable_x64(False):
         arrays = [
             jax.ShapeDtypeStruct(shape, kind, sharding=jax.sharding.NamedSharding(mesh, spec))
             for shape, kind, spec in zip(shapes, (jnp.int32, dtype, dtype, dtype), specs, strict=True)

@@ -91,7 +91,7 @@ def test_xla_gets_share_of_memory(monkeypatch):
 def test_training_begins_only_if_it_fits(monkeypatch, tmp_path, capsys, usable, flags, code, words):
     train = Mock(return_value=SimpleNamespace(exit_code=0))
     monkeypatch.setattr(fit, "usable_memory", lambda device: usable)
-    monkeypatch.setattr(fit, "changes_that_fit", lambda *_, **__: [])
+    monkeypatch.setattr("mjax.planner.search.changes_that_fit", lambda *_, **__: [])
     monkeypatch.setattr("mjax.run.loop.train", train)
     assert cli.main([*TINY, *flags, "--runs", str(tmp_path)]) == code
     shown = capsys.readouterr()

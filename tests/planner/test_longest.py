@@ -91,12 +91,12 @@ def test_plan_longest_prints_what_it_finds(capsys):
     printed = capsys.readouterr().out
     assert cli.main(["plan", *FLAGS, "--longest", "2", "--json"]) == 0
     full, offload = json.loads(capsys.readouterr().out)["longest"]["found"]
-    assert (full["recompute"], offload["recompute"]) == ("full", "offload")
+    assert (full["train.recompute"], offload["train.recompute"]) == ("full", "offload")
     assert 0 < full["sequence"] <= offload["sequence"]
     assert all(f"{each['sequence']:,}" in printed for each in (full, offload))
 
 
 def test_impossible_longest_is_rejected(monkeypatch):
-    monkeypatch.setattr("mjax.planner.command.predictions", lambda *_: (lambda _: Memory(1e15, 0.0, 0.0), time_of))
+    monkeypatch.setattr("mjax.planner.search.predictions", lambda *_: (lambda _: Memory(1e15, 0.0, 0.0), time_of))
     with pytest.raises(UsageError, match=r"^small does not fit on 1 × h100 with any length; use --longest 2$"):
         run_longest(small(), "small", 1, H100, None)

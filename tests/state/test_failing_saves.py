@@ -14,7 +14,7 @@ from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import checkpoint_steps, steps_in
 from mjax.commands import cli
 from mjax.config import MeshConfig
-from mjax.errors import RunError, UsageError
+from mjax.errors import RunError
 from mjax.parallel.mesh import make_mesh
 from mjax.run.health import Guard
 from mjax.run.metrics import read_metrics
@@ -63,14 +63,6 @@ def test_run_that_cannot_save_ends_before_its_first_step(number, tmp_path, monke
     words = f"mjax: error: {tmp_path}/run can hold no checkpoints: {os.strerror(number)}; correct that, or choose"
     assert [line[: len(words)] for line in told] == [words]
     assert [entry.name for entry in (tmp_path / "run").iterdir()] == [".lock"]
-
-
-def test_path_that_orbax_rejects_is_refused(tmp_path):
-    (tmp_path / "a").mkdir()
-    checkpoints = Checkpoints(tmp_path / "a" / ".." / "checkpoints")
-    with pytest.raises(UsageError, match=r"can hold no checkpoints: .*Invalid file path"):
-        checkpoints.try_save(make_mesh(MeshConfig()))
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize("existing", [False, True])

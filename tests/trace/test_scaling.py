@@ -14,7 +14,7 @@ from mjax.planner.layer import Traced
 from mjax.planner.search import find, predictions
 from tests.small import small_config
 
-CACHES = layers._record, memory._of_micro_batch, find, predictions
+CACHES = layers._record, memory._sizes_of, find, predictions
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def test_search_traces_each_layer_once(traces):
     """Of three modes of recomputation and the head, on 1 to 8 ranks of `model`."""
     made = traces()
     find(load_config("gpt_345m"), 8, gpu_named("h100"), None, ("mesh.schedule", "mesh.pipe", "mesh.zero"))
-    assert Counter(each.ranks for each in made).keys() == {1, 2, 4, 8}
-    assert max(Counter(each.ranks for each in made).values()) <= 5
+    assert Counter(each.mesh.model for each in made).keys() == {1, 2, 4, 8}
+    assert max(Counter(each.mesh.model for each in made).values()) <= 5
 
 
 def test_earlier_ledger_and_weights_are_read(tmp_path, monkeypatch):

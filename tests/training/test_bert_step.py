@@ -11,7 +11,6 @@ import pytest
 
 from mjax.config import BERTConfig
 from mjax.config.batch_size import BatchSizes
-from mjax.data.batches import of_positions
 from mjax.parallel.mesh import make_mesh
 from mjax.run import loop
 from mjax.run.display import losses, verdict
@@ -42,8 +41,8 @@ class Validation:
     def __init__(self, batches):
         self.batches, self.sizes = batches, BatchSizes.constant(8)
 
-    def at(self, step, rows=slice(None), positions=slice(None)):
-        return of_positions({name: array[rows] for name, array in self.batches[step].items()}, positions)
+    def at(self, step, rows=slice(None)):
+        return {name: array[rows] for name, array in self.batches[step].items()}
 
 
 def expected_of(run, weights, batches):

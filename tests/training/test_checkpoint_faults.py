@@ -1,14 +1,12 @@
 """Saves on a failing disk, and what is never removed: nothing is lost, and nothing is called saved that is not."""
 
 import errno
-import json
 import os
 import random
 import re
 import shutil
 import subprocess
 import threading
-import zlib
 from pathlib import Path
 
 import jax
@@ -20,15 +18,12 @@ from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import checkpoint_steps
 from mjax.errors import RunError, UsageError
 from tests.training.saved import (
-    abstract,
     data_file,
     entries,
     flip_a_bit,
-    mesh_of,
     save_all,
     save_large,
     small_disk,
-    state_on,
 )
 from tests.training.test_what_fails_beside_training import error_of, fail_with
 
@@ -157,11 +152,6 @@ def test_damaged_checkpoint_is_set_aside_by_next_save(checkpoints, notices, step
     assert f"renamed 300 to 300.damaged in {checkpoints.folder}; remove it when you do not need it" in notices
 
 
-def test_missing_checkpoint_is_a_usage_error(checkpoints):
-    with pytest.raises(UsageError, match="has no checkpoint; give a run that has saved one"):
-        checkpoints.restore(abstract(state_on(mesh_of(4, 2))))
-
-
 # --- Whose checkpoint it is -------------------------------------------------------------------------------------------
 
 
@@ -181,17 +171,6 @@ def test_renamed_checkpoint_is_neither_used_nor_removed(checkpoints, notices):
     assert "checkpoint 45 is damaged, so it is not counted and stays: manifest.json is missing" in notices[-1]
     save_all(checkpoints, 150)  # nor is it renamed while it is copied
     assert "45" in entries(checkpoints)
-
-
-def test_manifest_without_a_step_opens(checkpoints):
-    """Older versions wrote such manifests."""
-    target = save_large(checkpoints, 30)
-    file = checkpoints.folder / "30" / "manifest.json"
-    content = json.loads(file.read_text())
-    del content["checksum"], content["step"]
-    checksum = zlib.crc32(json.dumps(content, sort_keys=True).encode())
-    file.write_text(json.dumps({"checksum": checksum, **content}))
-    assert checkpoints.restore(target)[0] == 30
 
 
 # --- What cannot be read, and what is never removed -------------------------------------------------------------------

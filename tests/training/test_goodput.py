@@ -15,6 +15,7 @@ from mjax.config import CheckpointConfig
 from mjax.parallel.mesh import make_mesh
 from mjax.run import callbacks, loop
 from mjax.run.callbacks import GOODPUT, Goodput, read_goodput
+from mjax.step.layout import with_kernel
 from mjax.step.step import build_program
 from tests.tiny_config import config as TINY
 
@@ -58,7 +59,7 @@ def test_steps_are_repeated_until_a_new_one(tmp_path, clock):
 
 
 def test_seconds_of_two_starts_add_up_to_their_time(tmp_path, quick_runs, capsys, monkeypatch):
-    program = build_program(TINY, make_mesh(TINY.mesh))
+    program = build_program(with_kernel(TINY), make_mesh(TINY.mesh))
     monkeypatch.setattr(loop, "build_program", lambda *_, **__: program)
     monkeypatch.setattr(loop, "check_devices", lambda *_: None)
     config = replace(TINY, checkpoint=CheckpointConfig(interval=2))

@@ -299,4 +299,4 @@ def test_origins_that_do_not_fit(runs, tmp_path, capsys):
     assert choose_origin(new, ADAPTED, runs / "q").changed == {}
     alone = ["train", "--config", "gpt_demo", "--runs", str(tmp_path), "--lora.rank", "4"]
     assert cli.main([*alone, "--data.path", "none"]) == 2
-    assert "trains adapters of a model that is there; add --init RUN" in capsys.readouterr().err
+    assert "adapts a model: add --init RUN" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,7 +29,6 @@ from mjax.utils import stores
 from mjax.utils.files import write_whole
 from mjax.utils.stores import Store, explain_failure, mirror_of, version
 from tests.object_store import bucket
-from tests.test_processes import Group
 from tests.test_train_command import command, losses, run_here
 
 pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("quick_runs")]
@@ -177,19 +177,18 @@ REFUSALS = {
     "503": True,
     "403": (403, "AccessDenied", "Access Denied"),
     "expired token": (400, "ExpiredToken", "The provided token has expired."),
-    "clock": (
-        403,
-        "RequestTimeTooSkewed",
-        "The request time is too far from the current time.",
-    ),
+    "clock": (403, "RequestTimeTooSkewed", "The request time is too far from the current time."),
     "reset": "reset",
 }
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_checkpoint_is_due_until_the_store_has_it(server, run, refusal):
-    """Whatever the store answers: one line a minute at most reports it, and the next attempt continues."""
+def test_checkpoint_is_due_until_the_store_has_it(server, run, refusal, monkeypatch):
+    """Whatever the store answers: one line a minute at most reports it, and the next attempt continues, also without
+    a new connection."""
     said = []
+    if refusal == "reset":
+        monkeypatch.setattr(Store, "reconnect", Mock(side_effect=OSError("no metadata server")))
     with Mirror(run, ADDRESS, said.append) as mirror:
         server.rule = lambda environ: environ["REQUEST_METHOD"] == "PUT" and REFUSALS[refusal]
         begun = time.monotonic()
@@ -349,7 +348,7 @@ def test_credentials_appear_nowhere(server, tmp_path, monkeypatch, capfd, quick)
 
 
 def test_run_continues_on_another_machine(server, elsewhere, tmp_path, capsys):
-    """Losses, rotation, the good checkpoint and the list of runs are those of a run on a disk."""
+    """Losses, rotation, the good checkpoint, the list of runs and an export are those of a run on a disk."""
     runs = "s3://bucket/runs"
     run_here(tmp_path, "--runs", runs, "--train.steps", "8", "--optimizer.decay-steps", "12")
     elsewhere()
@@ -366,39 +365,12 @@ def test_run_continues_on_another_machine(server, elsewhere, tmp_path, capsys):
     checkpoints = local_run(f"{runs}/run") / "checkpoints"
     assert steps_in(checkpoints) == steps_in(tmp_path / "run" / "checkpoints")
     assert (checkpoints / "good.json").read_bytes() == (tmp_path / "run" / "checkpoints" / "good.json").read_bytes()
+    for source, name in ((f"{runs}/run", "a"), (tmp_path / "run", "b")):
+        assert cli.main(["convert", "to-hf", str(source), str(tmp_path / name)]) == 0
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
     assert cli.main(["runs", "remove", "run", "--runs", runs, "--yes"]) == 0
     assert "removed s3://bucket/runs/run" in capsys.readouterr().out
     assert Store(runs).files(runs) == {}
-
-
-@pytest.mark.all
-def test_run_of_two_processes_killed_in_an_upload_goes_on_elsewhere(server, elsewhere, tmp_path, capsys, monkeypatch):
-    """It continues from the newest marked checkpoint, on another mesh, bit for bit as from the files of the killed run.
-    It is exported from there."""
-    runs, here = "s3://bucket/runs", mirror_of("s3://bucket/runs/run")
-    with Group(tmp_path / "logs", "--runs", runs, "--checkpoint.keep-last", "9", count=2) as group:
-        server.kill_at(9, group.processes[0].pid, "/checkpoints/12/")
-        assert group.processes[0].wait(200) == -signal.SIGKILL, group.logs[0].read_text()[-3000:]
-    complete = marked(f"{runs}/run")
-    assert complete
-    assert 12 not in complete
-    monkeypatch.setattr(store_lock, "ALIVE", 1.0)
-    elsewhere()
-    run_here(tmp_path / "ignored", "--runs", runs, "--checkpoint.keep-last", "9")
-    assert f"continued after step {complete[-1]}" in capsys.readouterr().out
-    moved = losses(mirror_of(runs))
-
-    shutil.copytree(here, tmp_path / "copied" / "run")
-    for step in (4, 8, 12):
-        if step != complete[-1]:
-            shutil.rmtree(tmp_path / "copied" / "run" / "checkpoints" / str(step))
-    run_here(tmp_path / "copied", "--checkpoint.keep-last", "9")
-    assert losses(tmp_path / "copied") == moved
-    elsewhere()
-    for source, name in ((f"{runs}/run", "a"), (tmp_path / "copied" / "run", "b")):
-        assert cli.main(["convert", "to-hf", str(source), str(tmp_path / name)]) == 0
-    exported = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
-    assert exported[0] == exported[1]
 
 
 # --- One process trains -----------------------------------------------------------------------------------------------
@@ -655,18 +627,7 @@ def test_lost_process_sends_no_more(server, run):
 # --- Rotation and renames ---------------------------------------------------------------------------------------------
 
 
-def test_abandoned_checkpoint_survives_the_next_machine(server, run, elsewhere):
-    with Mirror(run, ADDRESS, print) as mirror:
-        copy(mirror, 10, 20)
-        (run / "checkpoints" / "20").rename(run / "checkpoints" / "20.abandoned")
-    before = names("20.abandoned")
-    assert before
-    elsewhere()
-    upload(ADDRESS, {}, steps=(30,))
-    assert names("20.abandoned") == before
-
-
-def test_rotation_leaves_an_older_abandoned_one(server, run):
+def test_abandoned_checkpoint_survives_rotation_and_machines(server, run, elsewhere):
     """Checkpoint 20 was abandoned, saved again, and rotated away."""
     with Mirror(run, ADDRESS, print) as mirror:
         copy(mirror, 10, 20)
@@ -677,7 +638,10 @@ def test_rotation_leaves_an_older_abandoned_one(server, run):
         copy(mirror, 30)
         shutil.rmtree(run / "checkpoints" / "20")
     assert names("/20/") == []
-    assert manifest("20.abandoned") == old
+    before = names("20.abandoned")
+    elsewhere()
+    upload(ADDRESS, {}, steps=(40,))
+    assert (names("20.abandoned"), manifest("20.abandoned")) == (before, old)
 
 
 def test_checkpoint_that_is_being_removed_is_not_copied(server, run):
@@ -702,20 +666,6 @@ def test_one_refusal_late_in_the_last_upload_is_tried_again(server, run, monkeyp
     mirror.finish()
     server.delay = 0.0
     assert marked(ADDRESS) == [10]
-
-
-def test_copies_continue_without_a_new_connection(server, run, monkeypatch):
-    def refuse(store):
-        raise OSError("no metadata server")
-
-    monkeypatch.setattr(Store, "reconnect", refuse)
-    with Mirror(run, ADDRESS, print) as mirror:
-        server.rule = lambda environ: environ["REQUEST_METHOD"] == "PUT"
-        save(mirror, 10)
-        wait_until(lambda: mirror._failed)
-        server.rule = None
-        copy(mirror, 20)
-    assert marked(ADDRESS) == [10, 20]
 
 
 def test_file_that_the_store_refuses_delays_no_checkpoint(server, run):

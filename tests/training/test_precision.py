@@ -17,8 +17,9 @@ from mjax.models.gemma3 import model as gemma3
 from mjax.models.llama import model as llama
 from mjax.models.parts import experts, mlp
 from mjax.parallel.mesh import abstract_mesh
+from mjax.planner.program import inner_jaxprs
 from tests.small import BLOOM, small_config
-from tests.traced import carried, equations, subjaxprs, traced_step, writer
+from tests.traced import carried, equations, traced_step, writer
 
 CALLS = "checkpoint closed_call cond custom_jvp_call custom_vjp_call jit pjit remat2 scan shard_map while"
 MOVES = """all_gather all_gather_invariant all_to_all bitcast_convert_type broadcast_in_dim concatenate copy copy_p
@@ -63,7 +64,7 @@ def operations(jaxpr, function=None):
             yield name, equation, function or writer(equation)
             continue
         caller = function or (writer(equation) if name in ("jit", "pjit") else None)
-        for body in subjaxprs(equation):
+        for body in inner_jaxprs(equation):
             yield from operations(body, caller)
 
 
@@ -86,14 +87,6 @@ def computed_in_16_bits(jaxpr):
             name = "round" if jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating) else "round integers"
         found[name].add(function)
     return found
-
-
-def traced_evaluation(config, program):
-    batch = {
-        name: jax.ShapeDtypeStruct((config.train.global_batch, *shape), kind, sharding=program.batch_shardings[name])
-        for name, (shape, kind) in config.batch_arrays().items()
-    }
-    return program.eval_step.trace(program.abstract_state.model, batch).jaxpr.jaxpr
 
 
 def traced_generation(config):
@@ -159,7 +152,8 @@ def test_only_the_designed_operations_have_16_bits(changes, monkeypatch):
     program, step = traced_step(config)
     assert not Counter(carried_in_16_bits(program, step))
     scores = {"_attend_block"} if config.model.attention == "xla" else set()  # `xla_blocks` computes in float32
-    traced = [step, traced_evaluation(config, program)]
+    evaluation = program.eval_step.trace(program.abstract_state.model, program.abstract_batch)
+    traced = [step, evaluation.jaxpr.jaxpr]
     if config.model.causal and config.mesh.pipe == 1:
         scores.add("attend_cached")
         traced.append(traced_generation(config))

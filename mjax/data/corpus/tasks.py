@@ -576,6 +576,14 @@ class FilterJob(Job):
         for name in ("kept", "removed"):
             self.put_part(name, rank, self.folder / name, self.offset(name, rank))
 
+    def tallies(self, parts: Sequence[dict[str, Any]]) -> dict[str, Tally]:
+        """The sums of tallies of all tasks, which come from markers."""
+        sums = {name: Tally(name) for name in parts[0]}
+        for part in parts:
+            for name, tally in part.items():
+                sums[name].merge(Tally(**tally))
+        return sums
+
     def put_files(self, story: dict[str, Any], malformed: MalformedLines) -> dict[str, Any]:
         """Give the files their names; returns the report: `story`, malformed lines, output and version."""
         lines = {"documents": malformed.count, "examples": malformed.examples}

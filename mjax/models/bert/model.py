@@ -42,7 +42,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.models.bert.config import BERTConfig, BERTTaskConfig, EncoderConfig
@@ -54,7 +54,7 @@ from mjax.models.parts.mlp import activate
 from mjax.models.parts.norms import LayerNorm
 from mjax.models.parts.positions import positions_of
 from mjax.models.protocol import Context, LanguageModel
-from mjax.models.stack import run_blocks, stack
+from mjax.models.stack import stack
 from mjax.parallel import mappings, random
 from mjax.parallel.layers import VocabParallelEmbedding, normal, owned_rows
 from mjax.parallel.overlap import recomputed
@@ -165,26 +165,6 @@ class BERT(Encoder):
         self.mlm = MLMHead(mlm, config, dtype)
         self.pooler = Linear(pooler, config.hidden, config.hidden, config.init_std, dtype)
         self.order = Linear(order, config.hidden, 2, config.init_std, dtype)
-
-    def __call__(
-        self, ids: Int[Array, "b s"], token_types: Int[Array, "b s"], documents: Int[Array, "b s"]
-    ) -> tuple[Float[Array, "b s v_local"], Float[Array, "b 2"]]:
-        """The outputs of the two heads, without dropout.
-
-        Args:
-          ids: replicated over `model`.
-          token_types: 0 or 1.
-          documents: positions with different numbers do not attend to each other: 0 for text, 1 for padding.
-
-        Returns:
-          Scores of the token at each position, varying over `model`; and scores of the segments being in order and
-          swapped.
-        """
-        tokens = Tokens(*ids.shape)
-        context = Context(tokens, documents=documents)
-        x = self.embed({"tokens": ids, "token_types": token_types}, context)
-        x = self.normed(run_blocks(self.blocks, x, context)[0])
-        return tokens.by_sequence(self.output(x).logits(tokens)), self.order(self.pooled(x, tokens)[0])
 
     def output(self, x: Float[Array, "t h"]) -> Output:
         """The scores of the original token at each position, from the result of `normed`."""

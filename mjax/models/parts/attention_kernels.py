@@ -60,7 +60,7 @@ def attend(
         mask = replace(mask, window=None)  # no effect
     if not kernel.startswith("xla"):
         return attend_fused(q, k, v, mask, kernel)
-    k, v = for_every_query(q, k, v)
+    k, v = (_repeat_heads(x, q.shape[2]) for x in (k, v))
     if mask.slopes is not None:
         # Tied to this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every layer
         # reads from memory what is free to compute.
@@ -71,16 +71,11 @@ def attend(
     return _attend_in_blocks(q, k, v, mask)
 
 
-def for_every_query(
-    q: Float[Array, "b _ n d"], k: Float[Array, "b s k d"], v: Float[Array, "b s k e"]
-) -> tuple[Float[Array, "b s n d"], Float[Array, "b s n e"]]:
-    """Keys and values repeated to one head per query head."""
-    if (group := q.shape[2] // k.shape[2]) == 1:
-        return k, v
-    return _repeat_heads(k, group), _repeat_heads(v, group)
+def _repeat_heads(x: Float[Array, "b s k d"], heads: int) -> Float[Array, "b s n d"]:
+    """Keys or values repeated to one head per query head."""
+    if (count := heads // x.shape[2]) == 1:
+        return x
 
-
-def _repeat_heads(x: Float[Array, "b s k d"], count: int) -> Float[Array, "b s n d"]:
     def sum_copies(gradient, _):  # autodiff would sum the gradients of a group in 16 bits
         groups = gradient.reshape(*gradient.shape[:2], -1, count, gradient.shape[-1])
         return groups.sum(3, dtype=wide_type(gradient.dtype)).astype(gradient.dtype)

@@ -17,6 +17,7 @@ With P = softmax(S), M the mask over 1 − rate, and O = (P ∘ M) V, the backwa
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -126,53 +127,27 @@ def flash_attention(
 
 
 def _forward(q: Array, k: Array, v: Array, aux: Aux, how: AttentionMask, interpret: bool):
-    batch, positions, heads, size = q.shape
-    specs = _Specs(q, k, aux)
-    out, log_sums = pl.pallas_call(
-        partial(_forward_kernel, how=how, size=size),
-        grid=(positions // BLOCK, batch, heads),
-        in_specs=[specs.query_block, specs.keys, specs.keys, *specs.aux],
-        out_specs=[specs.query_block, specs.row_block],
-        out_shape=[_like(q), _like(q, (batch, heads, positions), jnp.float32)],
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interpret,
-        name=_name("forward", how, 2),
-    )(q, k, v, *aux)
+    batch, positions, heads, _ = q.shape
+    specs, grid = _Specs(q, k, aux), (positions // BLOCK, batch, heads)
+    ins, outs = [specs.query_block, specs.keys, specs.keys, *specs.aux], [specs.query_block, specs.row_block]
+    shapes = [_like(q), _like(q, (batch, heads, positions), jnp.float32)]
+    out, log_sums = _run(_forward_kernel, 2, how, interpret, grid, ins, outs, shapes, (q, k, v, *aux))
     return out, (q, k, v, aux, out, log_sums)
 
 
 def _backward(how: AttentionMask, interpret: bool, residuals, gradient: Array):
     q, k, v, aux, out, log_sums = residuals
-    batch, positions, heads, size = q.shape
+    batch, positions, heads, _ = q.shape
     wide = jnp.float32
     deltas = jnp.einsum("bsnd,bsnd->bns", out.astype(wide), gradient.astype(wide))
-    specs, of_keys = _Specs(q, k, aux), _Specs(q, k, aux, q.shape[2] // k.shape[2])
     inputs = (q, k, v, gradient, log_sums, deltas, *aux)
-    rest = {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=2), "interpret": interpret}
-    to_k, to_v = pl.pallas_call(
-        partial(_keys_kernel, how=how, size=size),
-        in_specs=[
-            of_keys.queries, of_keys.key_block, of_keys.key_block, of_keys.queries, of_keys.rows, of_keys.rows,
-            *of_keys.aux,
-        ],
-        out_specs=[of_keys.key_block, of_keys.key_block],
-        out_shape=[_like(q, k.shape)] * 2,
-        grid=(k.shape[1] // BLOCK, batch, k.shape[2]),
-        name=_name("keys", how, 4),
-        **rest,
-    )(*inputs)  # fmt: skip
-    to_q = pl.pallas_call(
-        partial(_queries_kernel, how=how, size=size),
-        in_specs=[
-            specs.query_block, specs.keys, specs.keys, specs.query_block, specs.row_block, specs.row_block,
-            *specs.aux,
-        ],
-        out_specs=specs.query_block,
-        out_shape=_like(q),
-        grid=(positions // BLOCK, batch, heads),
-        name=_name("queries", how, 3),
-        **rest,
-    )(*inputs)  # fmt: skip
+    specs, grid = _Specs(q, k, aux, heads // k.shape[2]), (k.shape[1] // BLOCK, batch, k.shape[2])
+    ins = [specs.queries, specs.key_block, specs.key_block, specs.queries, specs.rows, specs.rows, *specs.aux]
+    outs, shapes = [specs.key_block] * 2, [_like(q, k.shape)] * 2
+    to_k, to_v = _run(_keys_kernel, 4, how, interpret, grid, ins, outs, shapes, inputs)
+    specs, grid = _Specs(q, k, aux), (positions // BLOCK, batch, heads)
+    ins = [specs.query_block, specs.keys, specs.keys, specs.query_block, specs.row_block, specs.row_block, *specs.aux]
+    to_q = _run(_queries_kernel, 3, how, interpret, grid, ins, specs.query_block, _like(q), inputs)
     return to_q, to_k, to_v, None
 
 
@@ -184,9 +159,18 @@ def _like(x: Array, shape: tuple[int, ...] | None = None, dtype=None) -> jax.Sha
     return jax.ShapeDtypeStruct(shape or x.shape, dtype or x.dtype, manual_axis_type=jax.typeof(x).mat)
 
 
-def _name(kernel: str, how: AttentionMask, products: int) -> str:
-    """The role of a kernel in a compiled program, and its number of matmuls of s × s."""
-    return f"flash_{kernel}{'_causal' * how.causal}_of_{products}"
+def _run(kernel: Callable, products: int, how: AttentionMask, interpret: bool, grid, ins, outs, out_shape, inputs):
+    """Run a kernel over a grid, with its role and its number of matmuls of s × s in its name in a compiled program."""
+    return pl.pallas_call(
+        partial(kernel, how=how, size=inputs[0].shape[-1]),
+        grid=grid,
+        in_specs=ins,
+        out_specs=outs,
+        out_shape=out_shape,
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name=f"flash{kernel.__name__.removesuffix('_kernel')}{'_causal' * how.causal}_of_{products}",
+    )(*inputs)
 
 
 class _Specs:
