@@ -267,12 +267,19 @@ def test_gpt2_tokenizer_survives_import_and_export(tmp_path):
     assert (described["tokenizer_class"], described["model_max_length"]) == ("PreTrainedTokenizerFast", 16)
 
 
-@pytest.mark.parametrize("said", [None, {"do_lower_case": True, "strip_accents": False}])
-def test_vocabulary_of_unknown_case_is_rejected(said, tmp_path):
+@pytest.mark.parametrize(
+    ("said", "scheme"),
+    [
+        (None, None),
+        ({"do_lower_case": True, "strip_accents": False}, None),
+        ({"do_lower_case": True}, "bert-uncased"),
+    ],
+)
+def test_vocabulary_is_read_if_its_case_is_known(said, scheme, tmp_path):
     bert_file(tmp_path, True)
     if said is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
-    assert find_tokenizer(tmp_path, None) is None
+    assert getattr(find_tokenizer(tmp_path, None), "scheme", None) == scheme
 
 
 def test_run_without_tokenizer_gets_one_at_export(runs, tmp_path, capsys):

@@ -52,12 +52,6 @@ def test_shares_of_any_ranks_merge(model, version, ranks, stages):
     assert_same(read(tensors, model, version), draw(model))
 
 
-def test_post_layernorm_bert_is_read():
-    """Its layers are those of the original, cut elsewhere."""
-    model = replace(BERT, layernorm="post", layers=3)
-    assert_same(read(RankTensors(pieces_of(model), 3.0, "source"), model), draw(model))
-
-
 def test_other_spellings_name_same_tensors():
     of_2020, new = flat(share(draw(SMALL), SMALL, 3.0)), current_share(SMALL, 3.0)
     assert {WORDS, QKV, "decoder.layers.1.mlp.linear_fc1.weight", "decoder.final_layernorm.bias"} < new.keys()
@@ -132,6 +126,18 @@ def test_missing_version_follows_names(version, names, origin, write_rank, tmp_p
     said = f"no checkpoint_version in it: assumed {version}, because its names are {origin}\n"
     assert said in capsys.readouterr().out
     assert_same(weights_of(tmp_path / "run"), weights)
+
+
+def test_post_layernorm_bert_is_read_by_old_names(write_rank, tmp_path, capsys):
+    """Its layers are those of the original, cut elsewhere; megatron-core ignores the argument."""
+    model = replace(BERT, layernorm="post", layers=3)
+    said = {"num_attention_heads": 4, "apply_residual_connection_post_layernorm": True}
+    write_rank(tmp_path / "in", "00", model=current_share(model, 3.0), args=said)
+    assert convert(tmp_path) == 2
+    assert "post_layernorm is set, which megatron-core ignores" in capsys.readouterr().err
+    write_rank(tmp_path / "in", "00", model=share(draw(model), model, 3.0), args=said)
+    assert convert(tmp_path, "--vocabulary-multiple", "8") == 0
+    assert_same(weights_of(tmp_path / "run"), draw(model))
 
 
 def test_files_of_several_steps_are_refused(write_rank, tmp_path, capsys):

@@ -38,6 +38,7 @@ def test_tokenizers_of_both_open_in_the_other(lowercase, tmp_path, capsys):
     assert (found.cls, found.mask) == (ours.cls, ours.mask)
     assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["pad_token_id"] == ours.pad
     assert (theirs.mask_token_id, theirs.pad_token_id) == (ours.mask, ours.pad)
     for text in [*TEXTS, "Ça va? ÉCOLE 漢字 don't"]:
         ids = ours.encode(text)

@@ -137,12 +137,11 @@ def test_many_texts_go_to_gigatoken_and_are_compared(tmp_path):
         tokenizer.encode_batch(texts)
 
 
-def change(tokenizer, model=None, pre_tokenizer=None):
+def change(tokenizer, model=None, **parts):
     """The tokenizer with other fields in its tokenizer.json."""
     values = json.loads(tokenizer.library.to_str())
     values["model"].update(model or {})
-    if pre_tokenizer is not None:
-        values["pre_tokenizer"] = json.loads(pre_tokenizer.__getstate__())
+    values |= {name: json.loads(part.__getstate__()) for name, part in parts.items()}
     library = tokenizers.Tokenizer.from_str(json.dumps(values))
     library.encode_special_tokens = True  # which the file does not say
     return library
@@ -162,6 +161,8 @@ def words_of_llama(behavior="isolated", invert=False, **of_bytes):
         {"pre_tokenizer": words_of_llama("removed", use_regex=False)},
         {"pre_tokenizer": words_of_llama("contiguous", use_regex=False)},
         {"pre_tokenizer": pre_tokenizers.Sequence([*reversed(list(words_of_llama(use_regex=False)))])},
+        {"pre_tokenizer": pre_tokenizers.Split(tokenizers.Regex("ox|[^o]+"), "isolated")},
+        {"normalizer": normalizers.Lowercase()},
         {"model": {"dropout": 0.5}},
         {"model": {"end_of_word_suffix": "s"}},
         {"model": {"continuing_subword_prefix": "##", "merges": []}},
@@ -176,13 +177,3 @@ def test_inverted_removal_is_encoded_by_gigatoken(tmp_path):
     tokenizer = library("gpt2", tmp_path)
     tokenizer.library = change(tokenizer, pre_tokenizer=words_of_llama("removed", True, use_regex=False))
     assert_same(tokenizer, [*NASTY.values(), *TEXTS])
-
-
-def test_unknown_normalizers_and_words_stay_with_tokenizers(tmp_path):
-    made = hf_byte_pairs()
-    made.normalizer = normalizers.Lowercase()
-    made.save(str(tmp_path / "lower.json"))
-    made.normalizer, made.pre_tokenizer = None, pre_tokenizers.Split(tokenizers.Regex("ox|[^o]+"), "isolated")
-    made.save(str(tmp_path / "words.json"))
-    for name in ("lower", "words"):
-        assert load_tokenizer(f"hf:{tmp_path}/{name}.json")._fast is None
