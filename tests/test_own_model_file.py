@@ -39,6 +39,11 @@ def unregistered():
     REGISTRY.pop("palm", None)
 
 
+def test_readme_counts_the_lines_of_the_example():
+    lines = sum(bool(line.strip()) for line in PALM.splitlines())
+    assert f"{lines} lines of code in the example" in (ROOT / "README.md").read_text()
+
+
 def command(*argv):
     """The exit code of a command in a process that knows the models of mjax only."""
     REGISTRY.pop("palm", None)

@@ -49,8 +49,8 @@ class ModelConfig(LoRAConfig):
     Attributes:
       title: the model in a sentence.
       module: MODULE:CLASS of the model (`models/protocol.py`), imported when it is built.
-      families: MODULE:NAME of its tables for Hugging Face (`interop.family.Family`), imported when it is converted;
-        empty for none.
+      families: MODULE:NAME of its tables for Hugging Face (`models.huggingface.family.Family`), imported when it is
+        converted; empty for none.
       metrics: how a run shows the means that the model reports, in the order of the progress line; without them by
         their names, after the loss.
       samples: what it is trained on: text, pairs of stretches of text, or None for examples of a task.

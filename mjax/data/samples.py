@@ -23,7 +23,7 @@ Given the same files, split, seed and number of samples, sample i is Megatron's 
 
 Source: Megatron-LM, core/datasets/gpt_dataset.py, helpers.cpp and blended_megatron_dataset_config.py.
 
-**Blends.** Blends: samples of several datasets in fixed proportions, in Megatron's order.
+**Blends** are samples of several datasets in fixed proportions, in Megatron's order.
 
 A blend is greedy. With weights w that sum to one and c_d samples of dataset d so far, sample i comes from the dataset
 furthest behind its share, the one with the largest

@@ -1,4 +1,4 @@
-"""A layer composed of given parts, and the scan over stacked layers.
+"""A layer composed of given parts.
 
     Block, pre-LN (arXiv 1909.08053, figure 7b)
 

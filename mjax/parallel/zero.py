@@ -293,9 +293,9 @@ def reduce_gradients(gradients, model, plan):
     """Sum every gradient over the ranks that hold a part of it, and keep the shard that is stored on this device.
 
     After all micro-batches and in the dtype of the gradients (float32). Layers that are gathered one by one have been
-    summed by `_sum_layer`. The rule: scatter along the dims that were gathered,
-    then sum over the axes on which the gradient still varies and its weight does not. That covers data parallelism, the
-    weights between regions under sequence parallelism, and the embedding at both ends of a pipeline.
+    summed by `_sum_layer`. The rule: scatter along the dims that were gathered, then sum over the axes on which the
+    gradient still varies and its weight does not. That covers data parallelism, the weights between regions under
+    sequence parallelism, and the embedding at both ends of a pipeline.
     """
 
     def one(gradient: Array, shard: Array, storage: Storage) -> Array:

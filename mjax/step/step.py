@@ -4,7 +4,7 @@ the layers.
     cast parameters to the compute dtype, once, and gather those stored in shards
     count the labels of the global batch, if some do not count
     scan over micro-batches, or over the ticks of a pipeline: loss and gradient, accumulated in float32
-    one all-reduce, or reduce-scatter, of each gradient over `data`; with ZeRO-3 inside the scan, layer by layer
+    one all-reduce, or reduce-scatter, of each gradient over its replicas; with ZeRO-3 inside the scan, layer by layer
     unscale, global norm, clip; skip the update if the norm is not finite, or the loss is too large
     the optimizer, on the float32 masters, and what else a model adjusts, such as the bias of a router
 """
