@@ -84,13 +84,13 @@ class Watchdog:
         self.where, self.index, self.count = where, index, count
         self._explain, self._share, self._leave = explain, share, leave
         self.say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
-        self.place = Place(f"process {index} on {socket.gethostname()} (pid {os.getpid()})")
+        self.place = ProcessStatus(f"process {index} on {socket.gethostname()} (pid {os.getpid()})")
         self.heartbeat: float = processes.HEARTBEAT
         self.patience = PATIENCE
         self._seconds: deque[float] = deque(maxlen=99)  # of the last steps
         self._began = time.monotonic()  # start of the current step of this process
         self._heard: queue.SimpleQueue = queue.SimpleQueue()  # values for `ask_first`, with the index of the sender
-        self._peers: dict[int, tuple[processes.Line, Place]] = {}  # process 0; in process 0 all others
+        self._peers: dict[int, tuple[processes.Line, ProcessStatus]] = {}  # process 0; in process 0 all others
         self._silent: set[int] = set()
         self._slowest, self._progress, self._reported = -1, time.monotonic(), 0.0
         self._farewell: dict | None = None  # what to tell the others at the end; set by the main thread
@@ -175,7 +175,7 @@ class Watchdog:
         elif self.count > 1:
             met = processes.listen(self.where, self.count, self.place.name, self._share)
         for index, (line, name) in met.items():
-            self._peers[index] = line, Place(name, heard=math.inf if self.index else time.monotonic())
+            self._peers[index] = line, ProcessStatus(name, heard=math.inf if self.index else time.monotonic())
             self._selector.register(line, selectors.EVENT_READ, index)
 
     def _watch(self) -> None:
@@ -261,7 +261,7 @@ class Watchdog:
                 except (OSError, ValueError):
                     self._forget(key.data)
 
-    def _gone(self, place: Place, index: int, now: float) -> bool:
+    def _gone(self, place: ProcessStatus, index: int, now: float) -> bool:
         """Whether the process of connection `index` has been silent for too long.
 
         Not while there is data to read from it: then it was this process that was stopped.
@@ -311,7 +311,7 @@ class Watchdog:
         """Seconds without a step after which to report."""
         return max(self.patience, 10.0 * statistics.median(self._seconds or [0.0]))
 
-    def _patience(self, places: list[Place]) -> float:
+    def _patience(self, places: list[ProcessStatus]) -> float:
         """Factor for the limits: compiling may take long, and so may evaluating and saving while all processes do
         it."""
         compiling = any(place.doing == COMPILING for place in places)
@@ -319,7 +319,7 @@ class Watchdog:
         return 10.0 if compiling or same else 1.0
 
 
-def _standing(places: list[Place], now: float) -> str:
+def _standing(places: list[ProcessStatus], now: float) -> str:
     """Position of every process: those behind or silent by name, the largest group of the foremost together."""
     groups = Counter((place.step, place.doing) for place in places)
     step, doing = max(groups, key=lambda position: (position[0], groups[position]))
@@ -341,7 +341,7 @@ def watching(where: Distributed, explain: Callable[[BaseException], int]) -> Wat
 
 
 @dataclass
-class Place:
+class ProcessStatus:
     """Position of a process: `step` is the last it began, `doing` what it does there, `since` a time of this clock."""
 
     name: str
