@@ -30,9 +30,9 @@ import tyro
 
 from benchmarks.command import check_counts, check_output, in_one_sentence
 from benchmarks.fitting import SETTLES, Measurement, calibrate
-from mjax.cluster.hardware import Gpu, gpu_named, gpu_of
+from mjax.cluster.hardware import Gpu, find_gpu, gpu_named
 from mjax.config import GPTConfig
-from mjax.config.kernels import capability_of, choose_kernel
+from mjax.config.kernels import choose_kernel, gpu_capability
 from mjax.errors import UsageError
 from mjax.planner.time import Calibration, Rates, write_calibration
 from mjax.utils.figures import table
@@ -190,7 +190,7 @@ def _flash_runs(compute: str) -> bool:
     _, s, n, d = ATTENTIONS[0]
     model = GPTConfig(hidden=n * d, heads=n, sequence=s, attention_dropout=0.0)
     try:
-        return choose_kernel(model, compute, "gpu", capability=capability_of(jax.local_devices()[0]))[0] == "cudnn"
+        return choose_kernel(model, compute, "gpu", capability=gpu_capability(jax.local_devices()[0]))[0] == "cudnn"
     except UsageError as error:
         print(f"attention is not measured: {error}")
         return False
@@ -320,7 +320,7 @@ def main() -> int:
     import jax
 
     kind = jax.devices()[0].device_kind
-    gpu = named or gpu_of(kind)
+    gpu = named or find_gpu(kind)
     if gpu is None:
         raise UsageError(
             f"no data sheet of {kind} is known; add it to mjax/cluster/hardware.py, or name one to "

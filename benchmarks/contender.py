@@ -60,7 +60,7 @@ class Mjax:
     def __init__(self, config: Config, platform: str, threads: int):
         import jax
 
-        from mjax.cluster.processes import return_memory_of_compiler
+        from mjax.cluster.processes import trim_memory
         from mjax.parallel.mesh import make_mesh
         from mjax.step.layout import with_kernel
         from mjax.step.step import build_program
@@ -69,7 +69,7 @@ class Mjax:
             raise RunError(f"jax runs on {jax.default_backend()}, this benchmark on {platform}")
         check_devices(config, jax.device_count(), "this benchmark")
         config = with_kernel(config)
-        return_memory_of_compiler()
+        trim_memory()
         self.jax = jax
         self.program = build_program(config, make_mesh(config.mesh))
         self.state = self.program.initialize()
@@ -81,7 +81,7 @@ class Mjax:
         self.versions["layers"] = "without a loop" if config.train.unroll == "on" else "in a loop"
 
     def step(self, index: int) -> Callable[[], float]:
-        batch = self.program.on_devices(self.batches[index % DISTINCT_BATCHES])
+        batch = self.program.put_on_devices(self.batches[index % DISTINCT_BATCHES])
         self.state, metrics = self.program.train_step(self.state, batch)
         return lambda: float(metrics.loss)
 
@@ -197,7 +197,7 @@ def draw_batches(config: Config) -> list[dict]:
     """
     train = replace(config.train, batch_rampup=None)
     drawn = open_data(replace(config, data=replace(config.data, mock=True), train=train)).training
-    return [drawn.at(step) for step in range(DISTINCT_BATCHES)]
+    return [drawn.batch_at(step) for step in range(DISTINCT_BATCHES)]
 
 
 def resident_bytes() -> int:

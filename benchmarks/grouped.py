@@ -148,7 +148,7 @@ def measured(shape: Shape, load: str, dtype: str, rows: list[int] | None, rounds
     import jax.numpy as jnp
     from jax import lax
 
-    from mjax.parallel.grouped import ROWS, group, grouped_product
+    from mjax.parallel.grouped import ROWS, group, grouped_matmul
 
     random = np.random.default_rng(0)
     sizes = (shape.t * shape.k, shape.h), (shape.experts, shape.h, shape.f), (shape.t * shape.k, shape.f)
@@ -164,7 +164,7 @@ def measured(shape: Shape, load: str, dtype: str, rows: list[int] | None, rounds
             groups, place = group(which, shape.experts, tile)
             length = len(groups.of_tile) * tile
             padded = [jnp.zeros((length, each.shape[1]), dtype).at[place].set(each) for each in (x, upstream)]
-            product = partial(grouped_product, kernel=kernel)
+            product = partial(grouped_matmul, kernel=kernel)
             one = Contender(kernel, tile, product, (padded[0], kernels, padded[1], groups))
             one.flops = shape.flops * int(groups.used) * tile / (shape.t * shape.k)
             y, to_x, to_kernels = one.outputs()

@@ -125,7 +125,7 @@ def main() -> int:
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(loop, "build_program", clock.of_program(loop.build_program)),
         mock.patch.object(loop, "prefetch", clock.of_batches(loop.prefetch)),
-        mock.patch.object(jax, "device_get", clock.of_device(jax.device_get)),
+        mock.patch.object(jax, "device_get", clock.device_layers(jax.device_get)),
     ):
         Trainer(settings(arguments.steps + WARM_UP), f"{folder}/run").train()
     print(f"{'milliseconds of a step':<32} median     95%")

@@ -180,8 +180,8 @@ def open_megatron(prefix: str) -> dict:
 def read_mjax(prefix: str, batch: int) -> dict:
     indexed = IndexedDataset(prefix)
     batches = Batches(GPTDataset(indexed, range(len(indexed)), None, SEQUENCE, SEED), BatchSizes.constant(batch))
-    batches.at(1)
-    return measured(lambda: batches.at(0).values())
+    batches.batch_at(1)
+    return measured(lambda: batches.batch_at(0).values())
 
 
 def read_megatron(prefix: str, batch: int) -> dict:

@@ -25,7 +25,7 @@ import tyro
 from benchmarks.command import check_counts, check_output, in_one_sentence
 from benchmarks.published import Run, as_mjax
 from benchmarks.train_step import Process
-from mjax.cluster.hardware import Gpu, gpu_named, gpu_of
+from mjax.cluster.hardware import Gpu, find_gpu, gpu_named
 from mjax.cluster.huge_pages import has_nvidia_gpu
 from mjax.config import Config, MeshConfig, load_config
 from mjax.config.checks import validate
@@ -123,7 +123,7 @@ def measured_runs(arguments: Arguments) -> tuple[list[Run], list[float], Gpu]:
         if gpu is not None:
             predict_time(config, gpu)  # refuses a compute type that the GPU has no peak of
         seconds, peak, device = measure(name, config, arguments, platform)
-        gpu = gpu or gpu_of(device)
+        gpu = gpu or find_gpu(device)
         if gpu is None:
             raise UsageError(f"no data sheet of {device} is known; add it to mjax/cluster/hardware.py")
         runs.append(Run(name, config, gpu.name, MJAX, seconds, device))

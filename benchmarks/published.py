@@ -22,7 +22,7 @@ from benchmarks.fitting import fit_rates
 from mjax.cluster.hardware import Gpu, gpu_named
 from mjax.config import Config, GPTConfig, MeshConfig, TrainConfig, load_config
 from mjax.planner.layer import hardware_flops
-from mjax.planner.time import A100, MJAX, Calibration, LayerTime, Overlap, Software, Traffic, predict_time
+from mjax.planner.time import A100, MJAX, Calibration, FrameworkModel, LayerTime, Overlap, Traffic, predict_time
 
 # --- Megatron-LM ------------------------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class Written:
 
 # The program of arXiv 2104.04473 (Megatron-LM v2): GELU, dropout with residual, and softmax are fused kernels;
 # attention stores its scores and a dropout mask; gradients are fp16.
-MEGATRON_2021 = Software(
+MEGATRON_2021 = FrameworkModel(
     traffic=Written(stream=26, mlp=6, scores=10, logits=16, kernels=11, backward=1.6),
     flash=False, overlap=Overlap(backward=0.0),
     repeated_sums=2, gradient_bytes=2, accumulate_bytes=6, optimizer_bytes=52,
@@ -114,7 +114,7 @@ class Run:
     name: str
     config: Config
     gpu: str
-    software: Software
+    software: FrameworkModel
     seconds: float
     source: str
     network: float | None = None
@@ -122,7 +122,7 @@ class Run:
     @property
     def hardware(self) -> Gpu:
         """The GPU in its server."""
-        return gpu_named(self.gpu).in_server(network=self.network)
+        return gpu_named(self.gpu).with_server(network=self.network)
 
 
 def whole_rows(config: Config) -> Config:

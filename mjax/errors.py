@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-LONGEST = 1500  # characters of a sentence; longer than any path, which is never shortened
+MAX_MESSAGE_CHARACTERS = 1500  # characters of a sentence; longer than any path, which is never shortened
 UNREAD = 141
 """Exit code of a command whose reader is gone: 128 + SIGPIPE, as in shells for `yes | head`."""
 STOPPED = 75
@@ -38,8 +38,8 @@ def one_sentence(message: str) -> str:
     anything.
     """
     message = without_secrets(message)
-    if len(message) > LONGEST:
-        message = f"{message[: LONGEST // 2]} […] {message[-LONGEST // 3 :]}"
+    if len(message) > MAX_MESSAGE_CHARACTERS:
+        message = f"{message[: MAX_MESSAGE_CHARACTERS // 2]} […] {message[-MAX_MESSAGE_CHARACTERS // 3 :]}"
     return "".join(c if c.isprintable() or unicodedata.category(c) == "Zs" else ascii(c)[1:-1] for c in message)
 
 
@@ -57,7 +57,7 @@ FLAG = re.compile(r"--(?:([a-z]+)\.)?((?:no-)?[a-z0-9-]+)( (?=[A-Z0-9]))?")
 
 
 @contextlib.contextmanager
-def in_python(*arguments: str) -> Iterator[None]:
+def name_arguments(*arguments: str) -> Iterator[None]:
     """Fields and `arguments` in place of flags in what is refused: `mesh.model` for `--mesh.model`."""
 
     def name_field(flag: re.Match) -> str:
@@ -169,17 +169,17 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def and_more(names: Sequence[str], what: str = "") -> str:
+def join_shortened(names: Sequence[str], what: str = "") -> str:
     """`a and 3 more`."""
     return names[0] + (f" and {len(names) - 1} more{what}" if len(names) > 1 else "")
 
 
-def shortened(names: list[str], most: int, more: str = "more") -> list[str]:
+def shorten_list(names: list[str], most: int, more: str = "more") -> list[str]:
     """The first names, `most` at most, and how many `more` there are."""
     return names if len(names) <= most else [*names[:most], f"{len(names) - most} {more}"]
 
 
-def lines_of(text: str) -> list[str]:
+def count_lines(text: str) -> list[str]:
     """Its lines, which only a line feed ends: to `str.splitlines` U+2028 and U+0085 do too, which are text."""
     return [line.removesuffix("\r") for line in text.split("\n")]
 

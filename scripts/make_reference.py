@@ -28,7 +28,7 @@ from mjax.commands import cli  # noqa: E402
 from mjax.commands.flags import list_fields  # noqa: E402
 from mjax.commands.train import TrainArguments  # noqa: E402
 from mjax.config import Config, available_configs, load_config  # noqa: E402
-from mjax.config.bounds import Bounds, fields_of  # noqa: E402
+from mjax.config.bounds import Bounds, bounded_fields  # noqa: E402
 from mjax.config.checks import validate  # noqa: E402
 from mjax.config.model import REGISTRY, ModelConfig  # noqa: E402
 from mjax.errors import UsageError  # noqa: E402
@@ -78,7 +78,7 @@ python train.py --config gpt_demo --train.steps 100 --mesh.data 2 --simulate 2
 
 
 def _row(flag: Any) -> tuple[str, ...]:
-    (marks,) = (marks for name, _, _, marks in fields_of(flag.owner) if name == flag.field)
+    (marks,) = (marks for name, _, _, marks in bounded_fields(flag.owner) if name == flag.field)
     bounds = [str(mark) for mark in marks if isinstance(mark, Bounds)]
     values = ", ".join([flag.form.replace("|", ", ") or "yes or no", *filter(None, bounds[:1])])
     default = "" if flag.default in (None, "", (), dataclasses.MISSING) else flag.default

@@ -123,7 +123,7 @@ def update_errors(config) -> dict[str, float]:
         program, step = compiled_step(config)
         state = state_of(config)
         state = replace(state, step=jax.device_put(np.int32(STEP), state.step.sharding))
-        state, metrics = step(state, program.on_devices(batch_of(config)), jnp.float32(np.inf))
+        state, metrics = step(state, program.put_on_devices(batch_of(config)), jnp.float32(np.inf))
         expected_means, gradients = reference_of(config)
         names = MEANS.get(config.model.kind, ("loss",))
         means = as_vector({"loss": metrics.loss, **metrics.metrics}, names)

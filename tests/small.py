@@ -18,11 +18,11 @@ from mjax.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from mjax.config.model import as_kind
+from mjax.config.model import convert_kind
 from mjax.models.build import build_model
 from mjax.parallel.mesh import batch_specs, make_mesh
-from mjax.parallel.weights import leaf_name, trained
-from mjax.parallel.zero import cut_into_chunks, plan_storage
+from mjax.parallel.weights import leaf_name, trainable_only
+from mjax.parallel.zero import plan_storage, split_into_virtual_stages
 from mjax.step.precision import parameter_type
 from mjax.step.step import TrainProgram, build_program, loss_and_gradients
 
@@ -62,7 +62,7 @@ def small_config(
     kind = "bert_task" if "head" in changes else changes.pop("kind", "gpt")
     changes.pop("kind", None)
     return Config(
-        model=replace(as_kind(MODEL, kind), hidden_dropout=dropout, attention_dropout=dropout, **changes),
+        model=replace(convert_kind(MODEL, kind), hidden_dropout=dropout, attention_dropout=dropout, **changes),
         mesh=MeshConfig(data=data, model=model, **(mesh or {})),
         data=DataConfig(mock=True, **(samples or {})),
         optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
@@ -179,7 +179,7 @@ def state_of(config: Config):
     """The first state with the weights of `weights_of`."""
     program = program_of(config)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state.model)
-    return program.begin(jax.device_put(cut_into_chunks(weights_of(config), config.mesh), shardings))
+    return program.begin(jax.device_put(split_into_virtual_stages(weights_of(config), config.mesh), shardings))
 
 
 MEANS = {
@@ -203,7 +203,7 @@ def gradient_program(config: Config, names: tuple[str, ...] | None = None):
     """
     names = names or MEANS.get(config.model.kind, ("loss",))
     mesh = make_mesh(config.mesh)
-    model = cut_into_chunks(weights_of(config), config.mesh)
+    model = split_into_virtual_stages(weights_of(config), config.mesh)
     plan = plan_storage(model, nnx.get_partition_spec(model), config.mesh)
     specs = jax.tree.map(lambda storage: storage.spec, plan)
     shardings = jax.tree.map(partial(jax.NamedSharding, mesh), specs)
@@ -216,7 +216,7 @@ def gradient_program(config: Config, names: tuple[str, ...] | None = None):
         summarized,
         mesh=mesh,
         in_specs=(specs, batch_specs(config.batch_arrays(), config.model.sequence), P(), P()),
-        out_specs=(P(), trained(specs)),
+        out_specs=(P(), trainable_only(specs)),
         check_vma=True,
     )
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mjax.checkpoint.folders import locked
+from mjax.checkpoint.folders import lock_folder
 from mjax.commands import cli
 from mjax.config.checks import check_devices
 from mjax.data.indexed import IndexedDatasetWriter
-from mjax.errors import LONGEST, RunError, UsageError
+from mjax.errors import MAX_MESSAGE_CHARACTERS, RunError, UsageError
 from tests.conftest import ROOT
 
 TINY = str(ROOT / "tests" / "tiny_config.py")
@@ -145,7 +145,7 @@ def place(tmp_path_factory, one_device):
         assert cli.main(["prepare", "lines.jsonl", "--tokenizer", "bytes", "--output", "data/corpus"]) == 0
         write_datasets(folder / "data")
         assert cli.main(shlex.split(CONTINUE.replace("TINY", TINY))) == 0
-        with locked(folder / "runs" / "busy", print):
+        with lock_folder(folder / "runs" / "busy", print):
             yield folder
 
 
@@ -221,5 +221,5 @@ def test_user_error_gets_one_sentence_and_loses_nothing(line, place, capsys, mon
     message = sentence_of(shlex.split(line.replace("TINY", TINY)), code, capsys)
     assert words in message
     assert "Errno" not in message or code == 1
-    assert len(message) < 2 * LONGEST
+    assert len(message) < 2 * MAX_MESSAGE_CHARACTERS
     assert before.items() <= fingerprint(place).items()

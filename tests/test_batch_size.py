@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from mjax.config.batch_size import BatchSizes, at_batch, in_units, parse_tokens, training_samples
+from mjax.config.batch_size import BatchSizes, format_tokens, parse_tokens, training_samples, with_batch_size
 from tests.small import small_config
 
 
@@ -15,7 +15,7 @@ def _config(global_batch=8, rampup=None):
 
 
 def _sizes(*arguments, **changes) -> BatchSizes:
-    return BatchSizes.of(_config(*arguments, **changes))
+    return BatchSizes.from_config(_config(*arguments, **changes))
 
 
 def _assert_sizes(sizes, expected):
@@ -59,7 +59,7 @@ def test_rampup_is_megatrons_rule_at_every_step(start, increment, increments, sa
 
 
 def test_at_batch_is_the_run_at_a_constant_size():
-    assert at_batch(_config(6, rampup=(2, 2, 8)), 4) == _config(4)
+    assert with_batch_size(_config(6, rampup=(2, 2, 8)), 4) == _config(4)
 
 
 @pytest.mark.parametrize("changes", [{}, {"rampup": (2, 2, 12)}], ids=str)
@@ -81,4 +81,4 @@ def test_tokens_are_read_exactly_or_not(written, tokens):
 
 def test_tokens_are_shown_in_units():
     shown = {0: "0", 999: "999", 1_310_720: "1.31M", 999_960_000: "1B", 999_400: "999K", 1_680 * 10**12: "1,680T"}
-    assert {tokens: in_units(tokens) for tokens in shown} == shown
+    assert {tokens: format_tokens(tokens) for tokens in shown} == shown

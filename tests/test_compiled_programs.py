@@ -12,7 +12,7 @@ import pytest
 from filelock import FileLock
 
 from mjax.cluster import launch
-from mjax.cluster.launch import keep_programs
+from mjax.cluster.launch import enable_compilation_cache
 from mjax.run.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.test_train_command import environment
@@ -29,7 +29,7 @@ def own_home(tmp_path, monkeypatch):
 
 
 def test_single_process_keeps_programs_in_bounded_folder(own_home, monkeypatch):
-    keep_programs(several=False, say=pytest.fail)
+    enable_compilation_cache(several=False, print_line=pytest.fail)
     place = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     assert place.parent == own_home / "mjax" / "programs"
     assert place.is_dir()
@@ -42,34 +42,34 @@ def test_single_process_keeps_programs_in_bounded_folder(own_home, monkeypatch):
 @pytest.mark.parametrize("chosen", ["/elsewhere", ""])
 def test_folder_and_limit_of_user_stay(chosen, own_home, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", chosen)
-    keep_programs(several=False, say=pytest.fail)
+    enable_compilation_cache(several=False, print_line=pytest.fail)
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == chosen
     assert not list(own_home.iterdir())
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_MAX_SIZE", "1000")
-    keep_programs(several=False, say=pytest.fail)
+    enable_compilation_cache(several=False, print_line=pytest.fail)
     assert os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] == "1000"
 
 
 def test_several_processes_keep_nothing(own_home, monkeypatch):
-    keep_programs(several=True, say=pytest.fail)
-    monkeypatch.setattr(launch, "launched_by", lambda: ("srun", 2))
-    keep_programs(say=pytest.fail)
+    enable_compilation_cache(several=True, print_line=pytest.fail)
+    monkeypatch.setattr(launch, "find_launcher", lambda: ("srun", 2))
+    enable_compilation_cache(print_line=pytest.fail)
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
     assert not list(own_home.iterdir())
 
 
 def test_folder_is_private(own_home):
-    keep_programs(several=False, say=pytest.fail)
+    enable_compilation_cache(several=False, print_line=pytest.fail)
     place = Path(os.environ.pop("JAX_COMPILATION_CACHE_DIR"))
     assert place.stat().st_mode & 0o777 == 0o700
     place.chmod(0o775)
     said = []
-    keep_programs(several=False, say=said.append)
+    enable_compilation_cache(several=False, print_line=said.append)
     assert f"others can write into {place}" in said[0]
     place.rename(own_home / "elsewhere")
     place.symlink_to(own_home / "elsewhere")
-    keep_programs(several=False, say=said.append)
+    enable_compilation_cache(several=False, print_line=said.append)
     assert f"{place} is a link or a file, not a folder; type rm {place}" in said[1]
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
 
@@ -77,9 +77,9 @@ def test_folder_is_private(own_home):
 def test_unusable_home_is_one_line(own_home, monkeypatch):
     said = []
     (own_home / "mjax").write_text("a file in the way")
-    keep_programs(several=False, say=said.append)
+    enable_compilation_cache(several=False, print_line=said.append)
     monkeypatch.setattr(launch, "cache_home", lambda: None)
-    keep_programs(several=False, say=said.append)
+    enable_compilation_cache(several=False, print_line=said.append)
     first, second = said
     assert "cannot be written (" in first
     assert "there is no home folder" in second
@@ -92,7 +92,7 @@ def test_imported_jax_is_told(folder, monkeypatch):
     told = {}
     config = SimpleNamespace(jax_compilation_cache_dir=folder, update=told.__setitem__)
     monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(config=config))
-    keep_programs(several=False)
+    enable_compilation_cache(several=False)
     names = {
         "jax_compilation_cache_dir",
         "jax_compilation_cache_max_size",
@@ -122,7 +122,7 @@ def test_locked_folder_is_one_line(own_home, monkeypatch):
     folder, said = launch.programs_folder(), []
     folder.mkdir(parents=True, mode=0o700)
     with FileLock(folder / ".lockfile"):
-        keep_programs(several=False, say=said.append)
+        enable_compilation_cache(several=False, print_line=said.append)
     assert f"another process has locked {folder}: programs are compiled at every start" in said[0]
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
 

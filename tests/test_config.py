@@ -15,18 +15,18 @@ from mjax.config import (
     LogConfig,
     MeshConfig,
     TrainConfig,
-    as_flag,
     available_configs,
-    differences,
+    differing_fields,
     from_dict,
     load_config,
     read_config,
     save_config,
     to_dict,
+    to_flag,
 )
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import check_devices, validate
-from mjax.config.model import as_kind
+from mjax.config.model import convert_kind
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from tests.conftest import ROOT
@@ -88,7 +88,7 @@ BLOOM = {
 @pytest.mark.parametrize("name", BLOOM)
 def test_bloom_config_has_published_numbers(name):
     config = load_config(name)
-    model, optimizer, train, batches = config.model, config.optimizer, config.train, BatchSizes.of(config)
+    model, optimizer, train, batches = config.model, config.optimizer, config.train, BatchSizes.from_config(config)
     sizes = count_parameters(model), model.layers, model.hidden, model.heads, train.global_batch
     tokens, warmup, decay = (
         batches.samples_before(steps) * 2048 for steps in (train.steps, optimizer.warmup_steps, optimizer.decay_steps)
@@ -162,7 +162,7 @@ def test_pipelined_config_has_published_numbers(name):
     assert micro_batches * mesh.data * train.micro_batch == train.global_batch
     assert train.recompute == ("selective" if "_sp" in name else "full")
     if "_sp" not in name:  # 300 billion tokens, with the warm-up and decay of GPT-3
-        batches = BatchSizes.of(config)
+        batches = BatchSizes.from_config(config)
         steps = train.steps, optimizer.decay_steps, optimizer.warmup_steps
         tokens = [batches.samples_before(step) * 2048 for step in steps]
         assert tokens == pytest.approx([300e9, 260e9, 375e6], abs=train.global_batch * 2048)
@@ -171,7 +171,7 @@ def test_pipelined_config_has_published_numbers(name):
 
 def test_gpt_3_batch_starts_small_and_grows():
     """arXiv 2005.14165, appendix B: from 32 thousand tokens to the full batch over 12 billion."""
-    batches = BatchSizes.of(load_config("gpt_175b"))
+    batches = BatchSizes.from_config(load_config("gpt_175b"))
     assert batches.sizes() == list(range(16, 1537, 16))
     assert batches.pieces[-1][1] * 2048 == pytest.approx(12e9, rel=1e-3)
 
@@ -206,20 +206,20 @@ def test_flag_text_parses_back():
         train=TrainConfig(batch_rampup=(16, 16, 5_859_375)),
         log=LogConfig(sample_prompts="my prompts.txt"),
     )
-    flags = [as_flag(name, value) for name, (value, _) in differences(config, Config()).items()]
+    flags = [to_flag(name, value) for name, (value, _) in differing_fields(config, Config()).items()]
     assert len(flags) == 4
     assert parse(TrainArguments, shlex.split(" ".join(flags)), "mjax train").settings == config
 
 
 def test_differences_name_fields_of_both_models():
-    found = differences(Config(), Config(model=LlamaConfig(kv_heads=4)))
+    found = differing_fields(Config(), Config(model=LlamaConfig(kv_heads=4)))
     assert (found["model.kv_heads"], found["model.positions"]) == ((None, 4), ("learned", None))
 
 
 def test_other_architecture_keeps_only_changed_fields():
     model = replace(load_config("gpt_345m").model, init_std=0.01)
     changed = {"layers": 24, "hidden": 1024, "heads": 16, "vocabulary_multiple": 128, "init_std": 0.01}
-    assert as_kind(model, "llama") == LlamaConfig(**changed)
+    assert convert_kind(model, "llama") == LlamaConfig(**changed)
 
 
 def test_llama_has_published_default_width():

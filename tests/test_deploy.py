@@ -17,7 +17,7 @@ import yaml
 
 from mjax.cluster.launch import Distributed
 from mjax.commands.train import TrainArguments, choose_config
-from mjax.doctor import GREEN, Facts
+from mjax.doctor import GREEN, MachineInfo
 from mjax.doctor.host import check_processes
 from tests.conftest import ROOT
 from tests.ports import free_port
@@ -128,12 +128,12 @@ def test_linters_accept_image_and_workflows(linter):
 def test_processes_are_told_where_they_meet(name, tmp_path):
     environments, address, launcher = LAUNCHERS[name]
     found = list(environments(tmp_path))
-    assert [Distributed().under_launcher(one) for one in found] == [
+    assert [Distributed().with_launcher(one) for one in found] == [
         Distributed(address, 2, 0),
         Distributed(address, 2, 1),
     ]
     said = f"{launcher} started 2 processes: mjax train joins them at {address}, this command checks one host"
-    finding = check_processes(Facts(environment=found[1]))
+    finding = check_processes(MachineInfo(environment=found[1]))
     assert (finding.status, finding.found) == (GREEN, said)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mjax.checkpoint.folders import locked
+from mjax.checkpoint.folders import lock_folder
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.errors import UsageError
 from mjax.run.metrics import MetricsLog
@@ -105,17 +105,17 @@ def diary(tmp_path):
 def test_lock_that_is_a_link_empties_no_file(diary, tmp_path):
     (tmp_path / "run" / ".lock").symlink_to(diary)
     with pytest.raises(UsageError, match=r"\.lock is a link, through which mjax does not write; remove it"):
-        locked(tmp_path / "run", print).__enter__()
+        lock_folder(tmp_path / "run", print).__enter__()
     (tmp_path / "run" / ".lock").unlink()
     os.link(diary, tmp_path / "run" / ".lock")
-    with locked(tmp_path / "run", print):
+    with lock_folder(tmp_path / "run", print):
         pass
 
 
 def test_lock_that_is_a_pipe_does_not_wait(tmp_path):
     os.mkfifo(tmp_path / ".lock")
     with pytest.raises(OSError, match="No such device"):
-        locked(tmp_path, print).__enter__()
+        lock_folder(tmp_path, print).__enter__()
 
 
 def test_write_whole_replaces_links(diary, tmp_path):
@@ -132,7 +132,7 @@ def test_locked_removes_temporary_files_of_killed_writer(tmp_path):
     mine = tmp_path / "config.json.0a1b2c3d.tmp"
     for file in (mine, tmp_path / "notes.tmp"):
         file.touch()
-    with locked(tmp_path, print):
+    with lock_folder(tmp_path, print):
         assert sorted(file.name for file in tmp_path.iterdir()) == [".lock", "notes.tmp"]
 
 
@@ -142,9 +142,9 @@ def test_metrics_log_writes_through_no_link(name, diary, tmp_path):
     said = []
     if name == "metrics.jsonl":
         with pytest.raises(UsageError, match=r"metrics\.jsonl is a link"):
-            MetricsLog(tmp_path / "run", 0, say=said.append)
+            MetricsLog(tmp_path / "run", 0, print_line=said.append)
         return
-    log = MetricsLog(tmp_path / "run", 0, say=said.append)
+    log = MetricsLog(tmp_path / "run", 0, print_line=said.append)
     log.records = [{"step": step, "loss": 1.0, "tokens": step, "learning_rate": 1.0} for step in (1, 2)]
     log.write_samples(1, ["a"], ["b"])
     log.draw()

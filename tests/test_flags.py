@@ -12,8 +12,8 @@ import tyro
 from mjax.commands import cli
 from mjax.commands.flags import list_flags, parse
 from mjax.commands.plan import PlanArguments
-from mjax.commands.train import TrainArguments, name_of
-from mjax.config.marks import Elsewhere
+from mjax.commands.train import TrainArguments, default_name
+from mjax.config.marks import Synonyms
 from mjax.errors import UsageError
 
 
@@ -77,7 +77,7 @@ def test_names_elsewhere_are_not_ours_and_values_are(cls):
     flags = list(list_flags(cls, cls()))
     for flag in flags:
         for mark in flag.marks:
-            names = mark.names.split() if isinstance(mark, Elsewhere) else ()
+            names = mark.names.split() if isinstance(mark, Synonyms) else ()
             assert not {name.rstrip("~") for name in names} & {flag.name for flag in flags} - {"resume"}
             values = {name.partition("=")[2] for name in names} - {""}
             assert values <= set(map(str, get_args(flag.kind)))
@@ -165,5 +165,5 @@ def test_positional_typed_as_flag_is_explained(flag, capsys):
 
 
 def test_run_is_named_after_its_config(tmp_path):
-    assert name_of("configs/gpt_8b.py") == name_of("gpt_8b") == "gpt_8b"
-    assert name_of(str(tmp_path / "mine" / "config.json")) == "mine"
+    assert default_name("configs/gpt_8b.py") == default_name("gpt_8b") == "gpt_8b"
+    assert default_name(str(tmp_path / "mine" / "config.json")) == "mine"

@@ -18,18 +18,18 @@ from mjax.commands import cli
 from mjax.commands.generate import GenerateArguments
 from mjax.commands.generate import generate as run_generate
 from mjax.config import MeshConfig, save_config
-from mjax.config.kernels import padded_width
+from mjax.config.kernels import pad_width
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.generation import text as generation
-from mjax.generation.generate import Generator, Sampling, inference_weights, layers_of
+from mjax.generation.generate import Generator, Sampling, inference_weights, list_layers
 from mjax.models.build import build_model
 from mjax.models.decoding import KeyValues, attend_cached, decode, prefill
 from mjax.models.gpt.model import GPT
 from mjax.models.parts.mask import AttentionMask
 from mjax.parallel.mesh import make_mesh
-from mjax.parallel.zero import cut_into_chunks
-from mjax.step.layout import lay_out
+from mjax.parallel.zero import split_into_virtual_stages
+from mjax.step.layout import build_layout
 from tests.small import BLOOM, small_config
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]  # as many in every test: another number is another program
@@ -57,7 +57,7 @@ def lively(config, dtype=jnp.float32):
 def generator_and_model(mesh=ONE):
     config = replace(small_config(layers=4, heads=4), mesh=mesh)
     generator = Generator(config, make_mesh(mesh))
-    return generator, placed(generator, lambda: cut_into_chunks(lively(config), mesh))
+    return generator, placed(generator, lambda: split_into_virtual_stages(lively(config), mesh))
 
 
 @pytest.mark.parametrize("sequences", [1, 2])
@@ -118,9 +118,9 @@ def test_cache_gives_logits_of_full_forward(ranks, changes):
 
     def logits_of_both(model, tokens):
         prompts = jnp.where(jnp.arange(8) < lengths[:, None], tokens[:, :8], 0)
-        layout = lay_out(config, mesh)
+        layout = build_layout(config, mesh)
         weights = inference_weights(config, layout, model)
-        layers = layers_of(config, layout, weights)
+        layers = list_layers(config, layout, weights)
         row, cached = prefill(weights, prompts, jnp.asarray(lengths), 16, layers, config.across)
         rows, read = [row], jnp.asarray(lengths)
         for _ in range(steps):
@@ -218,7 +218,7 @@ def test_similar_request_compiles_nothing():
 def test_widths_are_few_and_kernel_and_mesh_divide_them(mesh, attention, needed, width):
     model = replace(small_config(sequence=512, heads=4).model, attention=attention)
     config = replace(small_config(), model=model, mesh=MeshConfig(**mesh))
-    assert padded_width(config, needed, 16) == width
+    assert pad_width(config, needed, 16) == width
 
 
 def test_cache_holds_prompts_that_are_padded_beyond_the_end():

@@ -43,7 +43,7 @@ def test_attention_equals_xla_in_float32(size, positions, kernel, rate):
 
     def outputs(kernel, dtype):
         q, k, v, upstream = (x.astype(dtype) for x in arrays)
-        key = DropoutKey.of(0, jnp.int32(1), jnp.arange(shape[0])) if rate else None
+        key = DropoutKey.make(0, jnp.int32(1), jnp.arange(shape[0])) if rate else None
         mask = AttentionMask(rate=rate, key=key)
         out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, mask, kernel), q, k, v)
         return out, *pullback(upstream)
@@ -84,7 +84,7 @@ def steps_of(config, count, device):
         if config.precision.compute == "fp64":
             state = replace(state, model=jax.tree.map(_with_values, state.model, weights_of_float32(device)))
         for index in range(count):
-            state, found = program.train_step(state, program.on_devices(drawn.at(index)))
+            state, found = program.train_step(state, program.put_on_devices(drawn.batch_at(index)))
             metrics.append(jax.device_get(found))
         return metrics, [np.asarray(x) for x in jax.tree.leaves(state.model)]
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from mjax.cluster.hardware import GPUS, gpu_named, gpu_of
+from mjax.cluster.hardware import GPUS, find_gpu, gpu_named
 from mjax.errors import UsageError
 
 
 def test_every_gpu_is_found_by_all_names():
     for gpu in GPUS:
         assert gpu_named(gpu.name.upper()) is gpu
-        assert all(gpu_of(kind) is gpu and gpu_named(kind) is gpu for kind in gpu.device_kinds)
+        assert all(find_gpu(kind) is gpu and gpu_named(kind) is gpu for kind in gpu.device_kinds)
     names = [gpu.name for gpu in GPUS] + [kind for gpu in GPUS for kind in gpu.device_kinds]
     assert len(set(names)) == len(names)
 
@@ -17,7 +17,7 @@ def test_every_gpu_is_found_by_all_names():
 def test_unknown_gpu_is_refused():
     with pytest.raises(UsageError, match=r"--gpu h10 is not known \(did you mean .h100.\?\); use v100-16gb.*or b200"):
         gpu_named("h10")
-    assert gpu_of("NVIDIA GeForce RTX 4090") is None
+    assert find_gpu("NVIDIA GeForce RTX 4090") is None
 
 
 def test_peaks_are_dense_and_in_flops():
@@ -35,8 +35,8 @@ def test_peaks_are_dense_and_in_flops():
 def test_smaller_server_has_its_share_of_memory():
     h100 = gpu_named("h100")
     assert (h100.host_memory_per_node, h100.host_bytes) == (2e12, 2.5e11)
-    half = h100.in_server(4)
+    half = h100.with_server(4)
     assert (half.host_memory_per_node, half.host_bytes) == (1e12, 2.5e11)
     assert half.network_bandwidth_per_node == h100.network_bandwidth_per_node / 2
-    pcie = gpu_named("h100-pcie").in_server(4)
+    pcie = gpu_named("h100-pcie").with_server(4)
     assert (pcie.host_memory_per_node, pcie.host_bytes) == (None, None)

@@ -12,7 +12,7 @@ import pytest
 
 from mjax.cluster import launch
 from mjax.commands import cli
-from mjax.doctor import RED, Facts
+from mjax.doctor import RED, MachineInfo
 from mjax.doctor.checks import run_check
 from mjax.errors import UsageError
 from mjax.parallel.mesh import make_mesh
@@ -48,13 +48,13 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT
     ],
 )
 def test_launcher_is_found_in_environment(environment, launcher):
-    assert launch.launched_by(environment) == launcher
+    assert launch.find_launcher(environment) == launcher
 
 
 def test_first_pod_joins_others_with_kubernetes_package(monkeypatch):
     monkeypatch.setattr(launch, "find_spec", lambda name: name)
     in_cluster = {"JOB_COMPLETION_INDEX": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
-    assert launch.launched_by(in_cluster) == ("Kubernetes", None)
+    assert launch.find_launcher(in_cluster) == ("Kubernetes", None)
 
 
 @pytest.mark.parametrize(
@@ -71,26 +71,26 @@ def test_first_pod_joins_others_with_kubernetes_package(monkeypatch):
 def test_slurm_processes_meet_at_first_host(nodes, host):
     srun = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "4097"}
     none = launch.Distributed()
-    assert none.under_launcher(srun).coordinator == f"{host}:61441"  # JAX's port
-    assert none.under_launcher(srun | {"JAX_COORDINATOR_PORT": "5"}).coordinator == f"{host}:5"
-    assert none.under_launcher(srun | {"JAX_COORDINATOR_ADDRESS": "a:1"}) == none
-    assert launch.Distributed("a:2").under_launcher(srun).coordinator == "a:2"
+    assert none.with_launcher(srun).coordinator == f"{host}:61441"  # JAX's port
+    assert none.with_launcher(srun | {"JAX_COORDINATOR_PORT": "5"}).coordinator == f"{host}:5"
+    assert none.with_launcher(srun | {"JAX_COORDINATOR_ADDRESS": "a:1"}) == none
+    assert launch.Distributed("a:2").with_launcher(srun).coordinator == "a:2"
 
 
 def test_rendezvous_of_torchrun():
     none = launch.Distributed()
-    assert none.under_launcher({}) == none
-    assert none.under_launcher(TORCHRUN) == launch.Distributed("node0:29500", 2, 1)  # a PyTorchJob
+    assert none.with_launcher({}) == none
+    assert none.with_launcher(TORCHRUN) == launch.Distributed("node0:29500", 2, 1)  # a PyTorchJob
     listens = TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert none.under_launcher(listens) == launch.Distributed("node0:29501", 2, 1)
-    assert none.under_launcher(TORCHRUN | {"MASTER_ADDR": "fd00::1"}).coordinator == "[fd00::1]:29500"
+    assert none.with_launcher(listens) == launch.Distributed("node0:29501", 2, 1)
+    assert none.with_launcher(TORCHRUN | {"MASTER_ADDR": "fd00::1"}).coordinator == "[fd00::1]:29500"
 
 
 @pytest.mark.parametrize("environment", [TORCHRUN, OF_JAX, SKYPILOT])
 def test_flags_precede_launcher(environment):
     typed = launch.Distributed("other:1", 4, 3)
-    assert typed.under_launcher(environment | {"RANK": "x"}) == typed
-    assert launch.Distributed("other:1").under_launcher(environment) == launch.Distributed("other:1", 2, 1)
+    assert typed.with_launcher(environment | {"RANK": "x"}) == typed
+    assert launch.Distributed("other:1").with_launcher(environment) == launch.Distributed("other:1", 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_flags_precede_launcher(environment):
 )
 def test_wrong_variable_is_named(environment, words):
     with pytest.raises(UsageError, match=re.escape(words)):
-        launch.Distributed().under_launcher(environment)
-    (finding,) = run_check("processes", Facts(environment=environment))
+        launch.Distributed().with_launcher(environment)
+    (finding,) = run_check("processes", MachineInfo(environment=environment))
     assert (finding.status, "; " in finding.found) == (RED, False)
     assert finding.advice.startswith("correct it, or unset")
 

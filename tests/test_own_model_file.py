@@ -14,9 +14,9 @@ import mjax
 from mjax.commands import cli
 from mjax.config import load_config
 from mjax.config.model import REGISTRY
-from mjax.config.model_file import file_of
+from mjax.config.model_file import source_file
 from mjax.config.run import write_config
-from mjax.doctor import RED, Facts
+from mjax.doctor import RED, MachineInfo
 from mjax.doctor.checks import examine
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
@@ -214,7 +214,7 @@ def test_python_uses_class_that_is_loaded(place, trained, capsys):
     assert mjax.generate(RUN, ids=[[1, 2]], tokens=1)
     (place / FILE).write_text(PALM.replace("width = 4 *", "width = 2 *"))  # the same names in another folder
     second = mjax.load_config(FILE)
-    assert [file_of(type(config.model)) for config in (first, second)] == [str(trained / FILE), str(place / FILE)]
+    assert [source_file(type(config.model)) for config in (first, second)] == [str(trained / FILE), str(place / FILE)]
     sizes = [count_parameters(config.model) for config in (first, second)]
     assert sizes[0] - sizes[1] == 2 * 2 * 2 * 64 * 64
     with pytest.raises(UsageError, match="this config needs"):
@@ -233,6 +233,6 @@ def test_written_config_imports_own_class(place, monkeypatch):
 
 @pytest.mark.ci
 def test_doctor_knows_own_model_in_its_child(place):
-    facts = Facts(name=FILE, environment=os.environ | {"PYTHONPATH": str(ROOT)})
+    facts = MachineInfo(name=FILE, environment=os.environ | {"PYTHONPATH": str(ROOT)})
     (found, *_) = examine(facts, lambda name: None, ("storage",))
     assert found.status != RED, found.found

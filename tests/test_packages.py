@@ -27,7 +27,7 @@ def test_installed_packages_are_those_python_imports(tmp_path, monkeypatch):
     install("second", "Some_Package", "2.0")
     install("first", "some.package", "1.0")
     install("first", "broken", "")
-    assert packages.installed() == {"some-package": "1.0"}
+    assert packages.list_versions() == {"some-package": "1.0"}
     install("first", "jax_cuda12_plugin", "0.10.2")
     assert packages.cuda_build() is None
     install("second", "jax_cuda13_pjrt", "0.10.2")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, TextColumn
 
 from mjax.utils import progress as module
-from mjax.utils.progress import Pace, progress, watched
+from mjax.utils.progress import Pace, progress, show_progress
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -39,7 +39,7 @@ def watch(monkeypatch):
                 ended.set()
             return 100_000 * look
 
-        with watched("read (1 of 15)", 6_000_000, read, Pace(), after="training"):
+        with show_progress("read (1 of 15)", 6_000_000, read, Pace(), after="training"):
             assert ended.wait(60)
         return console.file.getvalue()
 
@@ -62,6 +62,6 @@ def test_watched_work_is_lines_elsewhere(watch, monkeypatch):
 
 
 def test_short_work_prints_nothing_elsewhere(capsys):
-    with watched("merge (2 of 15)", 7, lambda: 3, Pace(), "tasks"):
+    with show_progress("merge (2 of 15)", 7, lambda: 3, Pace(), "tasks"):
         pass
     assert capsys.readouterr().err == ""

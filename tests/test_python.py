@@ -78,7 +78,7 @@ def test_weights_fit_a_program_of_another_kernel_and_sequence(run):
     model = replace(CONFIG.model, attention="xla_blocks", positions="learned")
     program = mjax.build_program(replace(CONFIG, model=model), opened.mesh)
     batch = {name: np.zeros((8, 16), np.int32) for name in ("tokens", "labels")}
-    assert program.eval_step(opened.weights_for(program.abstract_state.model), program.on_devices(batch))
+    assert program.eval_step(opened.weights_for(program.abstract_state.model), program.put_on_devices(batch))
     wider = mjax.build_program(replace(CONFIG, model=replace(model, sequence=32)), opened.mesh)
     with pytest.raises(UsageError, match=r"positions of .* has the shape \(16, 32\) and that of the program \(32,"):
         opened.weights_for(wider.abstract_state.model)
@@ -109,11 +109,11 @@ def test_program_takes_shorter_batch(case):
     target = narrow.abstract_state.model
     weights = jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(weights))
     begun = narrow.begin(jax.device_put(weights, jax.tree.map(lambda leaf: leaf.sharding, target)))
-    assert float(program.eval_step(state.model, program.on_devices(batch)).loss) == pytest.approx(
-        float(narrow.eval_step(begun.model, narrow.on_devices(batch)).loss), rel=1e-6
+    assert float(program.eval_step(state.model, program.put_on_devices(batch)).loss) == pytest.approx(
+        float(narrow.eval_step(begun.model, narrow.put_on_devices(batch)).loss), rel=1e-6
     )
     found, expected = (
-        one.train_step(start, one.on_devices(batch)) for one, start in ((program, state), (narrow, begun))
+        one.train_step(start, one.put_on_devices(batch)) for one, start in ((program, state), (narrow, begun))
     )
     assert float(found[1].loss) == pytest.approx(float(expected[1].loss), rel=1e-6)
     assert float(found[1].grad_norm) == pytest.approx(float(expected[1].grad_norm), rel=1e-5)
@@ -133,7 +133,7 @@ def test_batch_of_impossible_length_is_one_sentence(lengths, mesh, words):
     program = program_of(replace(small_config(vocabulary=256), mesh=mesh))
     batch = {name: np.zeros((8, size), np.int32) for name, size in zip(("tokens", "labels"), lengths, strict=True)}
     with pytest.raises(UsageError, match=words):
-        program.on_devices(batch)
+        program.put_on_devices(batch)
 
 
 @pytest.mark.parametrize("use", [mjax.open_run, partial(mjax.logits, ids=TEXTS), partial(mjax.generate, ids=TEXTS)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from mjax.checkpoint.folders import locked, write_manifest
+from mjax.checkpoint.folders import lock_folder, write_manifest
 from mjax.commands import cli
 from mjax.commands import runs as runs_command
 from mjax.config import save_config
@@ -57,7 +57,7 @@ def test_list_as_json_says_state_of_runs(runs, monkeypatch, capsys):
     file.write_text(file.read_text().replace('"skipped": false', '"skipped": true', 7) + '{"step": 13, "lo')
     (make_run(runs / "torn") / "config.json").write_text("{")
     (make_run(runs / "converted", checkpoints=(0,)) / "metrics.jsonl").unlink()
-    with locked(runs / "fast", print):
+    with lock_folder(runs / "fast", print):
         assert cli.main(["runs", "--json"]) == 0
     rows = {row["name"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
     states = {name: row["state"] for name, row in rows.items()}
@@ -237,7 +237,7 @@ def test_user_error_removes_nothing(line, runs, capsys):
     (runs / "among" / "checkpoints" / "notes.txt").touch()
     (runs / "step" / "checkpoints" / "2024").mkdir()
     (runs / "link").symlink_to(runs / "base")
-    with locked(runs / "busy", print):
+    with lock_folder(runs / "busy", print):
         before = sorted(runs.rglob("*"))
         assert cli.main(["runs", *line.split()]) == 2
     message = capsys.readouterr().err

@@ -9,14 +9,14 @@ from rich.console import Console
 from tokenizers import decoders, models, normalizers
 
 from mjax.data.tokenizers import ByteTokenizer, train_sentencepiece
-from mjax.generation.text import Live, Streamed, written_after
+from mjax.generation.text import Live, StreamingText, decode_suffix
 from tests.test_chat import bytes_with_special_tokens
 
 
 def test_character_appears_with_its_last_token():
     text = "aé€😀b"
     tokens = list(text.encode())
-    streamed, seen = Streamed(ByteTokenizer().decode, [1, 2]), []
+    streamed, seen = StreamingText(ByteTokenizer().decode, [1, 2]), []
     for token in tokens[:-1]:
         streamed.add(token)
         seen.append(streamed.text)
@@ -32,7 +32,7 @@ def test_streaming_decodes_new_tokens_only():
         decoded.append(len(ids))
         return ByteTokenizer().decode(ids)
 
-    streamed = Streamed(decode, list(b"The prompt " * 50))
+    streamed = StreamingText(decode, list(b"The prompt " * 50))
     for token in text.encode():
         streamed.add(token)
     assert streamed.text == text
@@ -40,7 +40,7 @@ def test_streaming_decodes_new_tokens_only():
 
 
 def test_incomplete_character_is_shown_at_end():
-    streamed = Streamed(ByteTokenizer().decode, [])
+    streamed = StreamingText(ByteTokenizer().decode, [])
     for token in [*b"a\xe2\x82", None]:
         streamed.add(token)
     assert streamed.text == "a\ufffd"
@@ -49,7 +49,7 @@ def test_incomplete_character_is_shown_at_end():
 def test_texts_grow_one_after_the_other():
     output = io.StringIO()
     live = Live(Console(file=output), ["one: ", "two: "])
-    texts = [Streamed(ByteTokenizer().decode, []) for _ in range(2)]
+    texts = [StreamingText(ByteTokenizer().decode, []) for _ in range(2)]
     shown = []
     for index, token in [(1, ord("x")), (0, ord("a")), (1, None), (0, ord("[")), (0, None)]:
         texts[index].add(token)
@@ -93,13 +93,13 @@ def test_what_is_shown_is_the_text(kind):
         prompt, tokens = (encode("".join(random.choices(RARE, k=random.randint(1, 6)))) for _ in range(2))
         tokens = tokens[: len(tokens) - number % 3]
         output = io.StringIO()
-        live, streamed = Live(Console(file=output), [""]), Streamed(decode, prompt)
+        live, streamed = Live(Console(file=output), [""]), StreamingText(decode, prompt)
         for token in tokens:
             streamed.add(token)
             live.show([streamed])
         streamed.finish(tokens)
         live.show([streamed])
-        written = written_after(decode, prompt, tokens)
+        written = decode_suffix(decode, prompt, tokens)
         assert output.getvalue() == written + "\n"
         assert number % 3 or decode(prompt) + written == decode(prompt + tokens)
 
@@ -108,5 +108,5 @@ def test_half_a_character_leaves_text_before_it():
     """Byte fallback decodes a run of bytes that is not whole to U+FFFD altogether."""
     _, decode = with_byte_fallback(decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]))
     prompt, half = [9 + byte for byte in "क".encode()], 9 + 0xE0
-    assert written_after(decode, prompt, [half]) == "\ufffd"
-    assert written_after(decode, prompt, [*prompt, half, 2]) == "क\ufffda"
+    assert decode_suffix(decode, prompt, [half]) == "\ufffd"
+    assert decode_suffix(decode, prompt, [*prompt, half, 2]) == "क\ufffda"

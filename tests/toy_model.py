@@ -23,7 +23,7 @@ from mjax.models.parts.attention import Attention
 from mjax.models.parts.positions import Positions
 from mjax.models.stack import stack
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from mjax.parallel.overlap import recomputed
+from mjax.parallel.overlap import rematerialize
 
 
 @register
@@ -52,7 +52,7 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(width, dtype), out_sharding=(None,), eager_sharding=False)
 
     def __call__(self, x):
-        return recomputed(partial(rms_norm, epsilon=self.epsilon))(x, self.scale[...])
+        return rematerialize(partial(rms_norm, epsilon=self.epsilon))(x, self.scale[...])
 
 
 def rms_norm(x, scale, epsilon):
@@ -72,7 +72,7 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x, context):
         both = checkpoint_name(self.up(x, context.tokens), "mlp_up")  # [b s, 2, f / p]
-        return self.down(recomputed(lambda both: jax.nn.silu(both[:, 0]) * both[:, 1])(both), context.tokens)
+        return self.down(rematerialize(lambda both: jax.nn.silu(both[:, 0]) * both[:, 1])(both), context.tokens)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from benchmarks.aot.hlo import CONTROL, Line, arrays_of, dims_of, groups_of
 from benchmarks.aot.kernels import FREE, MOVES, Kernels
 from mjax.cluster.hardware import Gpu
 from mjax.parallel import scopes
-from mjax.planner.ledger import source_of
+from mjax.planner.ledger import find_source
 from mjax.planner.time import Rates, default_calibration
 
 PRODUCTS, ATTENTION, COLLECTIVES = "products", "attention", "collectives, exposed"
@@ -202,7 +202,7 @@ class _Replay:
 
     def _kind(self, line: Line, shapes: dict[str, str]) -> str:
         kernel = self.module.kernel_of(line) or ""
-        part, phase = source_of(self._source(line))
+        part, phase = find_source(self._source(line))
         if kernel.startswith("matrix product"):
             return PRODUCTS
         if kernel.startswith("attention"):

@@ -61,7 +61,7 @@ def main() -> int:
     config = replace(config, data=replace(config.data, mock=True))
     validate(config, arguments.config)
     gpu, devices, compute = gpu_named(arguments.gpu), config.mesh.devices, config.precision.compute
-    check_compile(config, gpu.in_server(arguments.devices_per_node))
+    check_compile(config, gpu.with_server(arguments.devices_per_node))
     if arguments.save_program is not None:
         check_save(arguments.save_program)
     launch.leave_accelerators_alone()  # nothing runs: the GPUs are described, not opened

@@ -97,7 +97,7 @@ def check_opens(folder: Path, kinds: dict[str, list]) -> None:
             raise RunError(f"{name} has shape {shape} instead of {kinds[name][1]}")
 
 
-def named(tree: Any, field: str | None = None) -> dict[str, Any]:
+def leaves_by_path(tree: Any, field: str | None = None) -> dict[str, Any]:
     """The leaves of a tree by dotted path, in the order of `jax.tree.leaves`; `field` is the name above the tree."""
     above = (jax.tree_util.GetAttrKey(field),) if field else ()
     leaves = [(leaf_name((*above, *path)), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
@@ -107,14 +107,14 @@ def named(tree: Any, field: str | None = None) -> dict[str, Any]:
     return named
 
 
-def stacked_names(tree: Any, field: str | None = None) -> set[str]:
+def names_with_layer_dim(tree: Any, field: str | None = None) -> set[str]:
     """Names, as in `named`, of the arrays whose card has a layer dim: it is their first, or two with chunks."""
     weights = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Param))
     cards = (are_stacked(node) if isinstance(node, nnx.Param) else [False] for node in weights)
-    return {name for name, stacked in zip(named(tree, field), itertools.chain(*cards), strict=True) if stacked}
+    return {name for name, stacked in zip(leaves_by_path(tree, field), itertools.chain(*cards), strict=True) if stacked}
 
 
-def by_field(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def group_by_field(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """One folder per field: {'model.up': x, 'step': y} → {'model': {'model.up': x}, 'step': {'step': y}}."""
     fields: dict[str, dict[str, Any]] = {}
     for name, leaf in leaves.items():
@@ -135,7 +135,7 @@ def _same_layers(stored: Sequence[int], wanted: Sequence[int]) -> bool:
     return len(others) == len(flat) + 1 and others[2:] == flat[1:] and math.prod(others[:2]) == flat[0]
 
 
-def in_chunks_of(leaf: jax.ShapeDtypeStruct, stored: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+def shape_on_disk(leaf: jax.ShapeDtypeStruct, stored: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """`leaf` in its shape on disk, sharded over the same devices as far as the layer dims allow."""
     if leaf.shape == stored:
         return leaf

@@ -21,27 +21,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.checkpoint.arrays import named, read_in_blocks
+from mjax.checkpoint.arrays import leaves_by_path, read_in_blocks
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import BASE, Base, read_base, read_manifest
 from mjax.checkpoint.mirror import read_folder
 from mjax.config import read_config
 from mjax.errors import UsageError
 from mjax.models.protocol import Model
-from mjax.parallel.random import mix, words_of
-from mjax.parallel.weights import joined, split_trained, trained
+from mjax.parallel.random import key_words, mix
+from mjax.parallel.weights import combine, partition_trainable, trainable_only
 from mjax.step.precision import parameter_type
 from mjax.utils.files import path_below
-from mjax.utils.stores import FETCHED, WRITTEN, address_of, mirror_of, resolved
+from mjax.utils.stores import FETCHED, WRITTEN, find_address, mirrored_address, to_absolute
 
 
-def folder_of(base: Base, run: Path) -> Path:
+def base_folder(base: Base, run: Path) -> Path:
     """The run folder of the base: where it was, or beside `run` if both were moved.
 
     Raises:
       UsageError: it is at neither place, or at an address that only base.json names.
     """
-    address = address_of(mirror_of(base.run))
+    address = find_address(mirrored_address(base.run))
     may_fetch = address is None or _is_named_by_user(address, run)
     near = path_below(run.resolve().parent, Path(base.run).name, f"{run / BASE}: run")
     for folder in (*([read_folder(base.run)] if may_fetch else []), near):
@@ -57,14 +57,16 @@ def folder_of(base: Base, run: Path) -> Path:
 
 def _is_named_by_user(address: str, run: Path) -> bool:
     """True if a command of the user named the store: `run` is in the same bucket, or `address` was fetched before."""
-    of_run = address_of(run)
+    of_run = find_address(run)
     same_bucket = of_run is not None and of_run.split("/")[:3] == address.split("/")[:3]
-    return same_bucket or any((mirror_of(address, kind) / "config.json").is_file() for kind in (WRITTEN, FETCHED))
+    return same_bucket or any(
+        (mirrored_address(address, kind) / "config.json").is_file() for kind in (WRITTEN, FETCHED)
+    )
 
 
-def own_part(model: Model) -> Model:
+def without_base(model: Model) -> Model:
     """The weights that a run saves itself: all, or the adapters without their base."""
-    return trained(model) if model.config.lora_rank else model
+    return trainable_only(model) if model.config.lora_rank else model
 
 
 def restore_weights(
@@ -77,11 +79,11 @@ def restore_weights(
       RunError: it is damaged.
     """
     with Checkpoints(run / "checkpoints", on_notice=on_notice) as checkpoints:
-        step, own = checkpoints.restore(own_part(abstract_model), step, field="model")
+        step, own = checkpoints.restore(without_base(abstract_model), step, field="model")
     return step, with_base(own, abstract_model, run, on_notice)
 
 
-def with_base(own: Model, target: Model, run: Path, say: Callable[[str], None]) -> Model:
+def with_base(saved: Model, target: Model, run: Path, print_line: Callable[[str], None]) -> Model:
     """All weights of a run, from those that it saves itself.
 
     Args:
@@ -94,12 +96,12 @@ def with_base(own: Model, target: Model, run: Path, say: Callable[[str], None]) 
       UsageError: the base of its adapters is gone, or has other weights.
     """
     if not target.config.lora_rank:
-        return own
+        return saved
     base = read_base(run)
-    folder = folder_of(base, run)
-    weights, found = read_frozen(folder, base.step, split_trained(target)[1], say)
+    folder = base_folder(base, run)
+    weights, found = read_frozen(folder, base.step, partition_trainable(target)[1], print_line)
     check_base(base, found.digest, folder, run)
-    return joined(own, weights)
+    return combine(saved, weights)
 
 
 def check_base(base: Base, digest: str, folder: Path, run: Path) -> None:
@@ -114,7 +116,7 @@ def check_base(base: Base, digest: str, folder: Path, run: Path) -> None:
         raise UsageError(f"{run} has adapters of weights with the digest {digests}; {remedy}")
 
 
-def read_frozen(folder: Path, step: int | None, target: Model, say: Callable[[str], None]) -> tuple[Model, Base]:
+def read_frozen(folder: Path, step: int | None, target: Model, print_line: Callable[[str], None]) -> tuple[Model, Base]:
     """The weights of a checkpoint of `folder` as a base.
 
     Args:
@@ -127,33 +129,33 @@ def read_frozen(folder: Path, step: int | None, target: Model, say: Callable[[st
       UsageError: there is no such checkpoint, or it has another model.
       RunError: it is damaged.
     """
-    stored, weights, sums = as_trained(target, folder), [], {}
-    with Checkpoints(folder / "checkpoints", on_notice=say) as checkpoints:
+    stored, weights, sums = cast_to_trained(target, folder), [], {}
+    with Checkpoints(folder / "checkpoints", on_notice=print_line) as checkpoints:
         step = checkpoints.find(stored, step, field="model")
         # One by one: all of them in float32 would need twice the memory of those that are trained on.
-        for (name, leaf), narrow in zip(named(stored, "model").items(), jax.tree.leaves(target), strict=True):
+        for (name, leaf), narrow in zip(leaves_by_path(stored, "model").items(), jax.tree.leaves(target), strict=True):
             weight = checkpoints.read(step, {name: leaf})[name]
-            sums[name.removeprefix("model.")] = np.asarray(_on_devices(weight))
-            weights.append(_as_stored(weight, narrow))
-    return jax.tree.unflatten(jax.tree.structure(target), weights), Base(resolved(folder), step, _digest(sums))
+            sums[name.removeprefix("model.")] = np.asarray(_put_on_devices(weight))
+            weights.append(_cast_to_stored(weight, narrow))
+    return jax.tree.unflatten(jax.tree.structure(target), weights), Base(to_absolute(folder), step, _digest(sums))
 
 
-def as_trained(target: Model, folder: Path) -> Model:
+def cast_to_trained(target: Model, folder: Path) -> Model:
     """The ShapeDtypeStructs of `target` in the dtype in which the run in `folder` saves the weights that it trains."""
     wide = parameter_type(read_config(folder / "config.json").precision.compute)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, wide, sharding=leaf.sharding), target)
 
 
-def _as_stored(weight: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+def _cast_to_stored(weight: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """The weight in the dtype of `leaf`; the array is given up."""
     if weight.dtype == leaf.dtype:
         return weight
     return jax.jit(lambda w: w.astype(leaf.dtype), out_shardings=leaf.sharding, donate_argnums=0)(weight)
 
 
-def digest_of(weights: Any) -> str:
+def compute_digest(weights: Any) -> str:
     """16 hexadecimal digits that depend on the names and on every bit of the weights, in order, and on nothing else."""
-    return _digest({name: np.asarray(_on_devices(array)) for name, array in named(weights).items()})
+    return _digest({name: np.asarray(_put_on_devices(array)) for name, array in leaves_by_path(weights).items()})
 
 
 def digest_in_blocks(folder: Path) -> str:
@@ -182,8 +184,8 @@ def _digest(sums: Mapping[str, np.ndarray]) -> str:
 
 
 @jax.jit
-def _on_devices(array: jax.Array) -> jax.Array:
-    bits = words_of(array)  # [*shape], or [*shape, 2] of float64
+def _put_on_devices(array: jax.Array) -> jax.Array:
+    bits = key_words(array)  # [*shape], or [*shape, 2] of float64
     place = jnp.zeros((), jnp.uint32)
     for dim, size in enumerate(bits.shape):
         place = place * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)

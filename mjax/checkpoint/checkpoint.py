@@ -259,8 +259,8 @@ class Checkpoints:
 
     def _begin(self, save: _Save, state: Any) -> bool:
         """Start to write a checkpoint; False if it exists. `_outcome` returns what goes wrong, also here."""
-        error, exists, response, leaves = None, False, None, arrays.named(state)
-        chunks = functools.partial(arrays.chunks_on_disk, arrays.stacked_names(state))
+        error, exists, response, leaves = None, False, None, arrays.leaves_by_path(state)
+        chunks = functools.partial(arrays.chunks_on_disk, arrays.names_with_layer_dim(state))
         self._saving.array.saving.scoped_storage_options_creator = chunks
         if is_first():
             try:
@@ -274,7 +274,9 @@ class Checkpoints:
         if not from_first(error is not None):
             try:
                 with self._orbax(), self._saving:
-                    response = ocp.save_checkpointables_async(self._unfinished(save.step), arrays.by_field(leaves))
+                    response = ocp.save_checkpointables_async(
+                        self._temporary_folder(save.step), arrays.group_by_field(leaves)
+                    )
             except Exception as problem:
                 error = problem
         # The thread must not keep the arrays alive.
@@ -289,7 +291,7 @@ class Checkpoints:
 
         Returns what went wrong: `error`, or here; None if nothing did.
         """
-        folder = self._unfinished(save.step)
+        folder = self._temporary_folder(save.step)
         try:
             if error is not None:
                 raise error
@@ -336,7 +338,7 @@ class Checkpoints:
             raise
         self.on_notice(f"checkpoint {step} saved: {size / 1e6:,.1f} MB in {time.monotonic() - started:.1f} s")
         if self.mirror is not None:
-            self.mirror.saved(step)
+            self.mirror.enqueue(step)
         if rotate:
             try:
                 self._remove_old(step, pins)
@@ -406,7 +408,7 @@ class Checkpoints:
             if left[2] != "deleting":
                 self.on_notice(f"removed {entry.name}: an unfinished save of checkpoint {left[1]}")
 
-    def _unfinished(self, step: int) -> Path:
+    def _temporary_folder(self, step: int) -> Path:
         return self.folder / f"{step}.writing"
 
     def _sound(self) -> list[int]:
@@ -493,7 +495,7 @@ class Checkpoints:
           RunError: checkpoint `step` is damaged, or all are.
           ValueError: a leaf of `target` has no sharding; Orbax would use the one on disk.
         """
-        wanted = arrays.named(target, field)
+        wanted = arrays.leaves_by_path(target, field)
         if bare := [name for name, leaf in wanted.items() if leaf.sharding is None]:
             raise ValueError(f"{bare[0]} of the target has no sharding")
         chosen = self.find(target, step, field)
@@ -508,9 +510,9 @@ class Checkpoints:
           wanted: `jax.ShapeDtypeStruct` with a sharding, by name.
         """
         stored = folders.read_manifest(self.folder / str(step))["arrays"]
-        as_stored = {name: arrays.in_chunks_of(leaf, tuple(stored[name][1])) for name, leaf in wanted.items()}
+        as_stored = {name: arrays.shape_on_disk(leaf, tuple(stored[name][1])) for name, leaf in wanted.items()}
         with self._loading:
-            found = ocp.load_checkpointables(self.folder / str(step), arrays.by_field(as_stored))
+            found = ocp.load_checkpointables(self.folder / str(step), arrays.group_by_field(as_stored))
         leaves = {name: array for part in found.values() for name, array in part.items()}
         arrays.check_types(step, leaves, wanted)
         for name, leaf in wanted.items():  # one by one, to avoid two copies of everything
@@ -535,7 +537,11 @@ class Checkpoints:
 
     def _choose(self, target: Any, step: int | None, field: str | None) -> int:
         """The newest checkpoint that is intact and fits `target`, or `step` if it is."""
-        wanted, stacked, there = arrays.named(target, field), arrays.stacked_names(target, field), self.steps()
+        wanted, stacked, there = (
+            arrays.leaves_by_path(target, field),
+            arrays.names_with_layer_dim(target, field),
+            self.steps(),
+        )
         if not there:
             raise UsageError(f"{self.folder} has no checkpoint; give a run that has saved one")
         if step is not None and step not in there:
@@ -560,7 +566,7 @@ class Checkpoints:
 
     def _check(self, folder: Path, files: dict[str, list], field: str | None) -> None:
         """`check_files`, after fetching from a store what is not here; what is damaged here is fetched again."""
-        needed = folders.needed_files(files, field)
+        needed = folders.select_files(files, field)
         bring(folder, needed, files, self.on_notice)
         try:
             folders.check_files(folder, files, field, self.on_notice)

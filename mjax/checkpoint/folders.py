@@ -24,7 +24,7 @@ from typing import Any, TypedDict
 from mjax.config.plain_values import misfit, read
 from mjax.errors import UsageError, first_line, one_sentence
 from mjax.utils.files import make_folder, open_no_link, path_below, remove_temporary, take_lock, write_whole
-from mjax.utils.stores import is_address, resolved
+from mjax.utils.stores import is_address, to_absolute
 
 MANIFEST = "manifest.json"
 GOOD = "good.json"  # beside the checkpoints: names the last good one
@@ -69,7 +69,7 @@ def check_run_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+def lock_folder(folder: Path, print_line: Callable[[str], None]) -> Iterator[None]:
     """Lock the run folder for this process; the system releases the lock when the process ends, however it ends.
 
     On a file system without locks `say` is told, and nothing is locked.
@@ -79,7 +79,7 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """
     make_folder(folder)
     with open_no_link(folder / ".lock", "ab") as file:
-        if not take_lock(file, say):
+        if not take_lock(file, print_line):
             raise UsageError(f"{folder} is in use by another process; wait for it, or choose another folder")
         remove_temporary(folder)
         yield
@@ -122,7 +122,7 @@ def adapters_on(run: Path, others: Iterable[Path]) -> dict[Path, Base]:
 
     def is_base(path: str) -> bool:
         moved = Path(path).name == run.resolve().name and not is_address(path) and not Path(path).exists()
-        return moved or path == resolved(run)
+        return moved or path == to_absolute(run)
 
     bases = {other: read_base(other) for other in sorted(others) if (other / BASE).is_file()}
     return {other: base for other, base in bases.items() if is_base(base.run)}
@@ -196,7 +196,7 @@ def write_manifest(folder: Path, step: int, kinds: dict[str, list], host: dict[s
     return sum(size for size, _ in described.values())
 
 
-def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str, Any]:
+def read_manifest(folder: Path, print_line: Callable[[str], None] = print) -> dict[str, Any]:
     """The manifest of the checkpoint in `folder`, which is named by its step.
 
     Returns:
@@ -208,7 +208,7 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
       Unreadable: the system could not read it, `READS` times; `say` reports each attempt.
       Misnamed: it has another step.
     """
-    content = _retried(folder, MANIFEST, Path.read_bytes, say)
+    content = _read_with_retries(folder, MANIFEST, Path.read_bytes, print_line)
     try:
         manifest = json.loads(content)
         checksum = manifest.pop("checksum")
@@ -228,31 +228,33 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
     return manifest
 
 
-def needed_files(files: Iterable[str], field: str | None) -> list[str]:
+def select_files(files: Iterable[str], field: str | None) -> list[str]:
     """The files of a checkpoint that `field` of its state needs; None: all fields."""
     return [name for name in files if field is None or name.split("/")[0] == field or "/" not in name]
 
 
-def check_files(folder: Path, files: dict[str, list], field: str | None, say: Callable[[str], None] = print) -> None:
+def check_files(
+    folder: Path, files: dict[str, list], field: str | None, print_line: Callable[[str], None] = print
+) -> None:
     """Compare size and checksum of each file, or of those that `field` needs, with the manifest's.
 
     Raises:
       Damaged: one is missing, of another size, or of another content.
       Unreadable: the system could not read one, `READS` times; `say` reports each attempt.
     """
-    needed = {name: files[name] for name in needed_files(files, field)}
+    needed = {name: files[name] for name in select_files(files, field)}
     for name, (size, _) in needed.items():
-        found = _retried(folder, name, Path.stat, say).st_size
+        found = _read_with_retries(folder, name, Path.stat, print_line).st_size
         if found != size:
             raise Damaged(f"{name} has {found} bytes of {size}")
     with ThreadPoolExecutor() as readers:
-        checksums = readers.map(lambda name: _retried(folder, name, _checksum, say), needed)
+        checksums = readers.map(lambda name: _read_with_retries(folder, name, _checksum, print_line), needed)
         for (name, (_, checksum)), found in zip(needed.items(), checksums, strict=True):
             if found != checksum:
                 raise Damaged(f"{name} is not what was written (checksum)")
 
 
-def _retried(folder: Path, name: str, read: Callable[[Path], Any], say: Callable[[str], None]) -> Any:
+def _read_with_retries(folder: Path, name: str, read: Callable[[Path], Any], print_line: Callable[[str], None]) -> Any:
     """`read` of a file, retried if the system cannot read it: a network file system may fail once."""
     for attempt in range(1, READS + 1):
         try:
@@ -260,7 +262,7 @@ def _retried(folder: Path, name: str, read: Callable[[Path], Any], say: Callable
         except FileNotFoundError:
             raise Damaged(f"{name} is missing, so it was not finished or not copied completely") from None
         except OSError as error:
-            say(f"reading {folder / name} failed, attempt {attempt} of {READS}: {reason(error)}")
+            print_line(f"reading {folder / name} failed, attempt {attempt} of {READS}: {reason(error)}")
             if attempt == READS:
                 raise Unreadable(f"{name} cannot be read: {reason(error)}") from error
             time.sleep(PAUSE)

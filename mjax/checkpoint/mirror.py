@@ -43,7 +43,17 @@ from mjax.checkpoint.store_lock import LOCK, StoreLock, parse, watch
 from mjax.errors import RunError, UsageError
 from mjax.utils import stores
 from mjax.utils.files import open_no_link, path_below, rename, set_aside, take_lock, write_whole
-from mjax.utils.stores import FETCHED, Store, address_of, alone, is_address, mirror_of, modified, to_stderr, version
+from mjax.utils.stores import (
+    FETCHED,
+    Store,
+    alone,
+    find_address,
+    is_address,
+    mirrored_address,
+    modification_time,
+    to_stderr,
+    version,
+)
 
 COMMIT = "commit_success.txt"
 """The mark of a checkpoint that is complete, of Orbax's name."""
@@ -61,7 +71,7 @@ NONE = {"size": -1}
 _readable: dict[str, Path] = {}  # local folders of addresses, as they were last fetched
 
 
-def localized(argv: Iterable[str], also: bool = False, trains: bool = False) -> list[str]:
+def localize_arguments(argv: Iterable[str], also: bool = False, trains: bool = False) -> list[str]:
     """A command line with local folders for the addresses of runs, which are fetched; those of --runs are not.
 
     Args:
@@ -87,7 +97,7 @@ def _local_value(flag: str, value: str, also: bool, trains: bool) -> str:
     if not is_address(address := value.removeprefix(prefix)):
         return value
     if flag == "--runs":
-        return str(mirror_of(address))
+        return str(mirrored_address(address))
     if trains and flag in TO_TRAIN:
         return str(run_to_train(address))
     return f"{prefix}{local_run(address)}" if prefix or also or flag in TO_READ else value
@@ -96,9 +106,9 @@ def _local_value(flag: str, value: str, also: bool, trains: bool) -> str:
 # --- From the store ---------------------------------------------------------------------------------------------------
 
 
-def local_run(run: str | Path, say: Callable[[str], None] = to_stderr) -> Path:
+def local_run(run: str | Path, print_line: Callable[[str], None] = to_stderr) -> Path:
     """The local folder in which a run can be read: of an address, what is fetched from there; another path as it is."""
-    return fetch(mirror_of(run), say)
+    return fetch(mirrored_address(run), print_line)
 
 
 def read_folder(run: str | Path) -> Path:
@@ -111,7 +121,7 @@ def fetch_all(runs: Path) -> list[Path] | None:
 
     Of each run, all at the same time, only what a list shows is fetched.
     """
-    if (address := address_of(runs)) is None:
+    if (address := find_address(runs)) is None:
         return None
     names = {*Store(address, to_stderr).folders(address), *(file.parent.name for file in runs.glob("*/config.json"))}
     with ThreadPoolExecutor(16) as pool:
@@ -119,7 +129,7 @@ def fetch_all(runs: Path) -> list[Path] | None:
         return [folder for folder in folders if (folder / "config.json").is_file()]
 
 
-def fetch(folder: Path, say: Callable[[str], None], to_list: bool = False, tries: int = 5) -> Path:
+def fetch(folder: Path, print_line: Callable[[str], None], to_list: bool = False, tries: int = 5) -> Path:
     """Return the local folder in which a run is to be read.
 
     It is the folder that this machine writes, while a process trains there, or if the store has nothing newer; else the
@@ -131,39 +141,39 @@ def fetch(folder: Path, say: Callable[[str], None], to_list: bool = False, tries
       to_list: fetch only what a list of runs shows.
       tries: listings at most, while objects that they have are removed.
     """
-    if (address := address_of(folder)) is None:
+    if (address := find_address(folder)) is None:
         return folder
-    readable = written = mirror_of(address)
+    readable = written = mirrored_address(address)
     if not is_locked(written):
-        store = Store(address, say)
+        store = Store(address, print_line)
         objects = store.files(address)
-        if not _is_ahead(written, address, objects, store.say):
-            readable = mirror_of(address, FETCHED)
+        if not _is_ahead(written, address, objects, store.print_once):
+            readable = mirrored_address(address, FETCHED)
             try:
                 _refresh(readable, address, store, objects, to_list)
             except FileNotFoundError:  # as by the rotation of a process that trains elsewhere
                 if tries > 1:
-                    return fetch(folder, say, to_list, tries - 1)
+                    return fetch(folder, print_line, to_list, tries - 1)
                 raise
     if not to_list:
         _readable[address] = readable
     return readable
 
 
-def run_to_train(run: str | Path, say: Callable[[str], None] = to_stderr) -> Path:
+def run_to_train(run: str | Path, print_line: Callable[[str], None] = to_stderr) -> Path:
     """The local folder in which to train a run: of an address, with what the store has, unless this machine is ahead.
 
     If the store is ahead, what it lacks of this machine's folder is set aside.
     """
-    if (address := address_of(mirror_of(run))) is None:
+    if (address := find_address(mirrored_address(run))) is None:
         return Path(run)
-    folder = mirror_of(address)
-    if (cache := fetch(folder, say)) == folder:
+    folder = mirrored_address(address)
+    if (cache := fetch(folder, print_line)) == folder:
         return folder
     with alone(folder), alone(cache):
         # Another process of this run may have been faster.
         if cache.is_dir() and not is_locked(folder) and Index(folder) != Index(cache):
-            _clear(folder, cache, say)
+            _clear(folder, cache, print_line)
             folder.parent.mkdir(parents=True, exist_ok=True)
             rename(cache, folder)
     _readable[address] = folder
@@ -171,7 +181,7 @@ def run_to_train(run: str | Path, say: Callable[[str], None] = to_stderr) -> Pat
 
 
 def bring(
-    checkpoint: Path, files: Iterable[str], sizes: Mapping[str, list], say: Callable[[str], None], again=False
+    checkpoint: Path, files: Iterable[str], sizes: Mapping[str, list], print_line: Callable[[str], None], again=False
 ) -> bool:
     """Fetch files of a checkpoint that are not here; True if there were some.
 
@@ -182,16 +192,16 @@ def bring(
       say: takes one line about it.
       again: fetch all of them, also those that are here.
     """
-    if (address := address_of(checkpoint)) is None:
+    if (address := find_address(checkpoint)) is None:
         return False
     with alone(checkpoint.parent.parent):
         missing = [name for name in files if again or _size(checkpoint / name) != sizes[name][0]]
         if missing:
             total = sum(sizes[name][0] for name in missing)
-            say(f"reading checkpoint {checkpoint.name} from {address}: {total / 1e6:,.1f} MB")
+            print_line(f"reading checkpoint {checkpoint.name} from {address}: {total / 1e6:,.1f} MB")
             with contextlib.suppress(FileNotFoundError):  # the check that follows says which
                 pairs = [(f"{address}/{name}", path_below(checkpoint, name)) for name in missing]
-                Store(address, say).get(pairs)
+                Store(address, print_line).get(pairs)
     return bool(missing)
 
 
@@ -204,16 +214,16 @@ def is_locked(folder: Path) -> bool:
         return False
 
 
-def folders_of(folder: Path) -> list[Path]:
+def local_folders(folder: Path) -> list[Path]:
     """The local folders of the run in `folder`: that alone, or of an address what was written and what was fetched."""
-    address = address_of(folder)
-    both = [] if address is None else [mirror_of(address), mirror_of(address, FETCHED)]
+    address = find_address(folder)
+    both = [] if address is None else [mirrored_address(address), mirrored_address(address, FETCHED)]
     return [folder, *(other for other in both if other != folder and other.is_dir())]
 
 
-def is_running_elsewhere(folder: Path) -> bool:
+def is_running_on_another_machine(folder: Path) -> bool:
     """True if the run in a store had given a sign of life shortly before it was fetched, if the clocks agree."""
-    return address_of(folder) is not None and time.time() - Index(folder).beat < LAG
+    return find_address(folder) is not None and time.time() - Index(folder).beat < LAG
 
 
 def remove_there(folder: Path, dry: bool = False) -> int:
@@ -226,7 +236,7 @@ def remove_there(folder: Path, dry: bool = False) -> int:
     Raises:
       UsageError: a process trains there.
     """
-    if (address := address_of(folder)) is None:
+    if (address := find_address(folder)) is None:
         return 0
     store = Store(address, to_stderr)
     objects = store.files(address)
@@ -239,9 +249,13 @@ def remove_there(folder: Path, dry: bool = False) -> int:
     return sum(about["size"] for about in objects.values())
 
 
-def _is_ahead(written: Path, address: str, objects: Mapping[str, Any], say: Callable[[str], None]) -> bool:
+def _is_ahead(written: Path, address: str, objects: Mapping[str, Any], print_line: Callable[[str], None]) -> bool:
     """True if the folder that this machine writes has what the store has, and perhaps more."""
-    here, marked, index = steps_in(written / "checkpoints"), _complete_steps(objects, address, say), Index(written)
+    here, marked, index = (
+        steps_in(written / "checkpoints"),
+        _complete_steps(objects, address, print_line),
+        Index(written),
+    )
     if marked:
         newest = _manifest(marked[-1])
         if index.get(newest, [None])[0] != version(objects[newest]):
@@ -249,7 +263,9 @@ def _is_ahead(written: Path, address: str, objects: Mapping[str, Any], say: Call
         if here[-1:] < marked[-1:] and not _names_here(index, marked[-1]):
             return False  # it was removed here, and nothing newer was saved
     if here and here[-1] > max(marked, default=-1):
-        say(f"checkpoint {here[-1]} of {address} is on this machine only; it is used, and copied by the next training")
+        print_line(
+            f"checkpoint {here[-1]} of {address} is on this machine only; it is used, and copied by the next training"
+        )
     return bool(here) or (written / "config.json").is_file()
 
 
@@ -269,7 +285,7 @@ def _is_fetched(name: str) -> bool:
 def _refresh(cache: Path, address: str, store: Store, objects: Mapping[str, Any], to_list: bool) -> None:
     """Make the cache of a run what the store has."""
     with alone(cache):
-        index, marked = Index(cache), _complete_steps(objects, address, store.say)
+        index, marked = Index(cache), _complete_steps(objects, address, store.print_once)
         used = {*filter(_is_fetched, objects), *map(_manifest, marked)}
         listed = {name for name in used if "/" not in name and not name.endswith(".png")}
         wanted = listed.union(map(_manifest, marked[-1:])) if to_list else used
@@ -277,30 +293,30 @@ def _refresh(cache: Path, address: str, store: Store, objects: Mapping[str, Any]
         for step in {*steps_in(cache / "checkpoints"), *marked}:
             if not index.has(name := _manifest(step), version(objects.get(name, NONE))):
                 shutil.rmtree(cache / "checkpoints" / str(step), ignore_errors=True)
-        for name in sorted({*_files_of(cache)} - used):
+        for name in sorted({*_checkpoint_files(cache)} - used):
             (cache / name).unlink()
         store.get([(f"{address}/{name}", path_below(cache, name)) for name in new])
         for name in new:
-            os.utime(cache / name, (modified(objects[name]),) * 2)
+            os.utime(cache / name, (modification_time(objects[name]),) * 2)
             index.note(name, version(objects[name]))
         if wanted:
             index.drop(index.keys() - used)
-            index.save(beat=modified(objects[LOCK]) if LOCK in objects else 0.0)
+            index.save(beat=modification_time(objects[LOCK]) if LOCK in objects else 0.0)
         else:
             shutil.rmtree(cache, ignore_errors=True)
 
 
-def _clear(folder: Path, cache: Path, say: Callable[[str], None]) -> None:
+def _clear(folder: Path, cache: Path, print_line: Callable[[str], None]) -> None:
     """Remove a folder that this machine wrote if all of it is, or was, in the store, whose run is a later state of the
     same; else set it aside."""
     checkpoints, index = folder / "checkpoints", Index(folder)
     entries = [entry.name for entry in checkpoints.iterdir() if entry.is_dir()] if checkpoints.is_dir() else []
-    names = [*_files_of(folder), *(f"checkpoints/{name}/{MANIFEST}" for name in entries)]
+    names = [*_checkpoint_files(folder), *(f"checkpoints/{name}/{MANIFEST}" for name in entries)]
     if _first_record(folder) in (b"", _first_record(cache)) and all(map(index.has, names)):
         shutil.rmtree(folder, ignore_errors=True)
     else:
         aside = set_aside(folder, "not-copied")
-        say(f"{address_of(folder)} has gone on elsewhere: this machine's files of it are kept as {aside}")
+        print_line(f"{find_address(folder)} has gone on elsewhere: this machine's files of it are kept as {aside}")
 
 
 def _first_record(folder: Path) -> bytes:
@@ -322,16 +338,16 @@ def _steps(objects: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     return dict(sorted(steps.items()))
 
 
-def _complete_steps(objects: Mapping[str, Any], address: str, say: Callable[[str], None]) -> list[int]:
+def _complete_steps(objects: Mapping[str, Any], address: str, print_line: Callable[[str], None]) -> list[int]:
     """The steps of the complete checkpoints of a run, ascending."""
     marked = {step: files for step, files in _steps(objects).items() if COMMIT in files}
     for step in [step for step, files in marked.items() if MANIFEST not in files]:
-        say(f"{address}/checkpoints/{step} is not used: it has a {COMMIT} and no {MANIFEST}")
+        print_line(f"{address}/checkpoints/{step} is not used: it has a {COMMIT} and no {MANIFEST}")
         del marked[step]
     return list(marked)
 
 
-def _files_of(folder: Path) -> Iterator[str]:
+def _checkpoint_files(folder: Path) -> Iterator[str]:
     """Names of the files of a run, without those in folders of checkpoints, hidden ones and temporary ones."""
     for parent, folders, files in os.walk(folder):  # ignores what vanishes meanwhile
         inside = Path(parent).relative_to(folder)
@@ -422,8 +438,8 @@ class Mirror:
       UsageError: another process trains there, or nothing can be written.
     """
 
-    def __init__(self, folder: Path, address: str, say: Callable[[str], None]):
-        self.folder, self.address, self.store = folder, address, Store(address, say)
+    def __init__(self, folder: Path, address: str, print_line: Callable[[str], None]):
+        self.folder, self.address, self.store = folder, address, Store(address, print_line)
         self.lock, self.uploading = StoreLock(self.store, address), None
         self._index, self._looked, self._sent = Index(folder), 0.0, 0
         self._due: set[int] = set()
@@ -457,9 +473,9 @@ class Mirror:
         except RunError as error:
             if kind is None:
                 raise
-            self.store.say(str(error))
+            self.store.print_once(str(error))
 
-    def saved(self, step: int) -> None:
+    def enqueue(self, step: int) -> None:
         """Copy checkpoint `step`, which is complete here, as soon as possible."""
         self._due.add(step)
         self._wake.set()
@@ -477,7 +493,7 @@ class Mirror:
         try:
             self._copies.join(1.0)
             if self._copies.is_alive():
-                self.store.say(f"waiting until the run is copied to {self.address}")
+                self.store.print_once(f"waiting until the run is copied to {self.address}")
             while self._copies.is_alive():  # not one long wait, from which no signal may wake this thread
                 self._copies.join(1.0)
             lacking = self._failed or dict.fromkeys(map("checkpoint {}".format, self._due), "it was not tried")
@@ -524,7 +540,9 @@ class Mirror:
             call()
         except Exception as error:  # whatever it is: a run does not end because its store fails
             self._failed[what] = reason = str(error) or type(error).__name__
-            self.lost or self.store.say(f"{self.address} lacks {what}: {reason}; it is copied later", (what, reason))
+            self.lost or self.store.print_once(
+                f"{self.address} lacks {what}: {reason}; it is copied later", (what, reason)
+            )
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 
@@ -536,7 +554,7 @@ class Mirror:
         sizes = {file.relative_to(folder).as_posix(): _size(file) for file in files}
         if why := _why_incomplete(folder, sizes):
             self._due.discard(step)
-            self.store.say(f"checkpoint {step} was not copied to {self.address}: {why}")
+            self.store.print_once(f"checkpoint {step} was not copied to {self.address}: {why}")
             return
         self.uploading = step
         try:
@@ -553,7 +571,7 @@ class Mirror:
         self._due.discard(step)
         if not is_there:
             size, seconds = sum(sizes.values()) / 1e6, time.monotonic() - begun
-            self.store.say(f"checkpoint {step} copied to {self.address}: {size:,.1f} MB in {seconds:.1f} s")
+            self.store.print_once(f"checkpoint {step} copied to {self.address}: {size:,.1f} MB in {seconds:.1f} s")
 
     def _put_checkpoint(self, prefix: str, sizes: Mapping[str, int], before: Mapping[str, Any]) -> None:
         """Copy a checkpoint whose files have these sizes, of which the store listed `before`; it is marked last."""
@@ -570,7 +588,7 @@ class Mirror:
             if time.monotonic() - self._looked > EVERY:
                 self._attempt("its metrics and settings", self._copy_files)
         self._check_listed(there, {name: sizes[name] for name in data})
-        self._send([name for name in _files_of(self.folder) if NEEDED.match(name)])
+        self._send([name for name in _checkpoint_files(self.folder) if NEEDED.match(name)])
         self._attempt("its metrics and settings", partial(self._copy_files, everything=True))
         self.lock.beat()  # the run is still this process's
         for name in (MANIFEST, COMMIT):
@@ -618,7 +636,7 @@ class Mirror:
 
     def _copy_files(self, everything: bool = False) -> None:
         """Copy the files that have changed, and remove those that are gone; large ones if `everything` is due."""
-        self._looked, names = time.monotonic(), list(_files_of(self.folder))
+        self._looked, names = time.monotonic(), list(_checkpoint_files(self.folder))
         self._send([name for name in names if everything or _size(self.folder / name) <= LARGE])
         for name in [name for name in self._index if name not in names and not IN_CHECKPOINT.match(name)]:
             self.store.remove([f"{self.address}/{name}"])
@@ -634,5 +652,5 @@ class Mirror:
             try:
                 self.lock.beat()
             except Exception as error:
-                self.store.say(f"{self.address} does not show that the run continues: {error}")
+                self.store.print_once(f"{self.address} does not show that the run continues: {error}")
         self._wake.set()

@@ -54,7 +54,7 @@ class StoreLock:
         while parse(held := self.store.read(self.lock)).get("token") != self.token:
             if held is None:
                 if self._create(self.lock) and self.store.create(self.lock, self._state()):  # although it is there
-                    self.store.say(
+                    self.store.print_once(
                         f"{self.address} is in a store without conditional writes: two processes that start in the "
                         "same second may both train until one of them reads the lock of the other"
                     )
@@ -109,7 +109,7 @@ def watch(store: Store, address: str, held: bytes) -> bool:
     since = time.monotonic()
     while (passed := time.monotonic() - since) < ALIVE:
         line = f"{address} was trained by {_holder(held)}: looking for {ALIVE - passed:.0f} s whether it still is"
-        store.say(line, (held, passed // 10))
+        store.print_once(line, (held, passed // 10))
         time.sleep(POLL)
         now = store.read(f"{address}/{LOCK}")
         if now is None:

@@ -65,7 +65,7 @@ class Gpu:
         """Memory that XLA may allocate, unless the environment sets another share."""
         return USABLE_FRACTION * self.memory_bytes
 
-    def in_server(self, gpus: int | None = None, network: float | None = None) -> Gpu:
+    def with_server(self, gpus: int | None = None, network: float | None = None) -> Gpu:
         """The same GPU in another server.
 
         Args:
@@ -178,6 +178,6 @@ def gpu_named(name: str) -> Gpu:
     raise UsageError(f"--gpu {name} is not known{suggestion(name.lower(), names)}; use {either(names)}")
 
 
-def gpu_of(device_kind: str) -> Gpu | None:
+def find_gpu(device_kind: str) -> Gpu | None:
     """The GPU with this device kind in JAX, or None if the table has none."""
     return next((gpu for gpu in GPUS if device_kind in gpu.device_kinds), None)

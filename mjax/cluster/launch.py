@@ -45,7 +45,7 @@ def nvidia_driver(root: Path = Path("/")) -> str | None:
     return loaded[1] if loaded else None
 
 
-def launched_by(environment: Mapping[str, str] = os.environ) -> tuple[str, int | None] | None:
+def find_launcher(environment: Mapping[str, str] = os.environ) -> tuple[str, int | None] | None:
     """The launcher that started several processes, and how many if it gives a number; None for a single process."""
     for launcher, names in LAUNCHERS.items():
         count, *others = (environment.get(name, "").strip() for name in names)  # Slurm leaves some empty
@@ -67,7 +67,7 @@ def _number(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
-def _coordinator_of_slurm(environment: Mapping[str, str]) -> str | None:
+def _slurm_coordinator(environment: Mapping[str, str]) -> str | None:
     """Address of the first host of a step, with JAX's port; None if another variable gives the address.
 
     JAX reads one bracket at most, at the end of a name: not rack[1-2]node[3-4], nor gpu[01-02]-ib.
@@ -145,7 +145,7 @@ class Distributed:
     """Seconds without a finished step after which the run ends with exit code 1, for a launcher to restart it; ten
     times as many while it compiles, evaluates or saves. By default never."""
 
-    def under_launcher(self, environment: Mapping[str, str] = os.environ) -> Distributed:
+    def with_launcher(self, environment: Mapping[str, str] = os.environ) -> Distributed:
         """The rendezvous that a launcher describes in variables that JAX misreads or ignores, unless flags describe it.
 
         torchrun itself listens at MASTER_PORT on the first host (unless a PyTorchJob sets these variables without it),
@@ -154,9 +154,9 @@ class Distributed:
         Raises:
           UsageError: a variable is missing or wrong.
         """
-        launcher = (launched_by(environment) or ("",))[0]
+        launcher = (find_launcher(environment) or ("",))[0]
         if launcher == "srun" and (self.processes, self.process) == (None, None):
-            return replace(self, coordinator=self.coordinator or _coordinator_of_slurm(environment))
+            return replace(self, coordinator=self.coordinator or _slurm_coordinator(environment))
         names = LAUNCHERS.get(launcher, ())
         if len(names) < 3 or (self.processes, self.process) != (None, None):
             return self
@@ -197,7 +197,7 @@ class Distributed:
     @property
     def several(self) -> bool:
         """True if a launcher or the flags say that this process is one of several."""
-        return launched_by() is not None or None not in (self.coordinator, self.processes, self.process)
+        return find_launcher() is not None or None not in (self.coordinator, self.processes, self.process)
 
 
 # --- XLA flags. One that XLA does not know ends every process: these hold for the versions of JAX that mjax takes -----
@@ -319,7 +319,7 @@ def tidy(folder: Path) -> str | None:
     return None
 
 
-def keep_programs(several: bool | None = None, say: Callable[[str], None] | None = None) -> None:
+def enable_compilation_cache(several: bool | None = None, print_line: Callable[[str], None] | None = None) -> None:
     """Let JAX keep compiled programs; before it compiles the first one.
 
     Nothing changes if the user has chosen a folder, or none, with JAX_COMPILATION_CACHE_DIR; and with several
@@ -330,15 +330,15 @@ def keep_programs(several: bool | None = None, say: Callable[[str], None] | None
       several: whether this process is one of several; by default what a launcher says.
       say: takes one sentence if nothing can be kept; by default it goes to stderr.
     """
-    say = say or (lambda line: print(line, file=sys.stderr))
-    several = launched_by() is not None if several is None else several
+    print_line = print_line or (lambda line: print(line, file=sys.stderr))
+    several = find_launcher() is not None if several is None else several
     jax = sys.modules.get("jax")  # a config file may import it; nothing is compiled yet
     if several or CACHE_FOLDER in os.environ or (jax is not None and jax.config.jax_compilation_cache_dir):
         return
     cache = programs_folder()
     problem = "there is no home folder" if cache is None else problem_with(cache) or tidy(cache)
     if problem is not None:
-        say(f"{problem}: programs are compiled at every start; name another folder with {CACHE_FOLDER}")
+        print_line(f"{problem}: programs are compiled at every start; name another folder with {CACHE_FOLDER}")
         return
     for name, value in ((CACHE_FOLDER, str(cache)), (CACHE_LIMIT, str(CACHE_BYTES)), (CACHE_FROM, "0")):
         if name not in os.environ:

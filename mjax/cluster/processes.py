@@ -35,13 +35,13 @@ import pynvml
 from jax.experimental import multihost_utils
 
 from mjax.cluster.huge_pages import has_nvidia_gpu
-from mjax.cluster.launch import Distributed, keep_programs, launched_by, simulate_devices
+from mjax.cluster.launch import Distributed, enable_compilation_cache, find_launcher, simulate_devices
 from mjax.errors import UsageError
 
 MESSAGE_BYTES = 2048  # of bytes_from_first
 START_TIMEOUT = 300  # seconds within which all processes have to connect
 HEARTBEAT = 25  # seconds of silence after which a process is lost; one that dies is noticed at once
-OURS_FIRST = 60  # seconds by which JAX's limits are longer than ours, which have a better message
+JAX_TIMEOUT_MARGIN = 60  # seconds by which JAX's limits are longer than ours, which have a better message
 WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that stop a run like SIGTERM: of a closed terminal, and of launchers before a time limit."""
 GIVE_EACH = "give each --distributed.coordinator HOST:PORT, --distributed.processes N and --distributed.process I"
@@ -60,9 +60,9 @@ def start(where: Distributed, simulate: int | None = None) -> None:
     """
     if simulate is not None:
         simulate_devices(simulate)
-    keep_programs(where.several)
-    return_memory_of_compiler()
-    where, launched = where.under_launcher(), launched_by() is not None
+    enable_compilation_cache(where.several)
+    trim_memory()
+    where, launched = where.with_launcher(), find_launcher() is not None
     given = [value is not None for value in (where.coordinator, where.processes, where.process)]
     if any(given) and not (all(given) or (launched and given == [True, False, False])):
         raise UsageError(
@@ -82,20 +82,20 @@ def start(where: Distributed, simulate: int | None = None) -> None:
     if process == 0 or (process is None and os.environ.get("SLURM_PROCID") == "0"):
         _check_port(where.listening_port())
     try:
-        with _at_most(START_TIMEOUT, lambda: _who_is_missing(where, processes, process)):
+        with _time_limit(START_TIMEOUT, lambda: _who_is_missing(where, processes, process)):
             jax.distributed.initialize(
                 where.coordinator,
                 processes,
                 process,
                 local_device_ids=local_devices(),
-                initialization_timeout=START_TIMEOUT + OURS_FIRST,
+                initialization_timeout=START_TIMEOUT + JAX_TIMEOUT_MARGIN,
                 # A fallback for mjax/cluster/watchdog.py, which should report first: JAX may send only one heartbeat
                 # in half of its timeout.
                 heartbeat_timeout_seconds=2 * HEARTBEAT + 10,
             )
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        alone = "for a single pod unset JOB_COMPLETION_INDEX, else " if launched_by() == ("Kubernetes", None) else ""
+        alone = "for a single pod unset JOB_COMPLETION_INDEX, else " if find_launcher() == ("Kubernetes", None) else ""
         raise UsageError(
             f"the processes of this run could not find each other ({reason}); {alone}{GIVE_EACH}"
         ) from error
@@ -132,7 +132,7 @@ def forward_warnings() -> None:
 
 
 @functools.cache
-def return_memory_of_compiler() -> None:
+def trim_memory() -> None:
     """Return to the system what XLA's compiler frees, after every program that took it a second. The C library keeps
     that memory (0.2 GiB after a small train step), and on a CPU a step's arrays would come on top of it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others return memory at once
@@ -145,7 +145,7 @@ def return_memory_of_compiler() -> None:
 
 
 @contextlib.contextmanager
-def _at_most(seconds: float, explain: Callable[[], str]) -> Iterator[None]:
+def _time_limit(seconds: float, explain: Callable[[], str]) -> Iterator[None]:
     """End this process with a sentence if what is inside takes longer. JAX's client would abort it with a stack of C++,
     and nothing in Python can catch that."""
 
@@ -301,7 +301,7 @@ def bytes_from_first(message: bytes) -> bytes:
     return np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes().rstrip(b"\0")
 
 
-def told_to_stop(step: int) -> bool:
+def stop_agreed(step: int) -> bool:
     """Whether the processes have agreed to stop after `step`, because one of them got SIGTERM.
 
     All must ask at every step. With a single process the answer is always no: it watches its own signals.
@@ -378,7 +378,7 @@ RETRY = 0.5  # seconds between two attempts to connect
 Share = Callable[[bytes], bytes]
 
 
-class Line:
+class JsonConnection:
     """A connection that carries one JSON object per line."""
 
     def __init__(self, connection: socket.socket):
@@ -409,7 +409,7 @@ class Line:
         self.connection.close()
 
 
-def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int, tuple[Line, str]]:
+def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int, tuple[JsonConnection, str]]:
     """In process 0: wait for all others.
 
     Args:
@@ -424,7 +424,7 @@ def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int,
     Raises:
       UsageError: some did not connect.
     """
-    met: dict[int, tuple[Line, str]] = {}
+    met: dict[int, tuple[JsonConnection, str]] = {}
     deadline = time.monotonic() + START_TIMEOUT
     with _server(0, backlog=count) as server, selectors.DefaultSelector() as door:
         token, port, hosts = secrets.token_hex(16), server.getsockname()[1], _addresses(where)
@@ -440,7 +440,7 @@ def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int,
             # Connections are not waited for: a stranger that connects and says nothing must not block the others.
             for key, _ in door.select(max(0.01, deadline - time.monotonic())):
                 if key.fileobj is server:
-                    door.register(Line(server.accept()[0]), selectors.EVENT_READ)
+                    door.register(JsonConnection(server.accept()[0]), selectors.EVENT_READ)
                 else:
                     door.unregister(key.fileobj)
                     met |= _welcome(key.fileobj, token)
@@ -453,7 +453,7 @@ def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int,
 STRANGE = OSError, ValueError, LookupError, TypeError, RecursionError
 
 
-def _welcome(line: Line, token: str) -> dict[int, tuple[Line, str]]:
+def _welcome(line: JsonConnection, token: str) -> dict[int, tuple[JsonConnection, str]]:
     """The process that has just sent a message, if it knows the token; others are rejected."""
     with contextlib.suppress(*STRANGE):
         hello = line.receive()[0]
@@ -464,7 +464,7 @@ def _welcome(line: Line, token: str) -> dict[int, tuple[Line, str]]:
     return {}
 
 
-def connect(index: int, name: str, share: Share) -> dict[int, tuple[Line, str]]:
+def connect(index: int, name: str, share: Share) -> dict[int, tuple[JsonConnection, str]]:
     """In process `index`: the connection to process 0, and its name, by its index. Arguments as for `listen`.
 
     Raises:
@@ -476,7 +476,7 @@ def connect(index: int, name: str, share: Share) -> dict[int, tuple[Line, str]]:
     while time.monotonic() < deadline:
         for host in hosts:
             with contextlib.suppress(*STRANGE):  # try the next host
-                line = Line(socket.create_connection((host, port), timeout=STALL))
+                line = JsonConnection(socket.create_connection((host, port), timeout=STALL))
                 line.send(token=there["token"], index=index, name=name)
                 if line.receive()[0]["token"] == there["token"]:
                     return {0: (line, there["name"])}

@@ -42,13 +42,13 @@ import jax
 from mjax.cluster import processes
 from mjax.cluster.launch import COMPILING, STEP, Distributed
 from mjax.cluster.processes import bytes_from_first
-from mjax.errors import UnhealthyError, UsageError, exit_code, first_line, shortened
+from mjax.errors import UnhealthyError, UsageError, exit_code, first_line, shorten_list
 
-BEAT = 0.5  # seconds between two messages
-GRACE = 5.0  # seconds in which a failed collective may turn out to be caused by the death of another process
+HEARTBEAT_INTERVAL = 0.5  # seconds between two messages
+FAILURE_GRACE = 5.0  # seconds in which a failed collective may turn out to be caused by the death of another process
 SUSPECT = 3.0  # seconds of silence that prove a loss once something has failed in this process
 PATIENCE = 60.0  # seconds without a finished step, at least, after which process 0 reports who is behind
-FAREWELL = 3.0  # seconds that process 0 waits for the others to exit first
+SHUTDOWN_TIMEOUT = 3.0  # seconds that process 0 waits for the others to exit first
 CONTINUES = "what was saved is intact, the same command continues from it"
 
 
@@ -90,17 +90,19 @@ class Watchdog:
         self._seconds: deque[float] = deque(maxlen=99)  # of the last steps
         self._began = time.monotonic()  # start of the current step of this process
         self._heard: queue.SimpleQueue = queue.SimpleQueue()  # values for `ask_first`, with the index of the sender
-        self._peers: dict[int, tuple[processes.Line, ProcessStatus]] = {}  # process 0; in process 0 all others
+        self._peers: dict[
+            int, tuple[processes.JsonConnection, ProcessStatus]
+        ] = {}  # process 0; in process 0 all others
         self._silent: set[int] = set()
         self._slowest, self._progress, self._reported = -1, time.monotonic(), 0.0
-        self._farewell: dict | None = None  # what to tell the others at the end; set by the main thread
+        self._last_message: dict | None = None  # what to tell the others at the end; set by the main thread
         self._failing = False  # the main thread has an error, which a lost process may have caused
         self._certain = False  # the error is this process's own
         self._thread: threading.Thread | None = None
 
     # --- For the main thread ------------------------------------------------------------------------------------------
 
-    def at(self, step: int, doing: str = STEP) -> None:
+    def record_step(self, step: int, doing: str = STEP) -> None:
         """Record that this process is at `step`, doing that."""
         if step != self.place.step:
             now = time.monotonic()
@@ -108,19 +110,19 @@ class Watchdog:
             self._began = now
         self.place.move(step, doing)
 
-    def ask_first(self, mine: Any, judge: Callable[[list[Any]], Any]) -> Any:
+    def decide_on_first(self, value: Any, judge: Callable[[list[Any]], Any]) -> Any:
         """The result of process 0's `judge` for the values of all processes, in order; the same in all. JSON both
         ways."""
         if self._thread is None:
-            return judge([mine])
+            return judge([value])
         if self.index > 0:
-            self._tell_all(value=mine)
+            self._broadcast(value=value)
             return self._heard.get()[1]
-        given = {0: mine}
+        given = {0: value}
         while len(given) < self.count:  # a process that dies meanwhile ends the run
             given |= [self._heard.get()]
         answer = judge([given[index] for index in range(self.count)])
-        self._tell_all(value=answer)
+        self._broadcast(value=answer)
         return answer
 
     def __enter__(self) -> Watchdog:
@@ -140,11 +142,11 @@ class Watchdog:
             return
         if error is not None and self.count > 1:
             self._fail(error)
-        self._farewell = self._farewell or {"bye": True}
+        self._last_message = self._last_message or {"bye": True}
         self._thread.join()
 
     @contextlib.contextmanager
-    def or_end(self) -> Iterator[None]:
+    def abort_on_error(self) -> Iterator[None]:
         """End this process at an error inside, after telling the other processes.
 
         Propagating it through the callers would wait for saves and collectives that need the others.
@@ -160,8 +162,8 @@ class Watchdog:
         """Tell the others, explain the error and exit; if a lost process caused it, the thread exits first."""
         self._certain = isinstance(error, UsageError | UnhealthyError | KeyboardInterrupt)
         self._failing = True
-        self._thread.join(BEAT if self._certain else GRACE)
-        self._farewell = {"failed": first_line(error), "code": exit_code(error)}
+        self._thread.join(HEARTBEAT_INTERVAL if self._certain else FAILURE_GRACE)
+        self._last_message = {"failed": first_line(error), "code": exit_code(error)}
         self._thread.join()
         self._leave(self._explain(error))
 
@@ -169,7 +171,7 @@ class Watchdog:
 
     def _connect(self) -> None:
         """Meet all others in process 0; in the others process 0, which is not silent until it has met all."""
-        met: dict[int, tuple[processes.Line, str]] = {}
+        met: dict[int, tuple[processes.JsonConnection, str]] = {}
         if self.index:
             met = processes.connect(self.index, self.place.name, self._share)
         elif self.count > 1:
@@ -181,31 +183,31 @@ class Watchdog:
     def _watch(self) -> None:
         """Send and hear heartbeats until this process, another one or the run ends."""
         beat, alone = 0.0, not self._peers
-        while self._farewell is None:
+        while self._last_message is None:
             for key, _ in self._selector.select(max(0.0, beat - time.monotonic())):
-                end = self._hear(key.data)
+                end = self._on_heartbeat(key.data)
                 if end and not self._certain:
                     return self._end(*end)
             if not (self._peers or alone or self.index == 0):
                 return None  # process 0 has ended
             if (now := time.monotonic()) < beat:
                 continue
-            beat = now + BEAT
-            self._tell_all(step=self.place.step, doing=self.place.doing)
+            beat = now + HEARTBEAT_INTERVAL
+            self._broadcast(step=self.place.step, doing=self.place.doing)
             self.place.heard = now
             for index, (_, peer) in self._peers.items():
                 if self._gone(peer, index, now):
                     return self._end(peer.silence(now))
             if self.index == 0 and (end := self._report(now)):
                 return self._end(end)
-        if "failed" not in self._farewell:
-            return self._tell_all(**self._farewell)
+        if "failed" not in self._last_message:
+            return self._broadcast(**self._last_message)
         if self.index == 0:
-            return self._end(*self.place.error(self._farewell))
-        self._tell_all(**self._farewell)
+            return self._end(*self.place.error(self._last_message))
+        self._broadcast(**self._last_message)
         return self._wait_for_end(self.heartbeat)  # process 0 tells the others first
 
-    def _hear(self, index: int) -> tuple | None:
+    def _on_heartbeat(self, index: int) -> tuple | None:
         """Read messages of process `index`; returns the sentence that ends the run, with its exit code, or None."""
         line, peer = self._peers[index]
         try:
@@ -236,17 +238,17 @@ class Watchdog:
         self._selector.unregister(line)
         line.close()
 
-    def _tell_all(self, **message: Any) -> None:
+    def _broadcast(self, **message: Any) -> None:
         for line, _ in list(self._peers.values()):
             with contextlib.suppress(OSError):  # noticed when it is read
                 line.send(**message)
 
     def _end(self, sentence: str, code: int = 1) -> None:
         """End the run: process 0 tells the others and lets them exit first. Exit unless the main thread does."""
-        speaks = self._farewell is None
+        speaks = self._last_message is None
         if self.index == 0:
-            self._tell_all(end=sentence, code=code)
-            self._wait_for_end(FAREWELL)
+            self._broadcast(end=sentence, code=code)
+            self._wait_for_end(SHUTDOWN_TIMEOUT)
         if speaks:
             self._leave_with(sentence, code)
 
@@ -254,7 +256,7 @@ class Watchdog:
         """Wait until the peers have ended."""
         deadline = time.monotonic() + seconds
         while self._peers and time.monotonic() < deadline:
-            for key, _ in self._selector.select(BEAT):
+            for key, _ in self._selector.select(HEARTBEAT_INTERVAL):
                 try:
                     if any("end" in message for message in key.fileobj.receive()):
                         self._forget(key.data)
@@ -285,16 +287,16 @@ class Watchdog:
         peers = {index: peer for index, (_, peer) in self._peers.items()}
         silent = {index for index, peer in peers.items() if now - peer.heard > self.heartbeat / 2}
         for index in silent - self._silent:
-            self.say(f"{peers[index].silence(now)}; at {self.heartbeat:g} s the run ends")
+            self.print_once(f"{peers[index].silence(now)}; at {self.heartbeat:g} s the run ends")
         for index in (self._silent - silent) & peers.keys():
-            self.say(f"{peers[index].name} is heard again")
+            self.print_once(f"{peers[index].name} is heard again")
         self._silent = silent
 
         places = [self.place, *peers.values()]
         slowest = min(place.step for place in places)
         if slowest != self._slowest:
             if self._reported:
-                self.say(f"continuing: step {slowest} after {now - self._progress:.0f} s")
+                self.print_once(f"continuing: step {slowest} after {now - self._progress:.0f} s")
             self._slowest, self._progress, self._reported = slowest, now, 0.0
         waited, patience, limit = now - self._progress, self._patience(places), self.where.hang_limit
         ends = limit is not None and waited >= limit * patience
@@ -304,7 +306,7 @@ class Watchdog:
         standing = f"no step has been finished for {waited:.0f} s: {_standing(places, now)}"
         if ends:
             return f"{standing}; --distributed.hang-limit is {limit:g} s"
-        self.say(standing)
+        self.print_once(standing)
         return ""
 
     def _limit(self) -> float:
@@ -329,7 +331,7 @@ def _standing(places: list[ProcessStatus], now: float) -> str:
         for place in sorted(behind, key=lambda place: place.step)
     ]
     who = "all others are" if parts else f"all {len(places)} processes are"
-    return "; ".join([*shortened(parts, 8, "more are behind"), f"{who} at step {step}, {doing}"])
+    return "; ".join([*shorten_list(parts, 8, "more are behind"), f"{who} at step {step}, {doing}"])
 
 
 def watching(where: Distributed, explain: Callable[[BaseException], int]) -> Watchdog:
@@ -359,9 +361,9 @@ class ProcessStatus:
         """Message about a silent process."""
         return f"{self.name} has not been heard of for {now - self.heard:.0f} s, since step {self.step}"
 
-    def error(self, farewell: dict) -> tuple[str, int]:
+    def error(self, last_message: dict) -> tuple[str, int]:
         """Message about a process that ended with an error, and the exit code for it."""
-        return f"{self.name} ended at step {self.step} with an error: {farewell['failed']}", farewell["code"]
+        return f"{self.name} ended at step {self.step} with an error: {last_message['failed']}", last_message["code"]
 
     def unheard(self, now: float) -> str:
         """Suffix of its position, if it has been silent for more than `SUSPECT` seconds."""

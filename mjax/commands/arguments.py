@@ -12,10 +12,10 @@ from mjax.cluster.launch import Distributed
 from mjax.commands.flags import RunArguments
 from mjax.config import MeshConfig
 from mjax.config.bounds import Bounds, Count, CountOrZero, check_bounds
-from mjax.config.marks import RUN_ELSEWHERE, Elsewhere
+from mjax.config.marks import RUN_SYNONYMS, Synonyms
 from mjax.config.model import Attention
 from mjax.data.corpus import TextFiles, Unit, find_files
-from mjax.data.corpus.documents import MOST_BYTES
+from mjax.data.corpus.documents import MAX_DOCUMENT_BYTES
 from mjax.errors import UsageError
 from mjax.generation import Sampling
 
@@ -74,7 +74,7 @@ class FromMegatronArguments(_ImportArguments):
 class ToHfArguments:
     """Export a run's checkpoint as a folder for transformers."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), RUN_ELSEWHERE]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), RUN_SYNONYMS]
     """Run folder, such as runs/demo."""
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to create."""
@@ -100,14 +100,14 @@ class ToHfArguments:
 class GenerateArguments(RunArguments):
     """Continue prompts with a trained model."""
 
-    prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], Elsewhere("text start")] = ()
+    prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], Synonyms("text start")] = ()
     """Prompt; may be given several times. Without it, or for -, each line of stdin is one."""
-    num_samples: Annotated[Count, Elsewhere("num-return-sequences")] = 1
+    num_samples: Annotated[Count, Synonyms("num-return-sequences")] = 1
     """Continuations of each prompt."""
-    chat: Annotated[bool, Elsewhere("interactive")] = False
+    chat: Annotated[bool, Synonyms("interactive")] = False
     """Talk with the model by its chat template: each prompt is a question. Without a prompt, ask on a terminal, or read
     stdin: lines are the questions of one conversation, JSON is whole conversations."""
-    system: Annotated[str | None, Elsewhere("system-prompt")] = None
+    system: Annotated[str | None, Synonyms("system-prompt")] = None
     """With --chat: the system message."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
@@ -131,7 +131,7 @@ class TextArguments:
     """Field of a .jsonl line or column of a .parquet file that holds the text."""
     malformed: Literal["stop", "skip"] = "stop"
     """On a malformed line, stop and name it, or skip and count it."""
-    max_document_bytes: Count = MOST_BYTES
+    max_document_bytes: Count = MAX_DOCUMENT_BYTES
     """Largest document, in bytes: an unpacked .txt file or line of .jsonl. A larger one is malformed."""
     workers: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
     """Worker processes; by default one per core, fewer for little text. The result is the same with any number."""
@@ -299,10 +299,10 @@ class EvaluateArguments(RunArguments):
 
     task: str
     """wikitext103, lambada, perplexity or positions; of `mjax finetune`: mnli, qqp, race, squad1.1 or squad2.0."""
-    data: Annotated[str, Elsewhere("dataset data-dir data-file")]
+    data: Annotated[str, Synonyms("dataset data-dir data-file")]
     """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity and positions any .txt, .jsonl or .parquet
     file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""
-    stride: Annotated[int | None, Elsewhere("overlap")] = None
+    stride: Annotated[int | None, Synonyms("overlap")] = None
     """Tokens by which the window advances over a text that is longer than the model's sequence, and which are scored;
     the rest is context. By default 32 for wikitext103, and the model's sequence length for perplexity."""
     positions: PositionsOptions = field(default_factory=PositionsOptions)

@@ -51,14 +51,14 @@ from mjax.commands.arguments import CleanArguments
 from mjax.data.corpus import Document, MalformedLines, TextFiles, find_files, parse, tasks
 from mjax.data.corpus.near_duplicates import window_hashes, word_hashes
 from mjax.data.corpus.tasks import FilterJob, Tally, check_outputs
-from mjax.data.tokenizers import files_of, load_tokenizer
+from mjax.data.tokenizers import load_tokenizer, tokenizer_files
 from mjax.errors import RunError, UsageError
-from mjax.utils.remote import located
+from mjax.utils.remote import locate
 
 GRAM, SHORTEST_GRAM = 13, 8  # words
 MARGIN = 200  # characters removed on either side
-SHORTEST_PIECE = 200  # characters; a piece must have more
-MOST_PIECES = 10
+MIN_PIECE_CHARACTERS = 200  # characters; a piece must have more
+MAX_PIECES = 10
 SENTENCE_ENDS = ".!?"
 
 Grams = dict[int, np.ndarray]
@@ -67,7 +67,7 @@ Grams = dict[int, np.ndarray]
 Matches = dict[int, list[tuple[int, int]]]
 """Runs of it in a document: first word and hash of each, in order, by their number of words."""
 REPAIRED, CUT, MORE_PIECES = "repaired", "cut at evaluation text", "more pieces by that"
-NOTHING_LEFT, TOO_MANY_PIECES = "nothing left beside evaluation text", f"cut into more than {MOST_PIECES} pieces"
+NOTHING_LEFT, TOO_MANY_PIECES = "nothing left beside evaluation text", f"cut into more than {MAX_PIECES} pieces"
 AHEAD = 16  # characters a token, at most, in text whose beginning shows that it is long enough
 
 
@@ -105,8 +105,8 @@ class CleanJob(FilterJob):
         self.evaluation, self.grams = evaluation, grams
         sources = [spec.rpartition(":")[0] for spec in arguments.keep]
         sources = [getattr(sys.modules.get(source), "__file__", None) or source for source in sources]
-        tokenizer = files_of(arguments.tokenizer) if arguments.tokenizer else []
-        self.settings = [*map(located, map(Path, (*evaluation, *sources))), *tokenizer]
+        tokenizer = tokenizer_files(arguments.tokenizer) if arguments.tokenizer else []
+        self.settings = [*map(locate, map(Path, (*evaluation, *sources))), *tokenizer]
 
     def count(self, rank: int) -> None:
         """Count how often each run of evaluation text occurs in a share."""
@@ -122,9 +122,9 @@ class CleanJob(FilterJob):
         """Write the runs without the common phrases; returns the numbers of the report."""
         counts: Counter[int] = Counter()
         for task in range(self.tasks):
-            runs, numbers = self.mapped("runs", task, np.uint64), self.mapped("counts", task, np.int64)
+            runs, numbers = self.map_file("runs", task, np.uint64), self.map_file("counts", task, np.int64)
             counts.update(dict(zip(runs.tolist(), numbers.tolist(), strict=True)))
-        grams = without_common(self.grams, counts, self.arguments.common)
+        grams = remove_common(self.grams, counts, self.arguments.common)
         runs, left = (sum(map(len, table.values())) for table in (self.grams, grams))
         with self.writing(rank, "grams") as (stream,):
             np.savez(stream, **{str(length): hashes for length, hashes in grams.items()})
@@ -140,7 +140,7 @@ class CleanJob(FilterJob):
 
     def clean(self, rank: int) -> tuple[dict[str, Tally], MalformedLines]:
         """Clean a share."""
-        malformed = self.malformed()
+        malformed = self.sum_malformed()
         with self.writing(rank, "kept", "removed") as streams:
             names = ("read", *chain(*_steps(self.arguments).values()), "kept")
             share = CleanShare(*streams, {name: Tally(name) for name in names})
@@ -159,7 +159,7 @@ class CleanJob(FilterJob):
         report |= {"minimum_tokens": how.minimum_tokens, "tokenizer": how.tokenizer or "words"}
         if self.grams is not None:
             report["decontaminate"] = self.results("common")[0]
-        malformed = self.malformed([part for _, part in self.results("clean")])
+        malformed = self.sum_malformed([part for _, part in self.results("clean")])
         report["read"] = tallies["read"]
         report |= {key: [tallies[name] for name in names] for key, names in _steps(how).items()}
         return self.put_files(report | {"kept": tallies["kept"]}, malformed)
@@ -235,7 +235,7 @@ class Cleaner:
         pieces, runs = cut(text, self.grams) if self.grams else ([text], [])
         if not pieces:
             share.remove(NOTHING_LEFT, text, source, evaluation_text=runs[0])
-        elif len(pieces) > MOST_PIECES:
+        elif len(pieces) > MAX_PIECES:
             share.remove(TOO_MANY_PIECES, text, source, pieces=len(pieces), evaluation_text=runs[0])
         elif runs:
             share.count(CUT, text, source=source, pieces=len(pieces), evaluation_text=runs[0])
@@ -303,7 +303,7 @@ class Words:
 
     def __init__(self, text: str):
         self.text = text
-        self.hashes, self.starts, self.ends = word_hashes(_folded(text))
+        self.hashes, self.starts, self.ends = word_hashes(_fold_case(text))
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -341,7 +341,7 @@ def count_matches(text: str, grams: Grams) -> Counter[int]:
     return Counter(gram for matches in Words(text).find(grams).values() for _, gram in matches)
 
 
-def without_common(grams: Grams, counts: Counter[int], common: int) -> Grams:
+def remove_common(grams: Grams, counts: Counter[int], common: int) -> Grams:
     """The runs that occur fewer than `common` times."""
     often = np.array([gram for gram, count in counts.items() if count >= common], np.uint64)
     return {length: hashes[~np.isin(hashes, often)] for length, hashes in grams.items()}
@@ -359,11 +359,11 @@ def cut(text: str, grams: Grams) -> tuple[list[str], list[str]]:
         # For the original, a run is as long as its words with single spaces between them.
         end = start + int((ends - starts).sum()) + len(starts) - 1
         before = max(text.rfind(mark, begin, max(start - MARGIN + 1, 0)) for mark in SENTENCE_ENDS)
-        if before + 1 - begin > SHORTEST_PIECE:
+        if before + 1 - begin > MIN_PIECE_CHARACTERS:
             pieces.append(text[begin : before + 1])
         after = [end_mark for mark in SENTENCE_ENDS if (end_mark := text.find(mark, end + MARGIN)) >= 0]
         begin = min(after) + 1 if after else len(text)
-    if not runs or len(text) - begin > SHORTEST_PIECE:
+    if not runs or len(text) - begin > MIN_PIECE_CHARACTERS:
         pieces.append(text[begin:])
     return pieces, runs
 
@@ -392,7 +392,7 @@ def _first_match(matches: Matches, begin: int, count: int) -> slice | None:
     return None
 
 
-def _folded(text: str) -> str:
+def _fold_case(text: str) -> str:
     """`text` in lower case without moving characters: the few whose lower case is longer stay."""
     lower = text.lower()
     return lower if len(lower) == len(text) else "".join(c.lower() if len(c.lower()) == 1 else c for c in text)

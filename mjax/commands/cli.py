@@ -95,10 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 words = prog.rpartition(" ")[2].split("-")
                 parse(_import_object(f"arguments:{''.join(map(str.title, words))}Arguments"), rest, prog)
             if command.run != "train:train":  # which tells the other processes of a run what is wrong
-                from mjax.checkpoint.mirror import localized
+                from mjax.checkpoint.mirror import localize_arguments
 
                 also = prog in ("mjax runs compare", "mjax runs remove", "mjax convert to-hf")
-                rest = localized(rest, also, trains=prog == "mjax sft")
+                rest = localize_arguments(rest, also, trains=prog == "mjax sft")
             function = _import_object(command.run)
             parameter = next(iter(inspect.signature(function).parameters))
             result = function(rest if parameter == "argv" else parse(get_type_hints(function)[parameter], rest, prog))

@@ -25,28 +25,28 @@ import numpy as np
 from rich.console import Console
 
 from mjax.checkpoint.arrays import read_in_blocks
-from mjax.checkpoint.base import check_base, digest_in_blocks, folder_of, own_part
+from mjax.checkpoint.base import base_folder, check_base, digest_in_blocks, without_base
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
 from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHfArguments
 from mjax.config import Config, DataConfig, read_settings, save_config
 from mjax.config.model import ModelConfig
-from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, ends_of_text, load_tokenizer, tokenizer_from_folder
+from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, end_token_ids, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.interop import convert as models
 from mjax.interop import lora, model_folder, tokenizer_files, weights
 from mjax.interop.convert import check_vocabulary, write_in_blocks, write_run
 from mjax.interop.megatron import arguments as megatron
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
-from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, family_of
+from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, megatron_family
 from mjax.interop.tensor_files import Tensors, open_tensors, parse_size, write_tensors
 from mjax.interop.tokenizer_files import fast_tokenizer
 from mjax.models.build import count_parameters
 from mjax.models.huggingface.family import Family, config_values, model_config
-from mjax.run.continuing import origin_of
+from mjax.run.continuing import read_origin
 from mjax.utils.files import rename
 from mjax.utils.progress import progress, status
-from mjax.utils.stores import address_of, resolved, with_addresses
+from mjax.utils.stores import find_address, to_absolute, with_addresses
 
 # --- Import from Hugging Face -----------------------------------------------------------------------------------------
 
@@ -72,14 +72,14 @@ def from_hf(arguments: FromHfArguments) -> int:
     values = model_folder.read_object(file)
     family = models.find_family(values, file)
     model = model_config(family, values, str(file), arguments.vocabulary_multiple)
-    model = models.extended(model, arguments.rope, str(source))
+    model = models.scale_positions(model, arguments.rope, str(source))
     rope = models.rope_line(model, arguments.rope)
     tokenizer, carried = _find_tokenizer(arguments, values, model)
     left_out = check_vocabulary(tokenizer, model)
-    card = model_folder.imported_card(source, f"a {family.model}", rope)
+    card = model_folder.make_card(source, f"a {family.model}", rope)
     tensors = open_tensors(source, arguments.allow_pickle)
     config = models.import_config(model, str(source), tensors)
-    family = weights.as_stored(family, tensors)
+    family = weights.to_stored(family, tensors)
     tensor_names = weights.find_tensors(family, tensors, model, str(source), arguments.draw_heads)
     absent = weights.absent_heads(family, model, tensor_names)
 
@@ -115,18 +115,18 @@ def _from_peft(arguments: FromHfArguments) -> int:
     config = read_settings(run / "config.json")
     if config.model.lora_rank:
         raise UsageError(f"--base {run} holds adapters itself; give the run of their base")
-    family = models.family_of(config.model)
-    model, own = lora.with_adapters_of(source, config.model, family)
+    family = models.model_family(config.model)
+    model, own = lora.add_adapters(source, config.model, family)
     step = _newest(run, config)
     with status("reading the base", Console(stderr=True)):
         digest = digest_in_blocks(run / "checkpoints" / str(step))
     config = dataclasses.replace(config, model=model, data=DataConfig())
     with model_folder.new_folder(output) as folder:
         save_config(config, folder / "config.json")
-        save_base(folder, Base(resolved(run), step, digest))
+        save_base(folder, Base(to_absolute(run), step, digest))
         if (run / "tokenizer").is_dir():
             shutil.copytree(run / "tokenizer", folder / "tokenizer")
-        target = own_part(models.abstract_weights(config))
+        target = without_base(models.abstract_weights(config))
         write_in_blocks(folder / "checkpoints", "model", target, lambda name, first, end: own[name][first:end])
     print(f"{output}: adapters of rank {model.lora_rank} on checkpoint {step} of {run}, checkpoint 0")
     print(f'generate     mjax generate --run {shlex.quote(str(output))} --prompt "…"')
@@ -148,10 +148,10 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     model_folder.check_output(output)
     checkpoint = open_checkpoint(source, arguments.step)
     folder = str(checkpoint.folder)
-    said = megatron.without_ignored(checkpoint.arguments, arguments.ignore, folder)
+    said = megatron.drop_ignored(checkpoint.arguments, arguments.ignore, folder)
     checkpoint = dataclasses.replace(checkpoint, arguments=said)
     model, family, tensors = _model(checkpoint, arguments)
-    model = models.extended(model, arguments.rope, folder)
+    model = models.scale_positions(model, arguments.rope, folder)
     rope = models.rope_line(model, arguments.rope)
     tokenizer, carried = _find_tokenizer(arguments, {}, model)
     rows = model.vocabulary
@@ -160,7 +160,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     check_vocabulary(tokenizer, model)
     config = models.import_config(model, folder, tensors)
     tensor_names = weights.find_tensors(family, tensors, model, folder)
-    card = model_folder.imported_card(source, family.model, rope)
+    card = model_folder.make_card(source, family.model, rope)
 
     with progress("reading", 4 * count_parameters(model)) as read:
         blocks = weights.block_reader(family, tensors, tensor_names, model, read)
@@ -170,7 +170,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     print(f"embedding: {rows:,} rows, {padding}", end="\n" if checkpoint.arguments is not None else " · ")
     if checkpoint.arguments is None:
         print(f"no arguments in it: {model.heads} heads, {model.activation}, epsilon {model.layernorm_epsilon:g}")
-    elif assumed := megatron.assumed_arguments(checkpoint.arguments, checkpoint.architecture):
+    elif assumed := megatron.assume_arguments(checkpoint.arguments, checkpoint.architecture):
         listed = ", ".join(f"{name} {value}" for name, value in assumed.items())
         print(f"arguments missing in it: assumed {listed}")
     if checkpoint.version_missing:
@@ -192,7 +192,7 @@ def _model(checkpoint: Checkpoint, arguments: FromMegatronArguments) -> tuple[Mo
         if layernorm == "post" and not checkpoint.old_names:
             problem = "apply_residual_connection_post_layernorm is set, which megatron-core ignores"
             raise UsageError(f"{folder}: {problem}; convert a BERT of the years before it")
-        return model, family_of(kind, version, layernorm, model.layers), tensors
+        return model, megatron_family(kind, version, layernorm, model.layers), tensors
     if flags := [name for name in ("heads", "activation") if getattr(arguments, name) is not None]:
         raise UsageError(f"{folder} says everything of its model itself; leave out --{flags[0]}")
     model = megatron.decoder_config(settings, tensors, folder, version)
@@ -274,14 +274,14 @@ def to_hf(arguments: ToHfArguments) -> int:
     """
     run, output = arguments.run, arguments.output
     largest_file = parse_size(arguments.shard_size)
-    if address_of(output):
+    if find_address(output):
         raise UsageError(f"{output} is in a store, and mjax convert to-hf writes files; give a folder, and copy it")
     model_folder.check_output(output, arguments.overwrite)
     config = read_settings(run / "config.json")
     model = config.model.without_lora()
-    family = models.family_of(model)
+    family = models.model_family(model)
     _check_adapters(arguments, config)
-    tokenizer = _tokenizer_of(run, arguments.tokenizer)
+    tokenizer = _load_run_tokenizer(run, arguments.tokenizer)
     check_vocabulary(tokenizer, config.model)
     carries = arguments.tokenizer is None and family.generates
     carried = tokenizer_files.restore_files(run / "tokenizer") if carries else {}
@@ -295,7 +295,9 @@ def to_hf(arguments: ToHfArguments) -> int:
     blocks, into = partial(read_in_blocks, saved), ""
     if arguments.merged:
         base, of_base = _base(run)
-        blocks = lora.merged(partial(read_in_blocks, of_base), config.model, lora.read_adapters(saved, config.model))
+        blocks = lora.merge_adapters(
+            partial(read_in_blocks, of_base), config.model, lora.read_adapters(saved, config.model)
+        )
         into = f", merged into checkpoint {base.step} of {base.run}"
     shapes = {name: place.shape for name, place in weights.places(family, model).items()}
     generation = _generation_config(arguments, tokenizer, carried)
@@ -327,7 +329,7 @@ def to_hf(arguments: ToHfArguments) -> int:
             parts = weights.tensor_parts(family, model, blocks)
             files = write_tensors(folder, shapes, parts, dtype, largest_file, wrote)
 
-    run = address_of(run) or run
+    run = find_address(run) or run
     size = f"{parameters * dtype.itemsize / 1e6:,.1f} MB in {files[0]}"
     print(f"{output}: checkpoint {step} of {run}{into} as {family.model}, {size}", end="")
     print(f" and {len(files) - 2} more" if len(files) > 1 else "")
@@ -341,7 +343,7 @@ def _generation_config(arguments: ToHfArguments, tokenizer: Tokenizer | None, ca
     if stored := json.loads(carried.get(tokenizer_files.GENERATION, b"{}")):
         return stored
     eod = None if tokenizer is None else tokenizer.eod
-    ends = [] if eod is None else ends_of_text(arguments.run / "tokenizer", eod, arguments.tokenizer)
+    ends = [] if eod is None else end_token_ids(arguments.run / "tokenizer", eod, arguments.tokenizer)
     return dict.fromkeys(tokenizer_files.IDS, eod) | ({"eos_token_id": ends} if len(ends) > 1 else {})
 
 
@@ -360,13 +362,13 @@ def _newest(run: Path, config: Config, step: int | None = None) -> int:
     """The checkpoint of an export: `step`, or the newest intact one."""
     notices = Console(stderr=True, highlight=False)
     with Checkpoints(run / "checkpoints", on_notice=lambda line: notices.print(line, markup=False)) as checkpoints:
-        return checkpoints.find(own_part(models.abstract_weights(config)), step, field="model")
+        return checkpoints.find(without_base(models.abstract_weights(config)), step, field="model")
 
 
 def _base(run: Path) -> tuple[Base, Path]:
     """The base of the adapters of a run, and its checkpoint, after a comparison of its numbers."""
     base = read_base(run)
-    folder = folder_of(base, run)
+    folder = base_folder(base, run)
     checkpoint = folder / "checkpoints" / str(_newest(folder, read_settings(folder / "config.json"), base.step))
     with status("reading the base", Console(stderr=True)):
         check_base(base, digest_in_blocks(checkpoint), folder, run)
@@ -376,7 +378,7 @@ def _base(run: Path) -> tuple[Base, Path]:
 def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Path, dtype: np.dtype) -> int:
     """Write the adapters of a checkpoint as a peft folder."""
     run, output = arguments.run, arguments.output
-    modules, base = lora.modules_of(family, config.model), read_base(run)
+    modules, base = lora.adapter_modules(family, config.model), read_base(run)
     tensors = list(lora.peft_tensors(modules, lora.read_adapters(saved, config.model)))
     with model_folder.new_folder(output) as folder:
         values = lora.adapter_config(config.model, modules, arguments.base_name or base.run)
@@ -398,7 +400,7 @@ def _card(
     """README.md of an export: the card of the run, with a block about the export."""
     card, run = model_folder.read_card(arguments.run), arguments.run
     after = f"trained for {step:,} steps" if step else "the weights as they were converted"
-    if step and (origin := origin_of(run)):
+    if step and (origin := read_origin(run)):
         after += f", from checkpoint {origin.step:,} of `{Path(origin.run).name}`"
     lines = [*model_folder.history(card), f"- checkpoint {step:,} of the run `{run.resolve().name}`: {after}"]
     name, (dtype, _) = arguments.output.resolve().name, models.TYPES[arguments.dtype]
@@ -406,7 +408,7 @@ def _card(
     return model_folder.with_block(card, block)
 
 
-def _tokenizer_of(run: Path, flag: str | None) -> Tokenizer | None:
+def _load_run_tokenizer(run: Path, flag: str | None) -> Tokenizer | None:
     """The tokenizer of an export: that of the run, the given one, or none."""
     if flag is not None:
         return None if flag == "none" else load_tokenizer(flag)

@@ -151,7 +151,7 @@ def merge(arguments: MergeArguments) -> None:
     dtype, tokens = datasets[0].dtype, sum(dataset.tokens for dataset in datasets)
     known = [read_metadata(part) for part in parts]
     _check_agreement(datasets, known)
-    metadata = None if None in known else _merged(known)
+    metadata = None if None in known else _merge_metadata(known)
     try:
         with IndexedDatasetWriter(output, int(np.iinfo(dtype).max) + 1, dtype) as writer:
             with progress("copying", tokens * dtype.itemsize) as advance:
@@ -160,7 +160,7 @@ def merge(arguments: MergeArguments) -> None:
                         advance(copied)
             if metadata is not None:
                 shutil.copytree(tokenizer_folder(parts[0]), indexed.temporary_tokenizer(output))
-            indexed.put_beside(output, metadata)
+            indexed.publish_metadata(output, metadata)
     except OSError as error:
         raise RunError(f"merging into {output} stopped: {error}; nothing was left under that name") from error
 
@@ -187,7 +187,7 @@ def _check_agreement(datasets: Sequence[IndexedDataset], known: Sequence[Dataset
         if not folder.is_dir():
             raise UsageError(f"there is no {folder}; copy it there, or prepare {dataset.prefix} again")
         fact |= {name: getattr(metadata, name) for name in AGREEING}
-        fact["tokenizer files"] = indexed.digest_of_folder(folder)[:8]
+        fact["tokenizer files"] = indexed.folder_digest(folder)[:8]
     for fact, dataset in zip(facts, datasets, strict=True):
         for name, first in facts[0].items():
             if fact[name] != first:
@@ -195,7 +195,7 @@ def _check_agreement(datasets: Sequence[IndexedDataset], known: Sequence[Dataset
                 raise UsageError(f"{parts}; prepare both in the same way")
 
 
-def _merged(known: Sequence[DatasetMetadata]) -> DatasetMetadata:
+def _merge_metadata(known: Sequence[DatasetMetadata]) -> DatasetMetadata:
     """The metadata of the whole."""
     sequences = [metadata.sequences for metadata in known]
     return dataclasses.replace(

@@ -73,7 +73,7 @@ class DedupJob(FilterJob):
 
     def read(self, rank: int) -> tuple[list[int], MalformedLines]:
         """Write sorted digests and bands of a share, and signatures; returns the documents in each block."""
-        how, malformed, counts, digests, keys, places = self.arguments, self.malformed(), [], [], [], []
+        how, malformed, counts, digests, keys, places = self.arguments, self.sum_malformed(), [], [], [], []
         with self.writing(rank, "signatures") as (stream,):
             for block in self.blocks(rank):
                 documents, lines = parse(block, how.key)
@@ -111,7 +111,7 @@ class DedupJob(FilterJob):
         """Write the documents whose text an earlier one has, and the first that has it, for a range of digests."""
         found = []
         for other in range(self.tasks):
-            high, low, order = self.mapped("digests", other, np.uint64).reshape(3, -1)
+            high, low, order = self.map_file("digests", other, np.uint64).reshape(3, -1)
             inside = _range(high, rank, self.tasks)
             found.append((high[inside], low[inside], order[inside] + np.uint64(self.firsts[other])))
         high, low, numbers = (np.concatenate(parts) for parts in zip(*found, strict=True))
@@ -129,7 +129,7 @@ class DedupJob(FilterJob):
         begin, end = self.firsts[rank : rank + 2].tolist()
         same = np.arange(begin, end)
         for other in range(self.tasks):
-            numbers, first = self.mapped("equal", other, np.int64).reshape(2, -1)
+            numbers, first = self.map_file("equal", other, np.int64).reshape(2, -1)
             inside = slice(*np.searchsorted(numbers, (begin, end)))
             same[numbers[inside] - begin] = first[inside]
         self.put_values("same", begin, same)
@@ -146,7 +146,7 @@ class DedupJob(FilterJob):
                 members.append([])
                 for keys, numbers in self._parts(rank, bands):
                     distinct = same[numbers] == numbers
-                    found = near_duplicates.bucketed(keys[distinct], numbers[distinct])
+                    found = near_duplicates.make_buckets(keys[distinct], numbers[distinct])
                     found.documents.tofile(documents)
                     found.buckets.tofile(buckets)
                     members[-1].append(len(found.documents))
@@ -164,8 +164,8 @@ class DedupJob(FilterJob):
             for other in range(self.tasks):
                 shape = (-1, int(self.firsts[other + 1] - self.firsts[other]))
                 if shape[1]:
-                    keys = self.mapped("keys", other, np.uint64).reshape(shape)[bands[part % len(bands)]]
-                    documents = self.mapped("documents", other, np.uint32).reshape(shape)[bands[part % len(bands)]]
+                    keys = self.map_file("keys", other, np.uint64).reshape(shape)[bands[part % len(bands)]]
+                    documents = self.map_file("documents", other, np.uint32).reshape(shape)[bands[part % len(bands)]]
                     inside = _range(keys, part // len(bands), ranges)
                     found.append((keys[inside], documents[inside] + self.firsts[other]))
             yield tuple(np.concatenate(each) for each in zip(*found, strict=True))
@@ -186,7 +186,7 @@ class DedupJob(FilterJob):
         begin, end = self.firsts[rank : rank + 2].tolist()
         wanted, sizes, how = np.zeros(end - begin, bool), np.zeros(end - begin, np.int64), self.arguments
         for other in range(self.tasks):
-            numbers = self.mapped("candidates", other, np.int64)
+            numbers = self.map_file("candidates", other, np.int64)
             wanted[numbers[slice(*np.searchsorted(numbers, (begin, end)))] - begin] = True
         rows = iter(np.flatnonzero(wanted).tolist())
         with self.writing(rank, "shingles", "ends") as (stream, ends):
@@ -205,14 +205,14 @@ class DedupJob(FilterJob):
         """Copy the shingles of a share to their place in the file of all."""
         offset = self.offset("shingles", rank)
         self.put_part("shingles", rank, self.folder / "all-shingles", offset)
-        self.put_values("all-ends", int(self.firsts[rank]) + 1, self.mapped("ends", rank, np.int64) + offset // 8)
+        self.put_values("all-ends", int(self.firsts[rank]) + 1, self.map_file("ends", rank, np.int64) + offset // 8)
 
     def compare(self, rank: int, turn: int = 0) -> int:
         """Write the similar pairs of the buckets of a round; returns the number of pairs compared."""
         clusters = self.values("first") if turn else None
         signatures = self.values("all-signatures", np.uint8).reshape(-1, HASHES)
         shingles = Shingles(self.values("all-shingles", np.uint64), self.values("all-ends"))
-        documents, buckets = (self.mapped(name, rank, np.int64) for name in ("members", "buckets"))
+        documents, buckets = (self.map_file(name, rank, np.int64) for name in ("members", "buckets"))
         counts, compared = self.results("share")[rank], 0
         ends = np.cumsum([sum(map(sum, counts[:turn])), *counts[turn]])
         with self.writing(rank, f"edges-{turn}") as (stream,):
@@ -245,7 +245,7 @@ class DedupJob(FilterJob):
 
     def _edges(self, turn: int) -> Iterator[np.ndarray]:
         for rank in range(self.tasks):
-            edges = self.mapped(f"edges-{turn}", rank, EDGE)
+            edges = self.map_file(f"edges-{turn}", rank, EDGE)
             yield from (np.array(edges[start : start + PART]) for start in range(0, len(edges), PART))
 
     def _find_most_similar(self) -> None:
@@ -286,8 +286,8 @@ class DedupJob(FilterJob):
         shown, by_jaccard = {EXACT: [], NEAR: []}, np.zeros(6, np.int64)
         for part in self._all_documents():
             fate = self.fate(part)
-            needed[fate.numbers] |= np.where(fate.kept, KEPT, 0).astype(np.uint8)
-            np.add.at(sizes, fate.instead[~fate.exact], 1)
+            needed[fate.numbers] |= np.where(fate.retained, KEPT, 0).astype(np.uint8)
+            np.add.begin_activity(sizes, fate.instead[~fate.exact], 1)
             by_jaccard += np.histogram(fate.jaccard[fate.near], edges)[0]
             # Examples are the least similar near-duplicates, the most doubtful removals.
             for name, which in ((EXACT, fate.exact), (NEAR, fate.near)):
@@ -349,7 +349,7 @@ class DedupJob(FilterJob):
         """Write the record of the documents of a share that are removed."""
         fate = self.fate(slice(*self.firsts[rank : rank + 2].tolist()))
         with self.writing(rank, "removed") as (stream,):
-            stream.writelines(tasks.json_line(self.story(fate, row)) for row in np.flatnonzero(~fate.kept).tolist())
+            stream.writelines(tasks.json_line(self.story(fate, row)) for row in np.flatnonzero(~fate.retained).tolist())
 
     def finish(self, rank: int) -> dict[str, Any]:
         """Write the report, and give the files their names."""
@@ -367,7 +367,7 @@ class DedupJob(FilterJob):
         report |= {"removed": steps, "kept": tallies["kept"]}
         if not self.arguments.exact:
             report["near_duplicates"] = self._near_report(choice)
-        return self.put_files(report, self.malformed([malformed for _, malformed in self.results("read")]))
+        return self.put_files(report, self.sum_malformed([malformed for _, malformed in self.results("read")]))
 
     def _near_report(self, choice: dict[str, Any]) -> dict[str, Any]:
         """The report's section about near-duplicates: how they were found, and how many."""
@@ -420,7 +420,7 @@ class Fate(NamedTuple):
     near: np.ndarray
 
     @property
-    def kept(self) -> np.ndarray:
+    def retained(self) -> np.ndarray:
         return ~(self.exact | self.near)
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from mjax import __version__
 from mjax.config import load_config
 from mjax.config.bounds import Bounds, check_bounds
-from mjax.doctor import FIGURE, GREEN, RED, YELLOW, Facts, Finding
+from mjax.doctor import FIGURE, GREEN, RED, YELLOW, Finding, MachineInfo
 from mjax.doctor.checks import examine
 
 # A word and a sign for each color: not every terminal, log or reader sees colors.
@@ -59,7 +59,7 @@ def doctor(arguments: DoctorArguments) -> int:
     console = Console(highlight=False, soft_wrap=True, quiet=arguments.json)
     findings = []
     with console.status("starting …") as status:
-        facts = Facts(config, arguments.config or "", arguments.runs, arguments.limit)
+        facts = MachineInfo(config, arguments.config or "", arguments.runs, arguments.limit)
         for finding in examine(facts, lambda check: status.update(f"checking {check} …")):
             findings.append(finding)
             _show(console, finding)

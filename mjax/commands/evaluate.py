@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, TextColumn
 
 from mjax.commands.arguments import EvaluateArguments, PositionsOptions
-from mjax.config import load_own_model, read_settings
+from mjax.config import load_user_model, read_settings
 from mjax.config.bounds import check_bounds
-from mjax.errors import UsageError, check_picture, either, in_python
+from mjax.errors import UsageError, check_picture, either, name_arguments
 from mjax.tasks import labelled
 from mjax.tasks.interface import FOR_TEXT, Metric, Task
 from mjax.tasks.zero_shot import Lambada, Perplexity, Positions, WikiText103
-from mjax.utils.files import without_parents
+from mjax.utils.files import resolve_parents
 from mjax.utils.progress import facts, progress
 
 # name → (data, tokenizer, positions of the model, --stride) → task
@@ -53,8 +53,8 @@ def evaluate(arguments: EvaluateArguments) -> int:
     return 0
 
 
-@in_python("step", "task", "predictions", "stride", "figure", "tokenizer")
-def metrics_of(folder: str | Path, task: str, data: str, **options) -> dict[str, Any]:
+@name_arguments("step", "task", "predictions", "stride", "figure", "tokenizer")
+def score_task(folder: str | Path, task: str, data: str, **options) -> dict[str, Any]:
     """Metrics of a task by name, as `mjax evaluate --json` prints them.
 
     Args:
@@ -66,7 +66,7 @@ def metrics_of(folder: str | Path, task: str, data: str, **options) -> dict[str,
     Raises:
       UsageError: as on the command line.
     """
-    arguments = EvaluateArguments(checkpoint=without_parents(Path(folder)), task=task, data=str(data), **options)
+    arguments = EvaluateArguments(checkpoint=resolve_parents(Path(folder)), task=task, data=str(data), **options)
     _check(arguments)
     return {metric.name: metric.value for metric in _measure(arguments)[1]}
 
@@ -101,7 +101,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     notices = Console(stderr=True, highlight=False, quiet=not processes.is_first())
     say = partial(notices.print, markup=False, soft_wrap=True)
     run, is_labelled = arguments.checkpoint, arguments.task in labelled.TASKS
-    load_own_model(arguments.config, run, say)
+    load_user_model(arguments.config, run, say)
     saved = read_settings(run / "config.json") if is_labelled else read_run(run, *FOR_TEXT)
     tokenizer = run_tokenizer(run, saved.model, arguments.tokenizer)
     with notices.status(f"reading {arguments.data}"):

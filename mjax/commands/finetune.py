@@ -22,7 +22,7 @@ from mjax.config.checks import validate
 from mjax.errors import explain
 from mjax.finetuning import recipe as recipes
 from mjax.finetuning.recipe import FinetuneArguments
-from mjax.utils.stores import address_of
+from mjax.utils.stores import find_address
 
 if TYPE_CHECKING:  # they import jax, which has to see how many devices are simulated
     from mjax.cluster.watchdog import Watchdog
@@ -47,26 +47,26 @@ def finetune(arguments: FinetuneArguments) -> int:
 
 
 def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
-    from mjax.checkpoint.folders import locked
+    from mjax.checkpoint.folders import lock_folder
     from mjax.cluster import processes
     from mjax.finetuning.tuning import Finetuning
     from mjax.generation.inference import check_enough_devices, read_run, run_tokenizer
-    from mjax.run.agreement import agree, check_shared, facts_of
-    from mjax.run.display import lasting_console
+    from mjax.run.agreement import agree, check_shared, collect_facts
+    from mjax.run.display import non_fatal_console
     from mjax.step.layout import with_kernel
     from mjax.tasks.labelled import open_task
 
     # --- The run, the recipe and the files ----------------------------------------------------------------------------
-    console = lasting_console(sys.stderr, processes.is_first())
+    console = non_fatal_console(sys.stderr, processes.is_first())
     say = lambda line: console.print(line, markup=False)  # noqa: E731
     run = arguments.checkpoint
     named = run if run.name else run.absolute()  # the current folder has no name
-    near = Path() if address_of(named) else named.parent  # not into the cache of a store, which is evicted
+    near = Path() if find_address(named) else named.parent  # not into the cache of a store, which is evicted
     output = arguments.output or near / f"{named.name}-{arguments.task}"
     check_run_folder(output)
     saved = read_run(run, False, "and labelled tasks need a BERT")
     tokenizer = run_tokenizer(run, saved.model, flag=None)
-    recipe = recipes.recipe_of(arguments, saved, say)
+    recipe = recipes.resolve_recipe(arguments, saved, say)
     with console.status(f"reading the files of {arguments.task}"):
         task = open_task(arguments.task, arguments.train, arguments.validation, tokenizer, recipe.sequence)
     for note in task.notes:
@@ -74,20 +74,20 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     recipes.check_task(task, recipe)
 
     # --- Devices ------------------------------------------------------------------------------------------------------
-    config = recipes.config_of(arguments, saved, task, recipe)
+    config = recipes.finetuning_config(arguments, saved, task, recipe)
     validate(config)
     check_enough_devices(config.mesh)
     config = with_kernel(config, say)
 
     # --- Seeds --------------------------------------------------------------------------------------------------------
-    request = recipes.request_of(arguments, recipe, len(task.train), config.precision.compute)
+    request = recipes.read_request(arguments, recipe, len(task.train), config.precision.compute)
     if watchdog.count > 1:
-        agree(watchdog, {**facts_of(config), **_task_facts(arguments, task)})
+        agree(watchdog, {**collect_facts(config), **_task_facts(arguments, task)})
         check_shared(watchdog, output)
     with contextlib.ExitStack() as stack:
         if processes.is_first():
-            stack.enter_context(locked(output, say))
-        request = recipes.continued(request, output)
+            stack.enter_context(lock_folder(output, say))
+        request = recipes.with_start_step(request, output)
         tuning = Finetuning(config, saved, task, request, output, console, watchdog)
         for number in range(arguments.seeds):
             exit_code = tuning.train(arguments.seed + number)

@@ -23,12 +23,12 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 
 import tyro
 
-from mjax.config.bounds import check_bounds, fields_of, is_unsectioned
-from mjax.config.marks import FILE_ONLY, PLANNED, RUN_ELSEWHERE, Elsewhere, Mark
+from mjax.config.bounds import bounded_fields, check_bounds, is_unsectioned
+from mjax.config.marks import FILE_ONLY, PLANNED, RUN_SYNONYMS, Mark, Synonyms
 from mjax.config.model import KIND_FLAG, REGISTRY
 from mjax.config.plain_values import describe, fits, get_type_hints
 from mjax.errors import UsageError, either, suggestion
-from mjax.utils.files import without_parents
+from mjax.utils.files import resolve_parents
 
 T = TypeVar("T")
 WIDTH_OF_HELP = 110
@@ -38,7 +38,7 @@ WIDTH_OF_HELP = 110
 class RunArguments:
     """Flags of the commands that use a trained model."""
 
-    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"]), RUN_ELSEWHERE]
+    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"]), RUN_SYNONYMS]
     """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
     """The file that defines a model of your own; every setting stays that of the run."""
@@ -65,7 +65,7 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
     parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
     check_bounds(parsed)
     paths = {name: value for name, value in vars(parsed).items() if isinstance(value, Path)}
-    return dataclasses.replace(parsed, **{name: without_parents(path) for name, path in paths.items()})
+    return dataclasses.replace(parsed, **{name: resolve_parents(path) for name, path in paths.items()})
 
 
 def parse_known(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[str]]:
@@ -188,7 +188,7 @@ def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str
     for flag in fields.values():
         if last == flag.name.rpartition(".")[2] or _translate_value(flag.marks, last, "") is not None:
             return f"; {flag.hidden}"
-    for field, kinds in _fields_of_models(last).items():
+    for field, kinds in _model_fields(last).items():
         known = "" if field == last else f"--model.{field}, "
         return f" for this model; it is {known}for {KIND_FLAG} {either(kinds)}: leave it out"
     close = suggestion(name, sorted(flag.name for flag in flags)).replace("'", "--", 1).replace("'", "")
@@ -205,7 +205,7 @@ def _match_flags(name: str, value: str, flags: Sequence[Flag]) -> list[tuple[Fla
 
 def _translate_value(marks: Sequence, name: str, given: str) -> str | None:
     """The value to type for a field in place of `name`, which it has elsewhere; None: it has no such name."""
-    return next((mark.value(name, given) for mark in marks if isinstance(mark, Elsewhere)), None)
+    return next((mark.value(name, given) for mark in marks if isinstance(mark, Synonyms)), None)
 
 
 def _format_flag(flag: Flag, value: str, of_several: bool) -> str:
@@ -215,11 +215,11 @@ def _format_flag(flag: Flag, value: str, of_several: bool) -> str:
     return f"--{flag.name}{f' {value}' if value and flag.kind is not bool else ''}{meaning}"
 
 
-def _fields_of_models(name: str) -> dict[str, list[str]]:
+def _model_fields(name: str) -> dict[str, list[str]]:
     """The kinds of registered models with a field of this name, here or elsewhere, by the field's flag."""
     kinds: dict[str, list[str]] = {}
     for kind, cls in REGISTRY.items():
-        for _, flag, _, marks in fields_of(cls):
+        for _, flag, _, marks in bounded_fields(cls):
             if flag == name or _translate_value(marks, name, "") is not None:
                 kinds.setdefault(flag, []).append(kind)
     return kinds
@@ -245,7 +245,7 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
     """Every flag of a command: what it needs first, then the others by section, each with its default."""
     sections: dict[str, list[str]] = {"": [], "required": []}
     positional = {}
-    for name, _, _, marks in fields_of(cls):
+    for name, _, _, marks in bounded_fields(cls):
         if tyro.conf.Positional in marks:
             positional[name] = _form(marks) or name.upper()
             sections[""] += _entry(positional[name], _field_texts(cls)[name])
@@ -329,7 +329,7 @@ def list_fields(
     """The flags of `cls`, and its fields that are no flags (`hidden`): by default those with the mark `cls.without`."""
     without = without or getattr(cls, "without", None)
     kinds = get_type_hints(cls)
-    for field, (name, flag, _, marks) in zip(dataclasses.fields(cls), fields_of(cls), strict=True):
+    for field, (name, flag, _, marks) in zip(dataclasses.fields(cls), bounded_fields(cls), strict=True):
         kind = kinds[name]
         value = getattr(default, name, None) if default is not None else field.default
         reason = f"no result depends on {prefix}{name}: leave it out" if without in marks else hidden
@@ -361,7 +361,7 @@ def _placeholder(kind: Any) -> str:
 
 
 @functools.cache
-def _classes_of(module: str) -> dict[str, ast.ClassDef]:
+def _model_classes(module: str) -> dict[str, ast.ClassDef]:
     """The classes of a module by name, from one parse of it: `inspect` parses it for each class."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
@@ -375,7 +375,7 @@ def _field_texts(cls: type) -> dict[str, str]:
     """The docstrings of a dataclass's fields, each on one line."""
     texts = {}
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
-        known = _classes_of(base.__module__).get(base.__qualname__)
+        known = _model_classes(base.__module__).get(base.__qualname__)
         known = known or ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         for assignment, text in itertools.pairwise(known.body):
             match assignment, text:

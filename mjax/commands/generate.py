@@ -12,16 +12,16 @@ from typing import Any
 from rich.console import Console
 
 from mjax.checkpoint.base import restore_weights
-from mjax.cluster.launch import keep_programs
+from mjax.cluster.launch import enable_compilation_cache
 from mjax.commands.arguments import GenerateArguments
-from mjax.config import MeshConfig, load_own_model
+from mjax.config import MeshConfig, load_user_model
 from mjax.config.bounds import check_bounds
-from mjax.data.tokenizers import Tokenizer, ends_of_text
-from mjax.errors import UsageError, lines_of
+from mjax.data.tokenizers import Tokenizer, end_token_ids
+from mjax.errors import UsageError, count_lines
 from mjax.generation.chat import Chat, read_conversations
 from mjax.generation.generate import Generator, Prepared
 from mjax.generation.inference import inference_config, read_run, run_tokenizer
-from mjax.generation.text import Live, Sample, Streamed, continue_ids
+from mjax.generation.text import Live, StreamingText, TextContinuation, continue_ids
 from mjax.parallel.mesh import make_mesh
 
 
@@ -42,8 +42,8 @@ def generate(arguments: GenerateArguments) -> int:
         raise UsageError(f"--num-samples {copies} with --temperature 0 is one text {copies} times; leave one out")
     if arguments.system is not None and not arguments.chat:
         raise UsageError("--system is for a conversation; add --chat, or leave it out")
-    keep_programs()
-    load_own_model(arguments.config, arguments.checkpoint, partial(print, file=sys.stderr))
+    enable_compilation_cache()
+    load_user_model(arguments.config, arguments.checkpoint, partial(print, file=sys.stderr))
     if arguments.chat:
         return _chat(arguments)
     prompts = _prompts(arguments)
@@ -68,7 +68,7 @@ class Writer:
         saved = read_run(run, True, "which generates no text")
         self._config = inference_config(saved, MeshConfig(model=arguments.model_parallel), compute=arguments.compute)
         self.tokenizer: Tokenizer = run_tokenizer(run, self._config.model, arguments.tokenizer)
-        self.ends = ends_of_text(run / "tokenizer", self.tokenizer.eod, arguments.tokenizer)
+        self.ends = end_token_ids(run / "tokenizer", self.tokenizer.eod, arguments.tokenizer)
 
     @cached_property
     def _restored(self) -> tuple[Generator, int, Prepared]:
@@ -85,7 +85,7 @@ class Writer:
         decode: Callable[[list[int]], str],
         ends: int | Sequence[int],
         titles: Sequence[str],
-    ) -> list[Sample]:
+    ) -> list[TextContinuation]:
         """Continue each prompt --num-samples times and print it after its title, or as JSON.
 
         Other arguments are those of `continue_ids`.
@@ -95,7 +95,7 @@ class Writer:
         live, (generator, step, model) = Live(Console(), titles), self._restored
         with self.notices.status(f"checkpoint {step}: writing up to {sampling.tokens} tokens") as status:
 
-            def watch(texts: list[Streamed]) -> None:
+            def watch(texts: list[StreamingText]) -> None:
                 status.stop()
                 live.show(texts)
 
@@ -116,7 +116,7 @@ def _prompts(arguments: GenerateArguments) -> list[str]:
     """The prompts of the command line, and those of stdin in place of -."""
     prompts = []
     for prompt in arguments.prompt or (() if _is_terminal() else ("-",)):
-        prompts += [line for line in lines_of(_stdin()) if line.strip()] if prompt == "-" else [prompt]
+        prompts += [line for line in count_lines(_stdin()) if line.strip()] if prompt == "-" else [prompt]
     if not prompts:
         raise UsageError("there is no prompt; add --prompt TEXT, or write one a line to stdin")
     return prompts
@@ -143,7 +143,9 @@ def _chat(arguments: GenerateArguments) -> int:
     writer = Writer(arguments)
     chat = Chat(arguments.checkpoint / "tokenizer", writer.tokenizer)
 
-    def write(conversations: Sequence[tuple[list[dict[str, Any]], Any]], titles: Sequence[str]) -> list[Sample]:
+    def write(
+        conversations: Sequence[tuple[list[dict[str, Any]], Any]], titles: Sequence[str]
+    ) -> list[TextContinuation]:
         texts = [chat.render([*history, *messages], tools) for messages, tools in conversations]
         return writer.write(texts, [chat.encode(text) for text in texts], chat.decode, chat.stops, titles)
 
@@ -170,7 +172,7 @@ def _read_chat(arguments: GenerateArguments) -> tuple[list[tuple[list[dict[str, 
         raise UsageError("there is no question; add --prompt TEXT, or write one a line to stdin")
     if arguments.num_samples > 1 and not conversations:
         raise UsageError(f"--num-samples {arguments.num_samples} gives a conversation several answers; add --prompt")
-    return conversations, _read_questions() if on_terminal else lines_of(stdin)
+    return conversations, _read_questions() if on_terminal else count_lines(stdin)
 
 
 def _user(text: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from mjax.cluster import launch
-from mjax.cluster.launch import keep_programs
+from mjax.cluster.launch import enable_compilation_cache
 from mjax.commands.flags import parse_known
 from mjax.errors import UsageError
 from mjax.run.callbacks import Callback
@@ -62,7 +62,7 @@ def lm_eval(argv: Sequence[str]) -> int:
         Chat(Path(arguments.run) / "tokenizer", flag="--apply_chat_template")
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
-    keep_programs()
+    enable_compilation_cache()
     _check_installed("mjax lm-eval")
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import model_registry
@@ -121,7 +121,7 @@ class EvaluateWithHarness(Callback):
         """Prepare the model; UsageError if the run has no tokenizer."""
         from mjax.tasks.harness import HarnessModel
 
-        self._model = self._model or HarnessModel.of_training(run)
+        self._model = self._model or HarnessModel.from_run(run)
 
     def needs_state(self, run: Run, step: int) -> bool:
         """Return True if `step` is evaluated."""
@@ -133,7 +133,7 @@ class EvaluateWithHarness(Callback):
             return
         from lm_eval import simple_evaluate
 
-        run.at(step, "evaluating")
+        run.begin_activity(step, "evaluating")
         self._model.weights = run.state.model
         options = {"bootstrap_iters": 0, "log_samples": False, **self.options}
         for task, values in simple_evaluate(self._model, tasks=self.tasks, **options)["results"].items():

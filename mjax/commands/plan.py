@@ -19,16 +19,16 @@ import tyro
 
 from mjax.cluster.hardware import gpu_named
 from mjax.commands.flags import flag_names, parse
-from mjax.commands.train import TrainArguments, choose_config, name_of
+from mjax.commands.train import TrainArguments, choose_config, default_name
 from mjax.config import Config, axes, load_config
 from mjax.config.bounds import Count, Positive
 from mjax.config.checks import resolve, resolve_steps, validate
 from mjax.config.kernels import attention_on_gpu
-from mjax.config.marks import RUN_ELSEWHERE, UNPLANNED
+from mjax.config.marks import RUN_SYNONYMS, UNPLANNED
 from mjax.config.run import check_new, write_config
-from mjax.errors import UsageError, check_picture, in_python
+from mjax.errors import UsageError, check_picture, name_arguments
 from mjax.planner import Section
-from mjax.utils.figures import human_bytes, named_rows, table
+from mjax.utils.figures import format_rows, human_bytes, table
 from mjax.utils.files import cache_home
 
 
@@ -38,7 +38,7 @@ class PlanArguments:
 
     config: str = "gpt_demo"
     """Name of a file in configs/, or path to a .py file that defines `config`."""
-    run: Annotated[Path | None, RUN_ELSEWHERE] = None
+    run: Annotated[Path | None, RUN_SYNONYMS] = None
     """Use the config of the run in this folder instead of --config."""
     schedule_figure: Path | None = None
     """Plot the pipeline schedule into this file: .png, .pdf or .svg."""
@@ -103,7 +103,7 @@ def plan(argv: Sequence[str]) -> int:
     default = PlanArguments(config=config, run=chosen.resume, settings=chosen.settings)
     arguments = parse(PlanArguments, argv, "mjax plan", default)
     if chosen.resume is None:
-        folder = TrainArguments.runs / name_of(config)
+        folder = TrainArguments.runs / default_name(config)
         settings, taken = resolve(arguments.settings, chosen.settings, flag_names(argv), config, folder)
     else:
         settings, taken = resolve_steps(arguments.settings, flag_names(argv))
@@ -148,13 +148,13 @@ NEEDS = {
     "network": "gpu h100",
     "calibration": "gpu h100",
 }
-OWN = "this config"  # of a caller from Python
+PYTHON_CONFIG = "this config"  # of a caller from Python
 # Keys of the sections in --json, in printing order.
 KEYS = ("budget", "run", "schedule", "memory", "communication", "time", "search", "longest", "compile")
 
 
-@in_python("gpu", "longest", "calibration", "network", "devices_per_node", "schedule_figure", "memory_figure")
-def plan_of(config: Config, gpu: str | None = None, **options) -> dict:
+@name_arguments("gpu", "longest", "calibration", "network", "devices_per_node", "schedule_figure", "memory_figure")
+def plan_config(config: Config, gpu: str | None = None, **options) -> dict:
     """Return the object of `mjax plan --json`: parameters, schedule, memory, communication and, with a GPU, time.
 
     Args:
@@ -165,25 +165,25 @@ def plan_of(config: Config, gpu: str | None = None, **options) -> dict:
     Raises:
       UsageError: as on the command line.
     """
-    sections = sections_of(PlanArguments(config=OWN, settings=config, gpu=gpu, **options))
-    return json.loads(_as_json(sections))
+    sections = plan_sections(PlanArguments(config=PYTHON_CONFIG, settings=config, gpu=gpu, **options))
+    return json.loads(_to_json(sections))
 
 
 def run_plan(arguments: PlanArguments) -> int:
     """Print the plan of a config; returns the exit code."""
-    sections = sections_of(arguments)
+    sections = plan_sections(arguments)
     if arguments.json:
-        print(_as_json(sections, allow_nan=False))
+        print(_to_json(sections, allow_nan=False))
     else:
         print("\n\n".join(section.text for section in sections.values() if section is not None))
     return 0
 
 
-def _as_json(sections: dict[str, Section | None], **options) -> str:
+def _to_json(sections: dict[str, Section | None], **options) -> str:
     return json.dumps({key: section and section.values for key, section in sections.items()}, **options)
 
 
-def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
+def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
     """The sections of a plan by their key in --json, in printing order; None for a part that the plan does not have.
 
     Raises:
@@ -198,13 +198,13 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
     sections: dict[str, Section | None] = dict.fromkeys(KEYS)
     gpu = calibration = None
     if arguments.gpu is not None:
-        gpu = gpu_named(arguments.gpu).in_server(arguments.devices_per_node, arguments.network)
+        gpu = gpu_named(arguments.gpu).with_server(arguments.devices_per_node, arguments.network)
         file = arguments.calibration
         calibration = default_calibration(gpu) if file is None else read_calibration(file)
     if arguments.days is not None:
         name = name if arguments.run is None else f"{arguments.run}/config.json"
         budget = Budget(devices, gpu, arguments.days, arguments.tokens_per_parameter)
-        base = config if name == OWN else load_config(name)
+        base = config if name == PYTHON_CONFIG else load_config(name)
         config, sections["budget"] = command.run_budget(config, name, base, budget, calibration, keep)
     if devices is not None:
         config, sections["search"] = command.run_search(config, name, devices, gpu, calibration, keep)
@@ -221,7 +221,7 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
         attention_on_gpu(config, gpu.compute_capability)
         command.check_float8(config, gpu.name, gpu.compute_capability)
     if arguments.write is not None:  # after all checks
-        write_config(config, arguments.write, command.about(sections["search"], name, config))
+        write_config(config, arguments.write, command.describe_config(sections["search"], name, config))
 
     sections["run"] = _run(config, name)
     sections["schedule"] = _schedule(config, arguments.schedule_figure)
@@ -269,7 +269,7 @@ def _run(config: Config, name: str) -> Section:
         "parameters": parameters,
         "active_parameters": active,
         "trained_parameters": trained,
-        "mesh": axes.as_typed(mesh),
+        "mesh": axes.cli_sizes(mesh),
         "sequence_parallel": mesh.splits_tokens,
         "context_attention": config.across,
         "devices": mesh.devices,
@@ -281,24 +281,25 @@ def _run(config: Config, name: str) -> Section:
         "parameters": f"{parameters:,}"
         + (f", of which a token uses {active:,}" if active < parameters else "")
         + (f", of which {trained:,} are trained" if trained < parameters else ""),
-        "devices": f"{mesh.devices:,} = {axes.in_words(mesh, axes.PIPE)}" + ", sequence parallel" * mesh.splits_tokens,
+        "devices": f"{mesh.devices:,} = {axes.describe_mesh(mesh, axes.PIPE)}"
+        + ", sequence parallel" * mesh.splits_tokens,
         "global batch": f"{train.global_batch:,} = {mesh.data} replicas × {config.micro_batches} micro-batches "
         f"of {train.micro_batch}",
         **({"attention over context": config.across} if config.across else {}),
         "recomputation": train.recompute,
         "ZeRO": mesh.zero,
     }
-    return Section(name, values, named_rows(rows))
+    return Section(name, values, format_rows(rows))
 
 
 def _schedule(config: Config, file: Path | None) -> Section | None:
     """The pipeline schedule, plotted into `file`."""
     if config.mesh.pipe == 1:
         return None
-    from mjax.parallel.schedules import schedule_of, slot_times
+    from mjax.parallel.schedules import find_schedule, slot_times
     from mjax.pictures.plan import describe_bubble, describe_in_flight, display_name, draw_schedule
 
-    schedule, times = schedule_of(config), slot_times(config)
+    schedule, times = find_schedule(config), slot_times(config)
     if file is not None:
         draw_schedule(schedule, file, *times)
     values = {
@@ -306,7 +307,7 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
         "chunks": schedule.chunks,
         "ticks": schedule.ticks,
         "bubble": schedule.bubble(*times),
-        "in_flight": [schedule.in_flight(stage) for stage in range(schedule.stages)],
+        "max_in_flight": [schedule.max_in_flight(stage) for stage in range(schedule.stages)],
     }
     rows = {
         "schedule": display_name(schedule),
@@ -315,7 +316,7 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
         "bubble": describe_bubble(schedule, *times),
         "in flight": describe_in_flight(schedule),
     }
-    return Section("Schedule", values, named_rows(rows))
+    return Section("Schedule", values, format_rows(rows))
 
 
 def _communication(config: Config, name: str, file: Path | None) -> Section:
@@ -327,7 +328,7 @@ def _communication(config: Config, name: str, file: Path | None) -> Section:
         from mjax.pictures.plan import draw_communication
 
         draw_communication(sends.pieces(), file, name)
-    by_axis = sends.by_axis()
+    by_axis = sends.bytes_by_axis()
     values = {
         "bytes_by_axis": {axes_name(over): sent for over, sent in by_axis.items()},
         "collectives": sends.count,
@@ -338,8 +339,8 @@ def _communication(config: Config, name: str, file: Path | None) -> Section:
         return Section("Communication", values, ["none, on a mesh of one device"])
     rows = []
     for over in sorted(by_axis, key=by_axis.get, reverse=True):
-        on_axes = sends.over(*over)
-        for (source, operation), part in on_axes.grouped("source", "operation").items():
+        on_axes = sends.filter_axes(*over)
+        for (source, operation), part in on_axes.group_by("source", "operation").items():
             rows.append((axes_name(over), source, operation, f"{part.count:,}", human_bytes(part.sent)))
         rows.append((axes_name(over), "all", "", f"{on_axes.count:,}", human_bytes(on_axes.sent)))
     differ = any(len(set(record.counts)) > 1 for record in sends.records)

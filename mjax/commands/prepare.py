@@ -41,11 +41,11 @@ from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
 from mjax.data import indexed, tokenizers
 from mjax.data.corpus import TextFiles, parse, tasks
-from mjax.data.corpus.documents import OF_ROWS, Block, Wikipedia, ending_of
+from mjax.data.corpus.documents import OF_ROWS, Block, Wikipedia, file_ending
 from mjax.data.indexed import Shape, index_file, mask_file, token_dtype, token_file
 from mjax.data.tokenizers import BertTokenizer, HuggingFaceTokenizer, Tokenizer
 from mjax.errors import UsageError
-from mjax.generation.chat import PLAIN, TEMPLATE, Chat, Trained, Unfit, encode, preview, refused
+from mjax.generation.chat import PLAIN, TEMPLATE, Chat, Trained, UntrainableConversation, encode, preview, refusal
 from mjax.utils.progress import facts
 from mjax.utils.remote import RemoteFile, remove
 
@@ -94,9 +94,9 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
     _check(arguments)
     if arguments.chat:
         if arguments.longest is None:
-            model = read_settings(_run_of(arguments) / "config.json").model
+            model = read_settings(_find_run(arguments) / "config.json").model
             arguments = replace(arguments, longest=model.sequence + 1)
-        corpus = _conversations_of(arguments)
+        corpus = _read_conversations(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
     return tasks.run(PrepareJob(arguments, corpus, following))
@@ -119,7 +119,7 @@ class PrepareJob(tasks.Job):
         self.settings = [Path(arguments.template or "")]
         if not _trains(arguments):
             self.given = _with_bos(tokenizers.load_tokenizer(arguments.tokenizer), arguments)
-            self.settings += tokenizers.files_of(arguments.tokenizer)
+            self.settings += tokenizers.tokenizer_files(arguments.tokenizer)
 
     @property
     def _tokenizer_folder(self) -> Path:
@@ -130,7 +130,7 @@ class PrepareJob(tasks.Job):
         how, folder = self.arguments, self._tokenizer_folder
         given, self.given = self.given, None  # tasks read it from the folder
         if how.chat:
-            _save_chat(how.template, _run_of(how), folder, given)
+            _save_chat(how.template, _find_run(how), folder, given)
             given.bos = None  # the template writes it
         if given is not None:
             given.save(folder)
@@ -174,7 +174,7 @@ class PrepareJob(tasks.Job):
           counts, summed over blocks; malformed lines; encoder, the package that encoded; stops, ids of the tokens that
           end conversations.
         """
-        encoder, malformed, counts, stops = self._encoder, self.malformed(), Counter(), set()
+        encoder, malformed, counts, stops = self._encoder, self.sum_malformed(), Counter(), set()
         with self.writing(rank, "tokens", "lengths", "ends", "masks") as (token_stream, lengths, ends, masks):
             for raw in self.blocks(rank):
                 block = encoder.encode(raw)
@@ -199,7 +199,7 @@ class PrepareJob(tasks.Job):
         self.put_part("tokens", rank, self.folder / "bin", before.tokens * dtype.itemsize)
         if self.arguments.chat:
             self.put_part("masks", rank, self.folder / "mask", before.tokens)
-        lengths, ends = np.array(self.mapped("lengths", rank, np.int32)), self.mapped("ends", rank, np.int64)
+        lengths, ends = np.array(self.map_file("lengths", rank, np.int32)), self.map_file("ends", rank, np.int64)
         indexed.put_index(self.folder / "idx", dtype, before, whole, lengths, ends)
 
     def finish(self, rank: int) -> PrepareSummary:
@@ -208,7 +208,7 @@ class PrepareJob(tasks.Job):
         counts = Counter()
         for share in shares:
             counts.update(share["counts"])
-        malformed = self.malformed([share["malformed"] for share in shares])
+        malformed = self.sum_malformed([share["malformed"] for share in shares])
         if not counts["tokens"] and counts["dropped"]:
             longer = f"all {counts['dropped']:,} conversations are longer than --longest {how.longest:,}"
             raise UsageError(f"{longer}; raise it, or add --too-long cut")
@@ -233,8 +233,8 @@ class PrepareJob(tasks.Job):
             shutil.rmtree(indexed.temporary_tokenizer(prefix), ignore_errors=True)
             shutil.copytree(self._tokenizer_folder, indexed.temporary_tokenizer(prefix))
             stops = {stop for share in shares for stop in share["stops"]}
-            tokenizers.add_ends_of_text(indexed.temporary_tokenizer(prefix), tokenizer.eod, stops)
-            indexed.put_beside(prefix, metadata)
+            tokenizers.add_end_tokens(indexed.temporary_tokenizer(prefix), tokenizer.eod, stops)
+            indexed.publish_metadata(prefix, metadata)
             if not how.chat:
                 remove(mask_file(prefix))
         self.put_outputs({"bin": token_file(prefix), "mask": mask_file(prefix), "idx": index_file(prefix)})
@@ -299,7 +299,7 @@ def _check(arguments: PrepareArguments) -> None:
     indexed.check_output(arguments.output, arguments.overwrite)
 
 
-def _run_of(arguments: PrepareArguments) -> Path:
+def _find_run(arguments: PrepareArguments) -> Path:
     """The run of `--tokenizer run:RUN`."""
     return Path((arguments.tokenizer or "").partition(":")[2])
 
@@ -307,7 +307,7 @@ def _run_of(arguments: PrepareArguments) -> Path:
 def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:
     """`tokenizer`, with or without a token before each text as --prepend-bos says."""
     if arguments.prepend_bos != "auto":
-        tokenizer.bos = tokenizer.bos_of_files() if arguments.prepend_bos == "on" else None
+        tokenizer.bos = tokenizer.read_bos() if arguments.prepend_bos == "on" else None
         if arguments.prepend_bos == "on" and tokenizer.bos is None:
             raise UsageError(f"--prepend-bos on: a {tokenizer.scheme} tokenizer puts none before texts; leave it out")
     return tokenizer
@@ -410,7 +410,7 @@ def _check_chat(arguments: PrepareArguments) -> None:
     for name in ("demo", "split_sentences", "split_documents"):
         if getattr(arguments, name):
             raise UsageError(f"--{name.replace('_', '-')} is for text, and --chat for conversations; leave one out")
-    run = _run_of(arguments)
+    run = _find_run(arguments)
     if not (arguments.tokenizer or "").startswith("run:"):
         raise UsageError("--chat needs the tokenizer and chat template of the model to train; add --tokenizer run:RUN")
     if arguments.template is None and not (run / "tokenizer" / TEMPLATE).is_file():
@@ -433,7 +433,7 @@ def _save_chat(template: str | None, run: Path, folder: Path, tokenizer: Tokeniz
         shutil.copy(template, folder / TEMPLATE)
 
 
-def _conversations_of(arguments: ConversationArguments) -> TextFiles:
+def _read_conversations(arguments: ConversationArguments) -> TextFiles:
     """The conversations of the inputs.
 
     Raises:
@@ -441,7 +441,7 @@ def _conversations_of(arguments: ConversationArguments) -> TextFiles:
     """
     corpus = replace(arguments, key="").open()
     for file in corpus.files:
-        if ending_of(file) not in OF_ROWS:
+        if file_ending(file) not in OF_ROWS:
             raise UsageError(f"{file} is text, and --chat reads conversations from {', '.join(OF_ROWS)}; convert it")
     return corpus
 
@@ -451,15 +451,15 @@ def _show_first(arguments: ConversationArguments, corpus: TextFiles, folder: Pat
     console, chat = Console(soft_wrap=True, highlight=False), Chat(folder)
     for document in islice(corpus, arguments.preview):
         try:
-            encoded = encode(chat, document.fields, _trained(arguments))
-        except Unfit as error:
-            raise refused(document.source, error, document.fields) from None
+            encoded = encode(chat, document.fields, _turns_to_train(arguments))
+        except UntrainableConversation as error:
+            raise refusal(document.source, error, document.fields) from None
         console.rule(document.source, style="dim")
         console.print("dropped, it is too long" if encoded is None else preview(chat, encoded))
     console.rule(style="dim")
 
 
-def _trained(arguments: ConversationArguments) -> Trained:
+def _turns_to_train(arguments: ConversationArguments) -> Trained:
     return Trained(arguments.turns, arguments.reasoning, arguments.longest, arguments.too_long)
 
 
@@ -467,7 +467,7 @@ class ConversationEncoder:
     """Encodes blocks of conversations: renders each by the chat template, and marks what is trained."""
 
     def __init__(self, arguments: ConversationArguments, key: str, folder: Path, tokenizer: Tokenizer):
-        self.trained, self.skip = _trained(arguments), arguments.malformed == "skip"
+        self.trained, self.skip = _turns_to_train(arguments), arguments.malformed == "skip"
         self.tokenizer = tokenizer
         self.chat = Chat(folder, self.tokenizer)
         self.dtype = token_dtype(self.tokenizer.vocabulary)
@@ -480,9 +480,9 @@ class ConversationEncoder:
             try:
                 one = encode(self.chat, document.fields, self.trained)
                 self._check_ids(() if one is None else one.ids)
-            except Unfit as error:
+            except UntrainableConversation as error:
                 if not self.skip:
-                    raise refused(document.source, error, document.fields) from None
+                    raise refusal(document.source, error, document.fields) from None
                 malformed.append(f"{document.source}: {error}")
                 continue
             dropped += one is None
@@ -510,7 +510,7 @@ class ConversationEncoder:
         if ids and max(ids) >= self.tokenizer.vocabulary:
             token = self.chat.decode([max(ids)], special=True)
             size = f"{self.tokenizer.vocabulary:,} ids"
-            raise Unfit(f"the chat template writes {token}, id {max(ids)}, and the model has {size}")
+            raise UntrainableConversation(f"the chat template writes {token}, id {max(ids)}, and the model has {size}")
 
 
 # --- Sentences: `mjax prepare --split-sentences`, which BERT is trained on --------------------------------------------
@@ -552,7 +552,7 @@ def _following(arguments: PrepareArguments, metadata: DatasetMetadata, for_bert:
     """The command that trains on the dataset."""
     if for_bert and (metadata.append_eod or not arguments.split_sentences):
         return "for a BERT, prepare it again with --split-sentences --no-append-eod"
-    config, more, run = "gpt_demo", "", str(_run_of(arguments))
+    config, more, run = "gpt_demo", "", str(_find_run(arguments))
     if for_bert:
         config, more = ("bert_demo", "") if arguments.demo else ("bert_336m", " --mesh.data 1")
     if (arguments.tokenizer or "").startswith("run:"):  # of a model, which the text is for

@@ -29,20 +29,29 @@ from rich.console import Console
 from rich.prompt import Confirm
 
 from mjax.checkpoint import mirror
-from mjax.checkpoint.folders import BASE, GOOD, MANIFEST, Unusable, adapters_on, checkpoint_steps, locked, read_manifest
-from mjax.config import Config, differences, read_settings
+from mjax.checkpoint.folders import (
+    BASE,
+    GOOD,
+    MANIFEST,
+    Unusable,
+    adapters_on,
+    checkpoint_steps,
+    lock_folder,
+    read_manifest,
+)
+from mjax.config import Config, differing_fields, read_settings
 from mjax.config.batch_size import BatchSizes
-from mjax.config.model import is_own, kind_of
-from mjax.config.model_file import MODEL_FILE, model_file_of
+from mjax.config.model import is_user_defined, model_kind
+from mjax.config.model_file import MODEL_FILE, read_model_file
 from mjax.config.plain_values import read
 from mjax.errors import UsageError, check_picture, one_sentence, suggestion
-from mjax.pictures.runs import Curve, draw_runs, smoothed, window_of
-from mjax.run.callbacks import KINDS, read_goodput, summed
-from mjax.run.continuing import ORIGIN, origin_of
+from mjax.pictures.runs import Curve, draw_runs, smooth, smoothing_window
+from mjax.run.callbacks import KINDS, read_goodput, sum_activities
+from mjax.run.continuing import ORIGIN, read_origin
 from mjax.run.metrics import TRACKING_ID, End, finite_or_none, read_end, read_lines
 from mjax.utils.figures import duration, table
-from mjax.utils.files import path_below, rename, without_parents
-from mjax.utils.stores import address_of, with_addresses
+from mjax.utils.files import path_below, rename, resolve_parents
+from mjax.utils.stores import find_address, with_addresses
 
 T = TypeVar("T")
 TAIL = 2**20  # bytes read from the end of metrics.jsonl for the list, at most: three thousand steps
@@ -126,11 +135,11 @@ def list_runs(arguments: ListArguments) -> int:
     Raises:
       UsageError: there is no such folder.
     """
-    if not arguments.runs.is_dir() and address_of(arguments.runs) is None:
+    if not arguments.runs.is_dir() and find_address(arguments.runs) is None:
         raise UsageError(f"there is no folder {arguments.runs}; train a model first, or give another with --runs")
     if arguments.goodput:
         return show_goodput(arguments)
-    rows = [row_of(folder) for folder in _run_folders(arguments.runs)]
+    rows = [run_row(folder) for folder in _run_folders(arguments.runs)]
     if arguments.json:
         for row in rows:
             print(json.dumps(asdict(row), ensure_ascii=False))
@@ -150,7 +159,7 @@ def show_goodput(arguments: ListArguments) -> int:
     for folder in _run_folders(arguments.runs):
         try:
             starts = read_goodput(folder)
-            seconds = summed(starts)
+            seconds = sum_activities(starts)
         except UsageError as error:
             records.append({"name": folder.name, "problem": str(error)})
             continue
@@ -198,7 +207,7 @@ def _run_folders(runs: Path) -> list[Path]:
     return sorted(file.parent for file in runs.glob("*/config.json") if file.is_file() and file.parent.name[0] != ".")
 
 
-def row_of(folder: Path) -> Row:
+def run_row(folder: Path) -> Row:
     """The line of the list for the run in `folder`, with what is wrong with its files in its state."""
     problems: list[str] = []
 
@@ -214,7 +223,7 @@ def row_of(folder: Path) -> Row:
         return Row(folder.name, state=f"cannot be read: {problems[0]}")
     checkpoints = attempt(checkpoint_steps, folder, default=[])
     end = attempt(read_end, folder / "metrics.jsonl", TAIL, default=End())
-    origin = attempt(origin_of, folder, default=None)
+    origin = attempt(read_origin, folder, default=None)
     step = max([end.last.get("step", 0), *checkpoints])
     state = ("done" if step >= config.train.steps else "stopped") if checkpoints else "no checkpoint"
     if checkpoints == [0] and not end.last:
@@ -226,7 +235,7 @@ def row_of(folder: Path) -> Row:
     file = next(file for name in ("metrics.jsonl", "config.json") if (file := folder / name).is_file())
     return Row(
         name=folder.name,
-        model=f"{kind_of(config.model)} {config.model.layers} × {config.model.hidden}",
+        model=f"{model_kind(config.model)} {config.model.layers} × {config.model.hidden}",
         parameters=parameters,
         step=step,
         steps=config.train.steps,
@@ -245,8 +254,8 @@ class _StartRecord(TypedDict, total=False):
 
 def _parameters(folder: Path, config: Config) -> int | None:
     """The number of the model's parameters, recorded or counted in a checkpoint; None without either."""
-    if is_own(type(config.model)):
-        recorded = model_file_of(folder)
+    if is_user_defined(type(config.model)):
+        recorded = read_model_file(folder)
         return recorded and recorded.parameters
     file = folder / "environment.json"
     starts = read(list[_StartRecord], file, "remove it, and the next start writes another") if file.exists() else []
@@ -261,7 +270,7 @@ def _parameters(folder: Path, config: Config) -> int | None:
 
 def _is_running(folder: Path) -> bool:
     """True if a process trains the run; nothing is written to find out."""
-    return mirror.is_locked(folder) or mirror.is_running_elsewhere(folder)
+    return mirror.is_locked(folder) or mirror.is_running_on_another_machine(folder)
 
 
 # --- Comparing --------------------------------------------------------------------------------------------------------
@@ -284,7 +293,7 @@ def compare_runs(arguments: CompareArguments) -> int:
     runs = dict(zip(names, folders, strict=True))
     configs = {name: read_settings(folder / "config.json") for name, folder in runs.items()}
     settings = _different_settings(configs)
-    tokens_of_steps = {(BatchSizes.of(config).pieces, config.model.sequence) for config in configs.values()}
+    tokens_of_steps = {(BatchSizes.from_config(config).pieces, config.model.sequence) for config in configs.values()}
     x = "tokens" if len(tokens_of_steps) > 1 else "step"
     histories = {name: History(folder / "metrics.jsonl", x) for name, folder in runs.items()}
     if empty := [name for name in names if not histories[name].steps]:
@@ -292,7 +301,7 @@ def compare_runs(arguments: CompareArguments) -> int:
 
     common = min(history.last["step"] for history in histories.values())
     results = {
-        name: {"parameters": _parameters(folder, configs[name]), **results_of(histories[name], common)}
+        name: {"parameters": _parameters(folder, configs[name]), **read_results(histories[name], common)}
         for name, folder in runs.items()
     }
     draw_runs({name: (each.losses, each.validation) for name, each in histories.items()}, figure, x)
@@ -344,14 +353,14 @@ class History:
             print(f"note: {file} cannot be read in {lines} {damaged[0]}, which is left out", file=sys.stderr)
 
 
-def results_of(history: History, common: int) -> dict[str, float | int | None]:
+def read_results(history: History, common: int) -> dict[str, float | int | None]:
     """The results of a run in a comparison; losses are smoothed like the curve.
 
     Args:
       history: with a loss.
       common: the last step that every run has reached.
     """
-    averaged = smoothed(history.losses.values, window_of(len(history.steps)))
+    averaged = smooth(history.losses.values, smoothing_window(len(history.steps)))
     speeds, validation = sorted(history.speeds[1:] or history.speeds), history.validation.values
     reached = bisect_right(history.steps, common)
     return {
@@ -370,7 +379,7 @@ def _different_settings(configs: dict[str, Config]) -> dict[str, dict[str, Any]]
     """The fields in which the runs differ, with the value of each run; None if its model does not have the field."""
     first, *others = configs.values()
     settings = {}
-    for field in sorted({field for other in others for field in differences(first, other)}):
+    for field in sorted({field for other in others for field in differing_fields(first, other)}):
         section, _, key = field.partition(".")
         settings[field] = {name: getattr(getattr(config, section), key, None) for name, config in configs.items()}
     return settings
@@ -399,7 +408,7 @@ def remove_runs(arguments: RemoveArguments) -> int:
     folders = list(dict.fromkeys(_run_folder(name, arguments.runs) for name in arguments.names))
     if not folders:
         raise UsageError("mjax runs remove takes names of runs, such as mjax runs remove try1")
-    resolve = lambda folder: folder.resolve() if address_of(folder) is None else folder  # noqa: E731
+    resolve = lambda folder: folder.resolve() if find_address(folder) is None else folder  # noqa: E731
     removed = set(map(resolve, folders))
     siblings = {resolve(other) for runs in {folder.parent for folder in removed} for other in _run_folders(runs)}
     for folder in folders:
@@ -413,16 +422,16 @@ def remove_runs(arguments: RemoveArguments) -> int:
         if not arguments.yes:
             if not sys.stdin.isatty():
                 raise UsageError(f"cannot ask before removing {folder}: stdin is not a terminal; add --yes")
-            row = row_of(folder)
+            row = run_row(folder)
             here = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
             size = filesize.decimal(mirror.remove_there(folder, dry=True) or here)
             about = f"step {row.step}/{row.steps}, {len(checkpoint_steps(folder))} checkpoints, {size}"
             if not Confirm.ask(with_addresses(f"remove {folder} ({about})?"), default=False):
                 print(f"kept {folder}")
                 continue
-        with locked(folder, print):
+        with lock_folder(folder, print):
             mirror.remove_there(folder)
-            for local in mirror.folders_of(folder):
+            for local in mirror.local_folders(folder):
                 # Renamed first: whatever ends this process, a half-removed run is never taken for a run.
                 gone = local.with_name(f".{local.name}.removed")
                 rename(local, gone)
@@ -438,14 +447,14 @@ def _check_removable(folder: Path) -> None:
     foreign = [name for name in names if name not in OF_A_RUN and not LEFT_BY_A_RUN.search(name)]
     checkpoints = folder / "checkpoints"
     if checkpoints.is_dir() and not checkpoints.is_symlink():
-        foreign += [f"checkpoints/{entry.name}" for entry in checkpoints.iterdir() if not _is_of_a_save(entry)]
+        foreign += [f"checkpoints/{entry.name}" for entry in checkpoints.iterdir() if not _is_save_file(entry)]
     if foreign:
         raise UsageError(f"{folder} contains {foreign[0]}, which no run writes; move it away, or use rm")
     if _is_running(folder):
         raise UsageError(f"{folder} is in use by another process; stop it first")
 
 
-def _is_of_a_save(entry: Path) -> bool:
+def _is_save_file(entry: Path) -> bool:
     """True for a checkpoint, also a damaged or partial one; False for a user's folder."""
     if entry.name.isdigit():
         return (entry / MANIFEST).is_file()
@@ -462,7 +471,7 @@ def _run_folder(name: str, runs: Path) -> Path:
         below.append(path_below(runs, name))
     for folder in (*map(mirror.local_run, below), Path(name)):
         if (folder / "config.json").is_file():
-            return without_parents(folder) if folder.name else folder.resolve()
+            return resolve_parents(folder) if folder.name else folder.resolve()
     known = [folder.name for folder in _run_folders(runs)] if runs.is_dir() else []
     reason = ", which is not a run folder (no config.json)" if (runs / name).exists() or Path(name).exists() else ""
     raise UsageError(f"there is no run {name!r} in {runs}{suggestion(name, known)}{reason}; see `mjax runs`")

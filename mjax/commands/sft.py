@@ -23,10 +23,10 @@ from mjax.cluster import launch
 from mjax.commands.arguments import PrepareArguments
 from mjax.commands.flags import first_values, flag_names, parse
 from mjax.commands.train import TrainArguments, train
-from mjax.config import Config, DataConfig, OptimizerConfig, TrainConfig, load_own_model, read_config
+from mjax.config import Config, DataConfig, OptimizerConfig, TrainConfig, load_user_model, read_config
 from mjax.config.bounds import Bounds
-from mjax.config.marks import Elsewhere
-from mjax.config.run import as_flag, differences
+from mjax.config.marks import Synonyms
+from mjax.config.run import differing_fields, to_flag
 from mjax.data.corpus.documents import OF_ROWS
 from mjax.errors import UsageError
 from mjax.utils.files import cache_home, make_folder
@@ -47,11 +47,11 @@ EVALUATIONS = 5
 class SftArguments(TrainArguments):
     """Fine-tune a model on conversations; all flags of `mjax train` work."""
 
-    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE|PREFIX"), Elsewhere("dataset data-file")] = ()
+    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE|PREFIX"), Synonyms("dataset data-file")] = ()
     """Conversations: a .jsonl or .parquet file, or prefixes of `mjax prepare --chat`; short for --data.path."""
     name: str | None = None
     """Name of the run, whose folder is RUNS/NAME. An existing run is continued."""
-    epochs: Annotated[float, Bounds(gt=0), Elsewhere("num-epochs num-train-epochs")] = 3.0
+    epochs: Annotated[float, Bounds(gt=0), Synonyms("num-epochs num-train-epochs")] = 3.0
     """Times that every conversation is seen; --train.steps instead is exact."""
     template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
     """Chat template for a file of conversations; by default that of the model, or plain if it has none."""
@@ -90,7 +90,7 @@ def sft(argv: Sequence[str]) -> int:
     if first.get("init") is None:
         raise UsageError("mjax sft trains a model further: add --init RUN, such as of `mjax convert from-hf MODEL RUN`")
     init = Path(first["init"])
-    load_own_model(first.get("config"), init, print)
+    load_user_model(first.get("config"), init, print)
     saved = read_config(init / "config.json")
     if not saved.model.causal:
         raise UsageError(f"{init} holds {saved.model.title}, which writes no answers; see mjax finetune --help")
@@ -107,10 +107,10 @@ def sft(argv: Sequence[str]) -> int:
 
 def _print_defaults(settings: Config, typed: Container[str]) -> None:
     """Print, as flags, the settings of training that are neither typed nor the defaults of `mjax train`."""
-    changed = differences(settings, Config())
+    changed = differing_fields(settings, Config())
     names = [name for section in ("train.", "optimizer.") for name in changed if name.startswith(section)]
     shown = [name for name in names if name.replace("_", "-") not in typed]
-    print(f"sft     {' '.join(as_flag(name, changed[name][0]) for name in shown)}")
+    print(f"sft     {' '.join(to_flag(name, changed[name][0]) for name in shown)}")
 
 
 def _prepare_files(given: SftArguments, typed: Container[str]) -> dict[str, str]:
@@ -146,7 +146,7 @@ def _prepare_file(given: SftArguments, file: str, longest: int | None) -> str:
     if index_file(prefix).is_file():
         print(f"data    {prefix}, prepared before")
         return str(prefix)
-    if given.distributed.several or launch.launched_by() is not None:
+    if given.distributed.several or launch.find_launcher() is not None:
         raise UsageError(
             f"--data {file} is prepared by one process: type mjax prepare {shlex.quote(file)} --chat --tokenizer "
             f"run:{given.init} --output data/chat, and start the run with --data data/chat"
@@ -158,9 +158,9 @@ def _prepare_file(given: SftArguments, file: str, longest: int | None) -> str:
 
 def cache_key(arguments: PrepareArguments, init: Path) -> str:
     """A name for all that prepared conversations depend on: flags and contents of the files, never their times."""
-    from mjax.utils.remote import located
+    from mjax.utils.remote import locate
 
-    files = [located(*arguments.inputs), *sorted(path for path in (init / "tokenizer").rglob("*") if path.is_file())]
+    files = [locate(*arguments.inputs), *sorted(path for path in (init / "tokenizer").rglob("*") if path.is_file())]
     files += [] if arguments.template in (None, "plain") else [Path(arguments.template)]
     parts = [__version__, str(replace(arguments, inputs=())), read_config(init / "config.json").model.sequence]
     for path in files:

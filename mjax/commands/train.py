@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from mjax.checkpoint.mirror import localized, run_to_train
+from mjax.checkpoint.mirror import localize_arguments, run_to_train
 from mjax.cluster import launch
 from mjax.cluster.launch import Distributed, be_repeatable
 from mjax.commands.flags import first_values, flag_names, parse
-from mjax.config import Config, has_own_model, load_config, load_own_model, read_config
+from mjax.config import Config, has_user_model, load_config, load_user_model, read_config
 from mjax.config.checks import resolve, resolve_steps, validate
-from mjax.config.marks import RUN_ELSEWHERE, Elsewhere
-from mjax.config.model import KIND_FLAG, as_kind, kind_of
-from mjax.errors import RunError, UsageError, either, exit_code, explain, lines_of
-from mjax.profiling import profiled_steps
+from mjax.config.marks import RUN_SYNONYMS, Synonyms
+from mjax.config.model import KIND_FLAG, convert_kind, model_kind
+from mjax.errors import RunError, UsageError, count_lines, either, exit_code, explain
+from mjax.profiling import parse_steps
 from mjax.run.callbacks import Callback
-from mjax.utils.files import check_run_name, without_parents
+from mjax.utils.files import check_run_name, resolve_parents
 from mjax.utils.stores import with_addresses
 
 if TYPE_CHECKING:
     from mjax.generation.generate import Generator
-    from mjax.generation.text import Sample
+    from mjax.generation.text import TextContinuation
     from mjax.run.continuing import Origin
     from mjax.run.loop import Run
     from mjax.run.metrics import Record
@@ -38,13 +38,13 @@ class TrainArguments:
     config: str = "gpt_demo"
     """Name of a file in configs/, or path to a .py file that defines `config`. With --run: the file that defines a
     model of your own."""
-    name: Annotated[str | None, Elsewhere("run-name wandb-run-name")] = None
+    name: Annotated[str | None, Synonyms("run-name wandb-run-name")] = None
     """Name of the run, whose folder is RUNS/NAME; by default that of the config. An existing run is continued."""
-    runs: Annotated[Path, Elsewhere("save~ output-dir~ out-dir~ save-dir~")] = Path("runs")
+    runs: Annotated[Path, Synonyms("save~ output-dir~ out-dir~ save-dir~")] = Path("runs")
     """Folder that contains the run folders."""
-    resume: Annotated[Path | None, tyro.conf.arg(aliases=["--run"]), RUN_ELSEWHERE] = None
+    resume: Annotated[Path | None, tyro.conf.arg(aliases=["--run"]), RUN_SYNONYMS] = None
     """Continue the run in this folder with its saved config."""
-    init: Annotated[Path | None, Elsewhere("pretrained pretrained-checkpoint init-from finetune")] = None
+    init: Annotated[Path | None, Synonyms("pretrained pretrained-checkpoint init-from finetune")] = None
     """Start a new run from the weights alone of the run in this folder, trained or converted: optimizer, step and data
     order start from scratch. Once the new run has checkpoints the same command continues it."""
     step: int | None = None
@@ -85,7 +85,7 @@ def train(
 ) -> int:
     """`mjax train`; returns the exit code. `choose` gives the defaults of the flags, instead of `choose_config`."""
     try:
-        argv = localized(argv, trains=True)
+        argv = localize_arguments(argv, trains=True)
         arguments, label, origin, changes = _train_arguments(argv, choose or choose_config, prog)
     except (UsageError, RunError) as error:
         _report_to_processes(argv, error)
@@ -93,7 +93,7 @@ def train(
 
     from mjax.cluster import processes
     from mjax.cluster.watchdog import watching
-    from mjax.planner.command import check_gpu_at_hand
+    from mjax.planner.command import check_local_gpus
     from mjax.profiling.recorder import Recorder
     from mjax.run import loop
     from mjax.run.loop import Options
@@ -104,12 +104,12 @@ def train(
         if processes.is_first():
             for line in changes:
                 print(with_addresses(line))
-        check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
+        check_local_gpus(config, label, arguments.force, print if processes.is_first() else lambda line: None)
         step = None if arguments.init else arguments.step
         file = config.log.sample_prompts
         callbacks = [_SampleWriter([] if file is None else read_prompts(file))]
         if arguments.profile is not None:
-            callbacks.append(Recorder(profiled_steps(arguments.profile, config.train.steps)))
+            callbacks.append(Recorder(parse_steps(arguments.profile, config.train.steps)))
         options = Options(name=label, step=step, origin=origin, callbacks=callbacks, watchdog=watchdog)
         result = loop.train(config, arguments.resume, options)
     return result.exit_code
@@ -142,7 +142,7 @@ class _SampleWriter(Callback):
         ends = tokenizer.eod if chat is None else chat.stops
         samples = self._continue(run, texts, [encode(text) for text in texts], decode, ends)
         for prompt, sample in zip(prompts, samples, strict=True):
-            run.say(f"step {step}: {prompt} → {sample.continuation.strip()}")
+            run.print_once(f"step {step}: {prompt} → {sample.continuation.strip()}")
         if run.log:
             run.log.write_samples(step, prompts, [sample.continuation for sample in samples])
 
@@ -154,26 +154,26 @@ class _SampleWriter(Callback):
             return
         from rich.text import Text
 
-        from mjax.data.tokenizers import ends_of_text, tokenizer_from_folder
+        from mjax.data.tokenizers import end_token_ids, tokenizer_from_folder
         from mjax.generation.chat import Chat
 
         tokenizer = tokenizer_from_folder(data.tokenizer)
         decode = tokenizer.decode
         if log.prompt is None:  # as ids: their text may spell tokens that no text encodes to
-            batch = (data.validation or data.training).at(0)
+            batch = (data.validation or data.training).begin_activity(0)
             end = int(batch["loss_mask"][0].argmax()) + 1 if run.config.data.conversations else 8  # before an answer
             ids = batch["tokens"][0, :end].tolist()
             prompt = Chat(data.tokenizer).decode(ids, special=True) if run.config.data.conversations else decode(ids)
         else:
             prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
-        display.say("")
-        ends = ends_of_text(data.tokenizer, tokenizer.eod)
+        display.print_once("")
+        ends = end_token_ids(data.tokenizer, tokenizer.eod)
         (sample,) = self._continue(run, [prompt], [ids], decode, ends)
         text = Text(prompt, style="dim") + Text(sample.continuation)
         display.console.print(text, soft_wrap=True, highlight=False)
-        display.say("")
+        display.print_once("")
 
-    def _continue(self, run: Run, prompts, encoded, decode, ends) -> list[Sample]:
+    def _continue(self, run: Run, prompts, encoded, decode, ends) -> list[TextContinuation]:
         from mjax.generation.generate import Generator, Sampling
         from mjax.generation.text import continue_ids
         from mjax.utils.progress import status
@@ -191,7 +191,7 @@ def read_prompts(file: str) -> list[str]:
       UsageError: the file is missing, is not text, or has no line.
     """
     try:
-        lines = [line for line in lines_of(Path(file).read_text(encoding="utf-8")) if line.strip()]
+        lines = [line for line in count_lines(Path(file).read_text(encoding="utf-8")) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UsageError(f"--log.sample-prompts {file} cannot be read ({reason}); give a text file") from None
@@ -210,7 +210,7 @@ def _train_arguments(
     """
     chosen = choose(argv)
     arguments = parse(type(chosen), argv, prog, chosen)
-    name = name_of(arguments.config) if arguments.name is None else arguments.name
+    name = default_name(arguments.config) if arguments.name is None else arguments.name
     folder, label = arguments.resume, str(arguments.resume)
     if folder is None:
         check_run_name(name)
@@ -238,7 +238,7 @@ def _train_arguments(
     if settings.log.sample_prompts is not None:
         read_prompts(settings.log.sample_prompts)
     if arguments.profile is not None:
-        profiled_steps(arguments.profile, settings.train.steps)
+        parse_steps(arguments.profile, settings.train.steps)
     origin = choose_origin(folder, settings, arguments.init, arguments.step)
     if settings.model.lora_rank and origin is None and not checkpoint_steps(folder) and not settings.data.mock:
         example = "`mjax convert from-hf MODEL RUN`"
@@ -259,7 +259,7 @@ def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> N
     would wait for it."""
     typed = first_values(argv).items()  # other flags may be what is wrong
     words = [f"--{name}={value}" for name, value in typed if value and name.startswith(("distributed.", "simulate"))]
-    if not words and launch.launched_by() is None:
+    if not words and launch.find_launcher() is None:
         return
     arguments = parse(TrainArguments, words, "mjax train", TrainArguments())
     if not arguments.distributed.several:
@@ -273,7 +273,7 @@ def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> N
         raise error
 
 
-def name_of(config: str) -> str:
+def default_name(config: str) -> str:
     """The default name of a run: that of its config, or of the run whose config.json it is."""
     file = Path(config)
     return file.resolve().parent.name if file.name == "config.json" else file.stem
@@ -286,15 +286,15 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     run, config = typed.get("run") or typed.get("resume"), typed.get("config")
     if run is None:
         settings = load_config(config or TrainArguments.config)
-        if architecture is not None and architecture != kind_of(settings.model):
-            settings = replace(settings, model=as_kind(settings.model, architecture))
+        if architecture is not None and architecture != model_kind(settings.model):
+            settings = replace(settings, model=convert_kind(settings.model, architecture))
         return TrainArguments(config=config or TrainArguments.config, settings=settings)
     from mjax.checkpoint.folders import checkpoint_steps
 
-    folder = without_parents(Path(run))
+    folder = resolve_parents(Path(run))
     if not checkpoint_steps(folder):
         raise UsageError(f"--run {folder} has no checkpoint; give a run folder such as runs/gpt_demo")
-    own = config is not None and has_own_model(folder)
+    own = config is not None and has_user_model(folder)
     useless = {"--init": init, "--name": name, "--config": None if own else config}
     for flag, value in useless.items():
         if value is not None:
@@ -302,5 +302,5 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
                 f"{flag} {value} has no effect with --run {folder}, which continues that run; leave one out, or for a "
                 f"new run type --config {config if own else folder / 'config.json'} --name NEW"
             )
-    load_own_model(config, folder, lambda line: None)  # `changes_since` has the note
+    load_user_model(config, folder, lambda line: None)  # `changes_since` has the note
     return TrainArguments(resume=folder, settings=read_config(folder / "config.json"))

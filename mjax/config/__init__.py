@@ -1,6 +1,6 @@
 """Every option of a run: its config, the config of its model, and the checks before a device is touched."""
 
-from mjax.config.model import REGISTRY, ModelConfig, is_own, register_folders
+from mjax.config.model import REGISTRY, ModelConfig, is_user_defined, register_folders
 from mjax.config.run import (
     CheckpointConfig,
     Config,
@@ -11,17 +11,17 @@ from mjax.config.run import (
     OptimizerConfig,
     PrecisionConfig,
     TrainConfig,
-    as_flag,
     available_configs,
-    differences,
+    differing_fields,
     from_dict,
-    has_own_model,
+    has_user_model,
     load_config,
-    load_own_model,
+    load_user_model,
     read_config,
     read_settings,
     save_config,
     to_dict,
+    to_flag,
 )
 
 register_folders()
@@ -30,6 +30,6 @@ register_folders()
 def __getattr__(name: str):
     """The config of an architecture in mjax/models, such as `LlamaConfig`."""
     for config in REGISTRY.values():
-        if config.__name__ == name and not is_own(config):
+        if config.__name__ == name and not is_user_defined(config):
             return config
     raise AttributeError(f"module 'mjax.config' has no attribute {name!r}")

@@ -56,26 +56,26 @@ AXES = (
 )
 NAMES = tuple(axis.name for axis in AXES)
 PIPE, REPLICA, DATA, EXPERT, CONTEXT, MODEL = NAMES
-LAID = (REPLICA, EXPERT)
+VIRTUAL_AXES = (REPLICA, EXPERT)
 """Axes that need no devices of their own: they divide the replicas of `--mesh.data`."""
 
 
 def sizes(mesh) -> dict[str, int]:
     """Size of each axis of a `MeshConfig`, by name: of `data` what `replica` and `expert` leave."""
-    return as_typed(mesh) | {DATA: mesh.data // (mesh.replica * mesh.expert)}
+    return cli_sizes(mesh) | {DATA: mesh.data // (mesh.replica * mesh.expert)}
 
 
-def as_typed(mesh) -> dict[str, int]:
+def cli_sizes(mesh) -> dict[str, int]:
     """The fields of a `MeshConfig` that the axes are named after: of `data` all replicas."""
     return {name: getattr(mesh, name) for name in NAMES}
 
 
-def in_words(mesh, *others: str) -> str:
+def describe_mesh(mesh, *others: str) -> str:
     """`data 8 (expert 4) × model 2`: of `data` all replicas; other axes above 1, or if they are among `others`."""
-    typed = as_typed(mesh)
-    laid = ", ".join(f"{name} {typed.pop(name)}" for name in LAID if typed[name] > 1)
+    typed = cli_sizes(mesh)
+    laid = ", ".join(f"{name} {typed.pop(name)}" for name in VIRTUAL_AXES if typed[name] > 1)
     shown = {DATA, MODEL, *others} | {name for name, size in typed.items() if size > 1}
-    words = {name: f"{name} {size}" for name, size in typed.items() if name in shown and name not in LAID}
+    words = {name: f"{name} {size}" for name, size in typed.items() if name in shown and name not in VIRTUAL_AXES}
     words[DATA] += f" ({laid})" if laid else ""
     return " × ".join(words.values())
 
@@ -89,13 +89,13 @@ def devices(mesh) -> int:
 @lru_cache(maxsize=16384)
 def replicas(mesh) -> int:
     """Number of parts of a batch: devices along all axes that split it."""
-    return math.prod(sizes(mesh)[name] for name in splitting("batch"))
+    return math.prod(sizes(mesh)[name] for name in axes_splitting("batch"))
 
 
 @lru_cache(maxsize=16384)
 def copies(mesh) -> int:
     """Number of ranks that have a copy of a weight that neither layers nor columns nor experts split."""
-    return math.prod(sizes(mesh)[name] for name in holding())
+    return math.prod(sizes(mesh)[name] for name in axes_sharing_weights())
 
 
 @lru_cache(maxsize=16384)
@@ -105,24 +105,24 @@ def shards(mesh) -> int:
 
 
 @cache
-def splitting(what: Splits) -> tuple[str, ...]:
+def axes_splitting(what: Splits) -> tuple[str, ...]:
     """Names of the axes that split `what`, outermost first."""
     return tuple(axis.name for axis in AXES if axis.splits == what)
 
 
-def holding() -> tuple[str, ...]:
+def axes_sharing_weights() -> tuple[str, ...]:
     """Names of the axes whose ranks have copies of a weight that they do not split, outermost first: they compute with
     different tokens."""
-    return splitting("batch") + splitting("positions")
+    return axes_splitting("batch") + axes_splitting("positions")
 
 
 @cache
 def sharding() -> tuple[str, ...]:
     """Names of the axes of `holding` over which ZeRO splits a weight."""
-    return tuple(axis.name for axis in AXES if axis.shards and axis.name in holding())
+    return tuple(axis.name for axis in AXES if axis.shards and axis.name in axes_sharing_weights())
 
 
-def summed(mesh) -> frozenset[str]:
+def axes_of_gradient_sum(mesh) -> frozenset[str]:
     """Axes over which the gradients of weights are summed after the backward pass rather than in it."""
     sums = {"always": True, "with sequence parallelism": mesh.splits_tokens}
     return frozenset(axis.name for axis in AXES if sums.get(axis.sums, sizes(mesh)[axis.name] > 1))

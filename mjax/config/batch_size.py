@@ -46,7 +46,7 @@ class BatchSizes:
     begin: int = 0
 
     @classmethod
-    def of(cls, config: Config) -> BatchSizes:
+    def from_config(cls, config: Config) -> BatchSizes:
         """The sizes of the run that `config` describes."""
         train = config.train
         changes = [(0, train.global_batch)]
@@ -116,10 +116,10 @@ class BatchSizes:
 
 def training_samples(config: Config) -> int:
     """Number of samples for which the training order is drawn."""
-    return config.data.samples or BatchSizes.of(config).samples_before(config.train.steps)
+    return config.data.samples or BatchSizes.from_config(config).samples_before(config.train.steps)
 
 
-def at_batch(config: Config, size: int) -> Config:
+def with_batch_size(config: Config, size: int) -> Config:
     """`config` for the steps of one size: a constant global batch of `size`."""
     return replace(config, train=replace(config.train, global_batch=size, batch_rampup=None, taken=()))
 
@@ -146,7 +146,7 @@ def parse_tokens(tokens: str) -> int | None:
     return found and int(Fraction(found[1]) * UNITS[found[2]])
 
 
-def in_units(tokens: int) -> str:
+def format_tokens(tokens: int) -> str:
     """1,310,720 → '1.31M'."""
     unit = max((name for name, size in UNITS.items() if 0.9995 * size <= max(tokens, 1)), key=UNITS.__getitem__)
     count = tokens / UNITS[unit]

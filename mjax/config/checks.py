@@ -15,9 +15,9 @@ from mjax.config import axes
 from mjax.config.batch_size import BatchSizes, check_pipeline, parse_tokens
 from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, parse_blend, read_metadata, split_sequences
-from mjax.config.marks import Only, marks_of
+from mjax.config.marks import Only, field_marks
 from mjax.config.pattern import check_stages
-from mjax.config.run import BLENDS, Config, MeshConfig, as_flag, differences, read_settings
+from mjax.config.run import BLENDS, Config, MeshConfig, differing_fields, read_settings, to_flag
 from mjax.errors import UsageError, either
 
 MAX_DIVISOR = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
@@ -87,7 +87,7 @@ def _check_axes(config: Config) -> None:
     model, mesh = config.model, config.mesh
     if not model.splits(mesh.model):
         columns = model.columns()
-        what, size = next(row for row in (columns | model.shared_columns()).items() if row[1] % mesh.model)
+        what, size = next(row for row in (columns | model.column_sizes()).items() if row[1] % mesh.model)
         fails = "does not divide" if what in columns else "neither divides nor is a multiple of"
         possible = [ranks for ranks in _divisors(math.gcd(*columns.values())) if model.splits(ranks)]
         raise UsageError(f"--mesh.model {mesh.model} {fails} {what} {size}; use {_join_numbers(possible)}")
@@ -117,7 +117,7 @@ def _check_lora(config: Config) -> None:
     model = config.model
     if not model.lora_rank:
         for name, value in model.lora_settings().items():
-            flag = as_flag(f"model.{name}", value)
+            flag = to_flag(f"model.{name}", value)
             raise UsageError(f"{flag} has no effect without adapters; add --lora.rank, such as --lora.rank 16")
         return
     rank = f"--lora.rank {model.lora_rank}"
@@ -201,7 +201,7 @@ def _check_schedules(config: Config) -> None:
         raise UsageError(
             f"--optimizer.min-learning-rate is above --optimizer.learning-rate {optimizer.learning_rate:g}; lower it"
         )
-    samples_before = BatchSizes.of(config).samples_before
+    samples_before = BatchSizes.from_config(config).samples_before
     # Of conversations, some padding may fill the last batch.
     needed = samples_before(train.steps - 1) + 1 if config.data.conversations else samples_before(train.steps)
     if config.data.samples is not None and config.data.samples < needed:
@@ -212,14 +212,14 @@ def _check_schedules(config: Config) -> None:
 
 def _check_conditions(config: Config) -> None:
     """Refuse settings that are for values of another field (`marks.Only`) which this run does not have."""
-    for name, (value, _) in differences(config, Config(model=config.model)).items():
-        for mark in marks_of(config, name):
+    for name, (value, _) in differing_fields(config, Config(model=config.model)).items():
+        for mark in field_marks(config, name):
             actual = attrgetter(mark.field)(config) if isinstance(mark, Only) else None
             if actual is None or actual in (*mark.values.split(), "examples"):
                 continue
             other = "samples of" if mark.field == "samples" else f"--{mark.field}"
             raise UsageError(
-                f"{as_flag(name, value)} is for {other} {either(mark.values.split())}, and this run has {actual}; "
+                f"{to_flag(name, value)} is for {other} {either(mark.values.split())}, and this run has {actual}; "
                 "leave it out"
             )
 
@@ -267,7 +267,7 @@ def check_batch_sizes(config: Config) -> None:
             f"{flag} does not reach --train.global-batch {end} in whole increments; use a START below it and an "
             "INCREMENT that divides the difference"
         )
-    for first_step, _, size in BatchSizes.of(config).ahead():
+    for first_step, _, size in BatchSizes.from_config(config).ahead():
         if size % unit:
             raise UsageError(
                 f"{flag} has a batch of {size} from step {first_step + 1} on, which is not a multiple of {unit} "
@@ -284,7 +284,7 @@ def check_devices(config: Config, available: int, name: str = "this config") -> 
     mesh = config.mesh
     if mesh.devices != available:
         raise UsageError(
-            f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({axes.in_words(mesh)}); {available} found: "
+            f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({axes.describe_mesh(mesh)}); {available} found: "
             f"set --mesh.data and the other axes, or --simulate {mesh.devices}"
         )
 
@@ -307,7 +307,7 @@ def _check_pipeline(config: Config) -> None:
             f"or {f'--mesh.pipe {_join_numbers(possible)}' if possible else simplest}"
         )
     check_stages(config.model, mesh)
-    for size in BatchSizes.of(config).sizes():
+    for size in BatchSizes.from_config(config).sizes():
         check_pipeline(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.chunks)
 
 
@@ -352,7 +352,7 @@ def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Pa
     prefix, vocabulary = next(((name, one.vocabulary) for name, one in noted.items()), (None, 0))
     if "model.vocabulary" in typed or not noted:
         vocabulary = config.model.vocabulary
-    if vocabulary != config.model.vocabulary and not _goes_on(run, config.model.vocabulary):
+    if vocabulary != config.model.vocabulary and not is_resume(run, config.model.vocabulary):
         model = replace(config.model, vocabulary=vocabulary)
         rows = "" if model.padded_vocabulary == vocabulary else f", {model.padded_vocabulary:,} rows of the embedding"
         lines.append(f"vocabulary {vocabulary:,} as in {prefix}{rows} ({label} has {config.model.vocabulary:,})")
@@ -360,7 +360,7 @@ def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Pa
     if any(one.trained is not None for one in noted.values()):
         config = replace(config, data=replace(config.data, conversations=True))
         lines.append("conversations, in which the turns of the assistant are trained")
-    warmup = None if "optimizer.warmup-steps" in typed else shorter_warmup(config, chosen)
+    warmup = None if "optimizer.warmup-steps" in typed else clip_warmup(config, chosen)
     if warmup is not None:
         steps = f"{warmup} step{'s' * (warmup != 1)}"
         lines.append(
@@ -395,7 +395,7 @@ def resolve_steps(config: Config, typed: Set[str] = frozenset()) -> tuple[Config
             f"--train.tokens {tokens} is not a number of tokens above 0; write it like 300B or 1.5T (K, M, B or T: "
             "thousands to trillions)"
         )
-    sample, sizes = config.model.sequences * config.model.sequence, BatchSizes.of(config)
+    sample, sizes = config.model.sequences * config.model.sequence, BatchSizes.from_config(config)
     steps = sizes.steps_for(-(-wanted // sample))
     line = f"{tokens} tokens are {steps:,} steps ({sizes.samples_before(steps) * sample:,} tokens)"
     return replace(config, train=replace(train, steps=steps, tokens=None)), [line]
@@ -412,13 +412,13 @@ def _metadata(config: Config) -> dict[str, DatasetMetadata]:
     return {prefix: noted for prefix in prefixes if (noted := read_metadata(prefix)) is not None}
 
 
-def _goes_on(run: Path, vocabulary: int) -> bool:
+def is_resume(run: Path, vocabulary: int) -> bool:
     """True if the run in this folder has this vocabulary."""
     file = run / "config.json"
     return file.is_file() and read_settings(file).model.vocabulary == vocabulary
 
 
-def shorter_warmup(config: Config, chosen: Config) -> int | None:
+def clip_warmup(config: Config, chosen: Config) -> int | None:
     """A warm-up that fits, if the config file's does not fit the given length; else None."""
     before, now = (one.optimizer.decay_steps or one.train.steps for one in (chosen, config))
     warmup = config.optimizer.warmup_steps

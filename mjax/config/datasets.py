@@ -15,7 +15,7 @@ from mjax.config.plain_values import check
 from mjax.errors import UsageError
 from mjax.utils.files import read_json
 from mjax.utils.ranges import local_prefix
-from mjax.utils.remote import located
+from mjax.utils.remote import locate
 
 MAX_DATASETS = 32767  # their numbers are int16
 
@@ -155,7 +155,7 @@ class DatasetMetadata:
 
 def metadata_file(prefix: str | Path) -> Path:
     """PREFIX.json."""
-    return located(Path(f"{prefix}.json"))
+    return locate(Path(f"{prefix}.json"))
 
 
 def read_metadata(prefix: str | Path) -> DatasetMetadata | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mjax.config import Config
 from mjax.config.model import ModelConfig
-from mjax.config.pattern import stacks_of
+from mjax.config.pattern import layer_stacks
 from mjax.errors import UsageError
 
 AMPERE, HOPPER = (8, 0), (9, 0)
@@ -22,9 +22,9 @@ FUSED = ("cudnn", "flash")
 """Kernels that write no scores to memory."""
 BLOCK = 64
 """Positions of a tile of `flash`."""
-SMALLEST = 16
+MIN_HEAD_WIDTH = 16
 """Rows and columns of Triton's smallest product: all sizes of the grouped products are multiples."""
-MOST_UNROLLED = 80
+MAX_UNROLLED_LAYERS = 80
 """Layers that are compiled without a loop unless a config says so: each takes one to two seconds."""
 SERVER = 8
 """GPUs whose FSDP hides its gathers beside the layers without a loop too."""
@@ -56,7 +56,7 @@ def choose_kernel(
     """
     asked = model.attention
     if asked == "flash" or (asked == "auto" and chunks > 1 and platform == "gpu"):
-        fused, obstacle = "flash", _flash_obstacle(model, compute, platform, capability, chunks)
+        fused, obstacle = "flash", _why_not_flash(model, compute, platform, capability, chunks)
     else:
         fused, obstacle = "cudnn", _cudnn_obstacle(model, compute, platform, documents, capability)
     return _choose("attention", asked, fused, obstacle, "xla" if platform == "gpu" else "xla_blocks"), obstacle
@@ -86,7 +86,7 @@ SLOTS = [width << octave for octave in range(2, 40) for width in (4, 5, 6, 7)]
 """16, 20, 24, 28, 32, 40, …: every token reads a whole cache, so at most a fifth of it is padding."""
 
 
-def padded_width(config: Config, needed: int, narrowest: int, rows: int = 1, widths: Sequence[int] = WIDTHS) -> int:
+def pad_width(config: Config, needed: int, narrowest: int, rows: int = 1, widths: Sequence[int] = WIDTHS) -> int:
     """`needed` positions rounded up to one of `widths` from `narrowest` on, and to what the mesh and the kernel of
     attention divide, for `rows` sequences; limited by the number of positions."""
     ranks = config.mesh.context * config.mesh.model if config.mesh.sequence_parallel else 1
@@ -149,7 +149,7 @@ def with_kernels(config: Config, platform: str, capability: tuple[int, ...] = HO
     return replace(config, model=replace(model, attention=kernel)), notes
 
 
-def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:
+def resolve_kernels(config: Config, capability: tuple[int, ...]) -> Config:
     """`config` with the kernels of an NVIDIA GPU."""
     return with_kernels(config, "gpu", capability)[0]
 
@@ -164,7 +164,9 @@ def is_unrolled(config: Config, on_gpu: bool) -> bool:
         return train.unroll == "on"
     from_servers = mesh.zero == 3 and mesh.devices > SERVER
     by_layer = from_servers or mesh.context > 1 or train.recompute in ("full", "offload") or model.experts
-    return on_gpu and not (by_layer or mesh.pipe > 1 or len(stacks_of(model)) > 1 or model.layers > MOST_UNROLLED)
+    return on_gpu and not (
+        by_layer or mesh.pipe > 1 or len(layer_stacks(model)) > 1 or model.layers > MAX_UNROLLED_LAYERS
+    )
 
 
 def with_unrolling(config: Config, on_gpu: bool) -> Config:
@@ -192,24 +194,22 @@ def choose_grouped(config: Config, platform: str, capability: tuple[int, ...] = 
     obstacle = _gpu_obstacle(platform, capability)
     if not obstacle and config.precision.compute == "fp64":
         obstacle = "it computes in bf16, fp16 or fp32 and --precision.compute is fp64"
-    odd = [size for size in (model.hidden, model.width_of_expert // config.mesh.model) if size % SMALLEST]
+    odd = [size for size in (model.hidden, model.width_of_expert // config.mesh.model) if size % MIN_HEAD_WIDTH]
     if not obstacle and odd:
-        obstacle = (
-            f"it needs sizes that are multiples of {SMALLEST} and an expert's matrix has a dim of {odd[0]} on a GPU"
-        )
+        obstacle = f"it needs sizes that are multiples of {MIN_HEAD_WIDTH} and an expert's matrix has a dim of {odd[0]} on a GPU"
     return _choose("grouped", model.grouped, "pallas", obstacle, "xla"), obstacle
 
 
-def capability_of(device) -> tuple[int, ...]:
+def gpu_capability(device) -> tuple[int, ...]:
     """Compute capability of a device of JAX; where it has none, running the kernel shows whether it is able."""
     number = getattr(device, "compute_capability", "")
     return tuple(int(part) for part in number.split(".")) if number[:1].isdigit() else HOPPER
 
 
-def _flash_obstacle(
+def _why_not_flash(
     model: ModelConfig, compute: str, platform: str, capability: tuple[int, ...], chunks: int
 ) -> str | None:
-    if obstacle := _fused_obstacle(model, compute, platform, capability):
+    if obstacle := _why_not_fused(model, compute, platform, capability):
         return obstacle
     if not 16 <= model.head_size <= 128:
         return f"it needs a head size from 16 to 128 and hidden / heads is {model.head_size}"
@@ -228,7 +228,7 @@ def _gpu_obstacle(platform: str, capability: tuple[int, ...]) -> str | None:
     return None
 
 
-def _fused_obstacle(model: ModelConfig, compute: str, platform: str, capability: tuple[int, ...]) -> str | None:
+def _why_not_fused(model: ModelConfig, compute: str, platform: str, capability: tuple[int, ...]) -> str | None:
     if obstacle := _gpu_obstacle(platform, capability):
         return obstacle
     if compute not in ("bf16", "fp16", "fp8"):
@@ -241,7 +241,7 @@ def _fused_obstacle(model: ModelConfig, compute: str, platform: str, capability:
 def _cudnn_obstacle(
     model: ModelConfig, compute: str, platform: str, documents: bool, capability: tuple[int, ...]
 ) -> str | None:
-    if obstacle := _fused_obstacle(model, compute, platform, capability):
+    if obstacle := _why_not_fused(model, compute, platform, capability):
         return obstacle
     if model.attention_dropout > 0:
         return f"it has no dropout and --model.attention-dropout is {model.attention_dropout}"

@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from mjax.config.bounds import fields_of
+from mjax.config.bounds import bounded_fields
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class By:
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class Synonyms:
     """Names that a field has in Megatron-LM, nanoGPT or Hugging Face: `fp16=fp16` is a switch for one value of it, and
     the value of `epochs~` means something else."""
 
@@ -76,14 +76,14 @@ FILE_ONLY = tyro.conf.Fixed
 """Set in a config file or in Python: it is no flag of any command."""
 
 
-def in_use(settings: Any, name: str) -> Any:
+def effective_value(settings: Any, name: str) -> Any:
     """The value of a field, or of the property that it follows by default (`By`)."""
     value = getattr(settings, name)
     sources = [mark.property for mark in _marks(type(settings))[name] if isinstance(mark, By)]
     return getattr(settings, sources[0]) if value is None and sources else value
 
 
-def marks_of(config: Any, name: str) -> frozenset[Mark | Only]:
+def field_marks(config: Any, name: str) -> frozenset[Mark | Only]:
     """The marks of the field `name` of a config, such as 'train.steps', and those of its section."""
     section, knob = name.split(".")
     marks = *_marks(type(config))[section], *_marks(type(getattr(config, section)))[knob]
@@ -99,14 +99,14 @@ def fields_with(mark: Mark, config: Any) -> tuple[str, ...]:
     """Dotted names of the fields of a config that have this mark, or whose section has it."""
     sections = ((section.name, getattr(config, section.name)) for section in fields(config))
     names = [f"{section}.{field.name}" for section, values in sections for field in fields(values)]
-    return tuple(name for name in names if mark in marks_of(config, name))
+    return tuple(name for name in names if mark in field_marks(config, name))
 
 
 def _marks(cls: type) -> dict[str, tuple[Any, ...]]:
-    return {name: marks for name, _, _, marks in fields_of(cls)}
+    return {name: marks for name, _, _, marks in bounded_fields(cls)}
 
 
-RUN_ELSEWHERE = Elsewhere("load ckpt checkpoint-path resume-from-checkpoint checkpoint resume pretrained init-from")
+RUN_SYNONYMS = Synonyms("load ckpt checkpoint-path resume-from-checkpoint checkpoint resume pretrained init-from")
 
 
 @dataclass(frozen=True)

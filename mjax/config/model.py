@@ -23,7 +23,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from mjax.config.bounds import Count, NotNegative, Share
 from mjax.config.lora import LoRAConfig
-from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, NEW_RUN, TUNING, UNPLANNED, By, Elsewhere, Metric
+from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, NEW_RUN, TUNING, UNPLANNED, By, Metric, Synonyms
 from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError, suggestion
 
@@ -34,9 +34,9 @@ Arrays = dict[str, tuple[tuple[int, ...], str]]
 
 Tuned = Annotated[NotNegative, TUNING]
 Rate = Annotated[Share, TUNING]
-HiddenDropout = Annotated[Rate, UNPLANNED, Elsewhere("dropout resid-pdrop embd-pdrop")]
-AttentionDropout = Annotated[Rate, Elsewhere("dropout attn-pdrop")]
-FeedForward = Annotated[Count | None, By("mlp_width"), ANY_FAMILY, Elsewhere("ffn-hidden-size intermediate-size")]
+HiddenDropout = Annotated[Rate, UNPLANNED, Synonyms("dropout resid-pdrop embd-pdrop")]
+AttentionDropout = Annotated[Rate, Synonyms("dropout attn-pdrop")]
+FeedForward = Annotated[Count | None, By("mlp_width"), ANY_FAMILY, Synonyms("ffn-hidden-size intermediate-size")]
 Gelu = Literal["gelu_tanh", "gelu_erf"]
 Attention = Literal["auto", "cudnn", "flash", "xla", "xla_blocks"]
 
@@ -68,26 +68,26 @@ class ModelConfig(LoRAConfig):
 
     kind: str = ""
     """Architecture of the model."""
-    layers: Annotated[Count, Elsewhere("num-layers n-layer n-layers num-hidden-layers")] = 24
+    layers: Annotated[Count, Synonyms("num-layers n-layer n-layers num-hidden-layers")] = 24
     """Transformer layers."""
-    hidden: Annotated[Count, Elsewhere("hidden-size n-embd d-model")] = 1024
+    hidden: Annotated[Count, Synonyms("hidden-size n-embd d-model")] = 1024
     """Width of the residual stream, h."""
-    heads: Annotated[Count, Elsewhere("num-attention-heads n-head n-heads num-heads")] = 16
+    heads: Annotated[Count, Synonyms("num-attention-heads n-head n-heads num-heads")] = 16
     """Attention heads, n; the head size is hidden / heads."""
-    sequence: Annotated[Count, Elsewhere("seq-length seq-len max-seq-length block-size context-length")] = 1024
+    sequence: Annotated[Count, Synonyms("seq-length seq-len max-seq-length block-size context-length")] = 1024
     """Tokens in a sample, s."""
-    max_position_embeddings: Annotated[Count | None, By("max_positions"), ANY_FAMILY, Elsewhere("n-positions")] = None
+    max_position_embeddings: Annotated[Count | None, By("max_positions"), ANY_FAMILY, Synonyms("n-positions")] = None
     """Positions of the model, which stay when it trains on shorter samples: rows of learned positions, and what exports
     say; as many as sequence when not given."""
-    vocabulary: Annotated[Count, NEW_RUN, Elsewhere("vocab-size padded-vocab-size")] = 50257
+    vocabulary: Annotated[Count, NEW_RUN, Synonyms("vocab-size padded-vocab-size")] = 50257
     """Token ids the tokenizer can produce."""
-    vocabulary_multiple: Annotated[Count, FILE_ONLY, NEW_RUN, ANY_FAMILY, Elsewhere("make-vocab-size-divisible-by")] = (
+    vocabulary_multiple: Annotated[Count, FILE_ONLY, NEW_RUN, ANY_FAMILY, Synonyms("make-vocab-size-divisible-by")] = (
         1024
     )
     """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
-    init_std: Annotated[Tuned, FILE_ONLY, Elsewhere("init-method-std initializer-range")] = 0.02
+    init_std: Annotated[Tuned, FILE_ONLY, Synonyms("init-method-std initializer-range")] = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
-    attention: Annotated[Attention, FREE, NEW_RUN, ANY_FAMILY, Elsewhere("attn-implementation")] = "auto"
+    attention: Annotated[Attention, FREE, NEW_RUN, ANY_FAMILY, Synonyms("attn-implementation")] = "auto"
     """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
     a CPU. flash has dropout and keeps no scores, and no GPU has run it yet."""
 
@@ -127,7 +127,7 @@ class ModelConfig(LoRAConfig):
 
     def build(self, key, dtype):
         """The model with weights initialised from `key`, a key of `jax.random`, in `dtype`."""
-        return imported(self.module)(key, self, dtype)
+        return import_object(self.module)(key, self, dtype)
 
     def batch(self, data) -> Arrays:
         """The arrays of a batch with this `DataConfig`; here for a model that predicts the next token."""
@@ -180,14 +180,14 @@ class ModelConfig(LoRAConfig):
         """The sizes that `mesh.model` has to divide, by name."""
         return {"heads": self.heads, "padded vocabulary": self.padded_vocabulary}
 
-    def shared_columns(self) -> dict[str, int]:
+    def column_sizes(self) -> dict[str, int]:
         """The sizes that `mesh.model` has to divide or be a multiple of: then several ranks have the same part."""
         return {}
 
     def splits(self, ranks: int) -> bool:
         """Whether the model can be split over `ranks` ranks of `model`."""
         return all(size % ranks == 0 for size in self.columns().values()) and all(
-            size % ranks == 0 or ranks % size == 0 for size in self.shared_columns().values()
+            size % ranks == 0 or ranks % size == 0 for size in self.column_sizes().values()
         )
 
     def check(self, config) -> None:
@@ -228,7 +228,7 @@ def register_folders() -> None:
         importlib.import_module(f"mjax.models.{file.parent.name}.config")
 
 
-def imported(name: str) -> Any:
+def import_object(name: str) -> Any:
     """Import the object that MODULE:NAME names."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
@@ -249,12 +249,12 @@ def config_class(kind: Any, source: str) -> type[ModelConfig]:
     return REGISTRY[kind]
 
 
-def is_own(cls: type[ModelConfig]) -> bool:
+def is_user_defined(cls: type[ModelConfig]) -> bool:
     """True for a class of yours, False for one of mjax."""
     return not cls.__module__.startswith("mjax.")
 
 
-def stand_in(values: Mapping[str, Any], source: str) -> type[ModelConfig]:
+def placeholder_class(values: Mapping[str, Any], source: str) -> type[ModelConfig]:
     """The class of the model with these `values`; for a model of your own a class with the same fields, which can be
     shown and compared, not built.
 
@@ -262,7 +262,7 @@ def stand_in(values: Mapping[str, Any], source: str) -> type[ModelConfig]:
       UsageError: the values name no kind, or have a field that cannot be one; `source` says where they come from.
     """
     kind = values["kind"]
-    if not isinstance(kind, str) or (kind in REGISTRY and not is_own(REGISTRY[kind])):
+    if not isinstance(kind, str) or (kind in REGISTRY and not is_user_defined(REGISTRY[kind])):
         return config_class(kind, source)
     others = [(name, object, None) for name in values if name not in _names(ModelConfig)]
     title = {"title": f"{kind!r}, a model of your own"}
@@ -274,12 +274,12 @@ def stand_in(values: Mapping[str, Any], source: str) -> type[ModelConfig]:
     return cls
 
 
-def kind_of(model: ModelConfig) -> str:
+def model_kind(model: ModelConfig) -> str:
     """The name of the architecture of `model`."""
     return model.kind
 
 
-def as_kind(model: ModelConfig, kind: str) -> ModelConfig:
+def convert_kind(model: ModelConfig, kind: str) -> ModelConfig:
     """A config of another architecture, with the fields it shares with `model` where these are not at their
     defaults; its own defaults may differ."""
     cls = config_class(kind, KIND_FLAG)

@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mjax.config.model import ModelConfig, is_own
+from mjax.config.model import ModelConfig, is_user_defined
 from mjax.config.plain_values import read
 from mjax.errors import UsageError
 from mjax.utils.files import write_whole
@@ -36,24 +36,24 @@ class ModelFile:
     parameters: int
 
 
-def file_of(cls: type[ModelConfig]) -> str | None:
+def source_file(cls: type[ModelConfig]) -> str | None:
     """The absolute path of the file that defines a model of your own; None for a model of mjax, and for a class of a
     notebook or of the program that runs, which no command can execute for its class alone."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return os.path.abspath(file) if is_own(cls) and cls.__module__ != "__main__" and file else None
+    return os.path.abspath(file) if is_user_defined(cls) and cls.__module__ != "__main__" and file else None
 
 
 def save_model_file(folder: Path, model: ModelConfig, parameters: int) -> None:
     """Record in a run folder which file defines its model; nothing for a model of mjax."""
-    if not is_own(type(model)):
+    if not is_user_defined(type(model)):
         (folder / MODEL_FILE).unlink(missing_ok=True)
         return
-    file = file_of(type(model))
+    file = source_file(type(model))
     found = ModelFile(file, file and _digest(file), parameters)
     write_whole(folder / MODEL_FILE, json.dumps(asdict(found), indent=2) + "\n")
 
 
-def model_file_of(folder: Path) -> ModelFile | None:
+def read_model_file(folder: Path) -> ModelFile | None:
     """The file that a run remembers; None for a model of mjax, and for a run of an older version.
 
     Raises:
@@ -64,9 +64,9 @@ def model_file_of(folder: Path) -> ModelFile | None:
     return read(ModelFile, file, fix) if file.exists() else None
 
 
-def change_of_file(folder: Path, cls: type[ModelConfig]) -> str | None:
+def describe_change(folder: Path, cls: type[ModelConfig]) -> str | None:
     """A note if the file that defines `cls` is not the one with which the run in `folder` was trained."""
-    before, file = model_file_of(folder), file_of(cls)
+    before, file = read_model_file(folder), source_file(cls)
     now = file and _digest(file)
     if before is None or now == before.sha256:
         return None
@@ -82,7 +82,7 @@ def refuse_unknown(folder: Path, kind: str) -> None:
     Raises:
       UsageError: it does; the sentence says what to type.
     """
-    remembered = model_file_of(folder)
+    remembered = read_model_file(folder)
     if remembered is None:
         return
     file = remembered.file
@@ -97,14 +97,14 @@ def refuse_unknown(folder: Path, kind: str) -> None:
 
 def run_flags(folder: Path, model: ModelConfig) -> str:
     """`--run FOLDER`, with `--config FILE.py` for a model of your own: what a command needs to use the run."""
-    file = file_of(type(model))
+    file = source_file(type(model))
     return f"--run {shlex.quote(str(folder))}" + (f" --config {shlex.quote(file)}" if file else "")
 
 
 def new_run_flags(folder: Path, model: ModelConfig) -> str:
     """`--config … --name NEW`: a new run with the settings of the run in `folder`, or those of the model's file."""
-    remembered = model_file_of(folder)
-    file = file_of(type(model)) or (remembered and remembered.file) or f"{folder}/config.json"
+    remembered = read_model_file(folder)
+    file = source_file(type(model)) or (remembered and remembered.file) or f"{folder}/config.json"
     return f"--config {shlex.quote(file)} --name NEW"
 
 

@@ -75,7 +75,7 @@ class Stack:
 
 
 @lru_cache(maxsize=256)
-def stacks_of(model) -> tuple[Stack, ...]:
+def layer_stacks(model) -> tuple[Stack, ...]:
     """The stacks of the layers of a model, a `ModelConfig`, in order."""
     runs, stacks, first = model.pattern.runs(model.layers), [], 1
     for run, (kinds, groups) in enumerate(runs):
@@ -89,9 +89,9 @@ def stacks_of(model) -> tuple[Stack, ...]:
     return tuple(stacks)
 
 
-def stack_of(model, weight: str) -> Stack | None:
+def find_stack(model, weight: str) -> Stack | None:
     """The stack of the weight with this name; None for one outside layers."""
-    return next((stack for stack in stacks_of(model) if weight.startswith(f"{stack.name}.")), None)
+    return next((stack for stack in layer_stacks(model) if weight.startswith(f"{stack.name}.")), None)
 
 
 def stage_unit(model) -> int:

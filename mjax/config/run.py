@@ -30,8 +30,8 @@ from mjax.config.marks import (
     RATE,
     SEARCHED,
     UNPLANNED,
-    Elsewhere,
     Only,
+    Synonyms,
     names_with,
 )
 from mjax.config.model import (
@@ -39,11 +39,11 @@ from mjax.config.model import (
     Arrays,
     ModelConfig,
     config_class,
-    is_own,
-    kind_of,
-    stand_in,
+    is_user_defined,
+    model_kind,
+    placeholder_class,
 )
-from mjax.config.model_file import change_of_file, file_of, model_file_of, refuse_unknown
+from mjax.config.model_file import describe_change, read_model_file, refuse_unknown, source_file
 from mjax.config.plain_values import build, fits
 from mjax.errors import UsageError, check_folder, suggestion
 from mjax.utils.files import read_json, write_whole
@@ -60,32 +60,32 @@ TEXT = Only("samples", "text")
 class MeshConfig:
     """Devices along each axis of the mesh. Ranks of `model` should share a server, so keep it within one."""
 
-    pipe: Annotated[Count, Elsewhere("pipeline-model-parallel-size pipeline-parallel-size pipeline pp pp-size")] = 1
+    pipe: Annotated[Count, Synonyms("pipeline-model-parallel-size pipeline-parallel-size pipeline pp pp-size")] = 1
     """Pipeline stages, each with its share of the layers (1: no pipeline)."""
-    data: Annotated[Count, Elsewhere("data-parallel-size dp dp-size num-gpus gpus")] = 1
+    data: Annotated[Count, Synonyms("data-parallel-size dp dp-size num-gpus gpus")] = 1
     """Data-parallel replicas."""
-    model: Annotated[Count, Elsewhere("tensor-model-parallel-size tensor-parallel-size tp tp-size")] = 1
+    model: Annotated[Count, Synonyms("tensor-model-parallel-size tensor-parallel-size tp tp-size")] = 1
     """Devices that share every layer's matrices (Megatron's tensor parallelism)."""
-    expert: Annotated[Count, Elsewhere("expert-model-parallel-size expert-parallel-size ep ep-size")] = 1
+    expert: Annotated[Count, Synonyms("expert-model-parallel-size expert-parallel-size ep ep-size")] = 1
     """Data-parallel replicas that share the experts of a mixture: each has a part of them, and computes it for the
     tokens of all. It divides data."""
-    context: Annotated[Count, Elsewhere("context-parallel-size cp cp-size context-parallel-degree")] = 1
+    context: Annotated[Count, Synonyms("context-parallel-size cp cp-size context-parallel-degree")] = 1
     """Devices that share every sequence (context parallelism): each has a part of its positions, and of all
     activations."""
-    context_attention: Annotated[Literal["auto", "heads", "gather"], Elsewhere("cp-comm-type")] = "auto"
+    context_attention: Annotated[Literal["auto", "heads", "gather"], Synonyms("cp-comm-type")] = "auto"
     """Attention of a sequence over `context`: heads, each rank gets all positions of a part of the heads (all-to-all);
     gather, each rank gets keys and values of all positions. auto: heads if their number allows it."""
-    sequence_parallel: Annotated[bool, Elsewhere("sp")] = False
+    sequence_parallel: Annotated[bool, Synonyms("sp")] = False
     """Also split LayerNorm, dropout and the residual stream over `model`, by tokens (arXiv 2205.05198): less memory for
     the same communication. It has no effect with `model` 1."""
     schedule: Annotated[Literal["gpipe", "1f1b"], FILE_ONLY] = "1f1b"
     """Order of forward and backward passes in the pipeline; with chunks above 1, 1f1b is interleaved."""
-    chunks: Annotated[Count, Elsewhere("num-layers-per-virtual-pipeline-stage~")] = 1
+    chunks: Annotated[Count, Synonyms("num-layers-per-virtual-pipeline-stage~")] = 1
     """Chunks of layers per pipeline stage (virtual stages), V; they shrink the bubble V times."""
-    zero: Annotated[Literal[0, 1, 3], Elsewhere("use-distributed-optimizer=1 zero-stage fsdp=3")] = 0
+    zero: Annotated[Literal[0, 1, 3], Synonyms("use-distributed-optimizer=1 zero-stage fsdp=3")] = 0
     """Sharding over `data`: 0 none; 1 weights and moments between steps (ZeRO-1); 3 also weights during the step,
     gathered layer by layer (ZeRO-3, FSDP)."""
-    replica: Annotated[Count, Elsewhere("num-distributed-optimizer-instances hsdp dp-replicate")] = 1
+    replica: Annotated[Count, Synonyms("num-distributed-optimizer-instances hsdp dp-replicate")] = 1
     """Groups of data-parallel replicas that each hold all weights (HSDP): ZeRO shards within a group, and groups
     exchange the gradients of their shards once a step. It divides data."""
 
@@ -104,17 +104,17 @@ class MeshConfig:
 class DataConfig:
     """Sources of samples."""
 
-    path: Annotated[tuple[str, ...], BLEND, PLANNED, Elsewhere("data dataset data-dir data-file train-file")] = ()
+    path: Annotated[tuple[str, ...], BLEND, PLANNED, Synonyms("data dataset data-dir data-file train-file")] = ()
     """Prefixes of indexed datasets (PREFIX.bin and PREFIX.idx, written by `mjax prepare` or Megatron's
     preprocess_data): one dataset; several with a weight before each, such as 0.3 data/a 0.7 data/b, blended by weight;
     or several without weights, each used once, blended in proportion to their sizes."""
     split: str = "949,50,1"
     """Proportions of documents for training, validation and test, as in Megatron; not used with train_path."""
-    train_path: Annotated[tuple[str, ...], BLEND, Elsewhere("train-data train-data-path")] = ()
+    train_path: Annotated[tuple[str, ...], BLEND, Synonyms("train-data train-data-path")] = ()
     """Instead of path: a blend used for training only. valid_path goes with it."""
-    valid_path: Annotated[tuple[str, ...], BLEND, Elsewhere("valid-data-path val-data validation-file")] = ()
+    valid_path: Annotated[tuple[str, ...], BLEND, Synonyms("valid-data-path val-data validation-file")] = ()
     """With train_path: a blend used for validation only."""
-    mock: Annotated[bool, PLANNED, Elsewhere("mock-data")] = False
+    mock: Annotated[bool, PLANNED, Synonyms("mock-data")] = False
     """Train on synthetic tokens instead of data.path; for measuring speed."""
     own: Annotated[bool, FILE_ONLY] = False
     """Batches come from the caller of `mjax.Trainer`, which sets this."""
@@ -122,11 +122,11 @@ class DataConfig:
     """Number of training samples for which the order is drawn; by default those of all steps. Megatron's sample order
     depends on it, so set it to lengthen a run later without changing the order. Of conversations, padding follows them
     in the last batch."""
-    reset_positions: Annotated[bool, PLANNED, TEXT, Elsewhere("reset-position-ids")] = False
+    reset_positions: Annotated[bool, PLANNED, TEXT, Synonyms("reset-position-ids")] = False
     """Restart positions at 0 after each end of document."""
-    reset_attention: Annotated[bool, PLANNED, TEXT, Elsewhere("reset-attention-mask")] = False
+    reset_attention: Annotated[bool, PLANNED, TEXT, Synonyms("reset-attention-mask")] = False
     """Let a token attend only to tokens of its own document."""
-    mask_eod_loss: Annotated[bool, TEXT, Elsewhere("eod-mask-loss")] = False
+    mask_eod_loss: Annotated[bool, TEXT, Synonyms("eod-mask-loss")] = False
     """Ignore the loss of the token after an end of document, which cannot be predicted."""
     conversations: Annotated[bool, FILE_ONLY, Only("samples", "text conversations")] = False
     """Samples are whole conversations of `mjax prepare --chat`, which do not see each other, and only what the
@@ -135,7 +135,7 @@ class DataConfig:
     """For conversations: as many in a sequence as fit; else one in each, padded."""
     eod: CountOrZero | None = None
     """End-of-document id, for the resets and the mask above; by default that of the data's tokenizer."""
-    cache: Annotated[str | None, FREE, PER_PROCESS, Elsewhere("data-cache-path")] = None
+    cache: Annotated[str | None, FREE, PER_PROCESS, Synonyms("data-cache-path")] = None
     """Folder of the index cache; by default PREFIX.cache, or ~/.cache/mjax where that is not writable."""
 
     def __post_init__(self):
@@ -175,29 +175,29 @@ class OptimizerConfig:
     """adamw, or muon: orthogonalised momentum for the matrices of the layers, and AdamW for everything else
     (embeddings, heads, norms, biases)."""
 
-    learning_rate: Annotated[NotNegative, RATE, Elsewhere("lr peak-lr max-lr")] = 1.5e-4
+    learning_rate: Annotated[NotNegative, RATE, Synonyms("lr peak-lr max-lr")] = 1.5e-4
     """Peak learning rate."""
-    min_learning_rate: Annotated[NotNegative, RATE, Elsewhere("min-lr")] = 1e-5
+    min_learning_rate: Annotated[NotNegative, RATE, Synonyms("min-lr")] = 1e-5
     """Learning rate at the end of the schedule."""
-    schedule: Annotated[Schedule, RATE, Elsewhere("lr-decay-style lr-scheduler lr-scheduler-type decay-lr~")] = "cosine"
+    schedule: Annotated[Schedule, RATE, Synonyms("lr-decay-style lr-scheduler lr-scheduler-type decay-lr~")] = "cosine"
     """Shape of the decay after warm-up (wsd: warm-up, stable, decay)."""
-    warmup_steps: Annotated[CountOrZero, RATE, Elsewhere("lr-warmup-iters warmup-iters warmup warmup-ratio~")] = 0
+    warmup_steps: Annotated[CountOrZero, RATE, Synonyms("lr-warmup-iters warmup-iters warmup warmup-ratio~")] = 0
     """Steps of linear warm-up."""
-    decay_steps: Annotated[Count | None, RATE, Elsewhere("lr-decay-iters lr-decay-steps")] = None
+    decay_steps: Annotated[Count | None, RATE, Synonyms("lr-decay-iters lr-decay-steps")] = None
     """Step at which min_learning_rate is reached; by default train.steps."""
-    wsd_decay_steps: Annotated[Count | None, RATE, WSD, Elsewhere("lr-wsd-decay-iters")] = None
+    wsd_decay_steps: Annotated[Count | None, RATE, WSD, Synonyms("lr-wsd-decay-iters")] = None
     """wsd only: length of the final decay, in steps; by default a tenth of decay_steps."""
     wsd_decay: Annotated[Literal["exponential", "linear", "minus_sqrt"], RATE, WSD] = "exponential"
     """wsd only: shape of the final decay; minus_sqrt is 1 − √p after a part p of it (arXiv 2405.18392)."""
-    weight_decay: Annotated[NotNegative, Elsewhere("wd")] = 0.01
+    weight_decay: Annotated[NotNegative, Synonyms("wd")] = 0.01
     """Decoupled weight decay."""
-    beta1: Annotated[Share, FILE_ONLY, Elsewhere("adam-beta1")] = 0.9
+    beta1: Annotated[Share, FILE_ONLY, Synonyms("adam-beta1")] = 0.9
     """Decay of the first moment."""
-    beta2: Annotated[Share, FILE_ONLY, Elsewhere("adam-beta2")] = 0.999
+    beta2: Annotated[Share, FILE_ONLY, Synonyms("adam-beta2")] = 0.999
     """Decay of the second moment."""
-    epsilon: Annotated[float, Bounds(gt=0, such_as="1e-8"), FILE_ONLY, Elsewhere("adam-eps adam-epsilon eps")] = 1e-8
+    epsilon: Annotated[float, Bounds(gt=0, such_as="1e-8"), FILE_ONLY, Synonyms("adam-eps adam-epsilon eps")] = 1e-8
     """Added to the square root of the second moment; with 0 a weight without gradient would become 0 / 0."""
-    clip_norm: Annotated[NotNegative, Elsewhere("clip-grad grad-clip gradient-clip-val max-grad-norm")] = 1.0
+    clip_norm: Annotated[NotNegative, Synonyms("clip-grad grad-clip gradient-clip-val max-grad-norm")] = 1.0
     """Largest global L2 norm of the gradient; 0: no clipping."""
 
 
@@ -206,7 +206,7 @@ class PrecisionConfig:
     """Dtypes of the computation. Parameters and moments are always float32, as are the sums in LayerNorm, softmax,
     cross entropy and gradients."""
 
-    compute: Annotated[Compute, Elsewhere("fp16=fp16 bf16=bf16 fp8=fp8 dtype mixed-precision")] = "bf16"
+    compute: Annotated[Compute, Synonyms("fp16=fp16 bf16=bf16 fp8=fp8 dtype mixed-precision")] = "bf16"
     """Dtype of activations and matrix products. fp8 is bf16 with the products of the layers' linear layers in float8,
     in training; fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs JAX_ENABLE_X64=1 in the
     environment."""
@@ -220,25 +220,25 @@ class PrecisionConfig:
 class TrainConfig:
     """Length of training, batches and recomputation."""
 
-    steps: Annotated[Count, FREE, Elsewhere("train-iters max-iters max-steps epochs~ num-train-epochs~")] = 300_000
+    steps: Annotated[Count, FREE, Synonyms("train-iters max-iters max-steps epochs~ num-train-epochs~")] = 300_000
     """Number of optimizer steps; an epoch is the tokens of the data / (global batch × sequence) steps."""
-    tokens: Annotated[str | None, FREE, Elsewhere("train-tokens total-tokens max-tokens")] = None
+    tokens: Annotated[str | None, FREE, Synonyms("train-tokens total-tokens max-tokens")] = None
     """Instead of steps: training tokens, such as 300B or 1.5T (K, M, B, T: thousands to trillions), rounded up to whole
     steps of the global batch with its ramp-up. The run's config.json has the steps."""
-    global_batch: Annotated[Count, Elsewhere("batch-size global-batch-size gradient-accumulation-steps~")] = 512
+    global_batch: Annotated[Count, Synonyms("batch-size global-batch-size gradient-accumulation-steps~")] = 512
     """Sequences per step over all devices; with a ramp-up, those of the last steps."""
-    batch_rampup: Annotated[tuple[int, int, int] | None, Elsewhere("rampup-batch-size")] = None
+    batch_rampup: Annotated[tuple[int, int, int] | None, Synonyms("rampup-batch-size")] = None
     """START INCREMENT SAMPLES, as Megatron's --rampup-batch-size: begin with START sequences per step and add INCREMENT
     at a time, in equal portions of the first SAMPLES samples, up to global_batch."""
     taken: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
     """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
     data, tokens and learning rate continue from their samples. A run writes it; it has no flag."""
     micro_batch: Annotated[
-        Count, FREE, SEARCHED, Elsewhere("batch-size micro-batch-size per-device-train-batch-size")
+        Count, FREE, SEARCHED, Synonyms("batch-size micro-batch-size per-device-train-batch-size")
     ] = 8
     """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
     recompute: Annotated[
-        Recompute, FREE, SEARCHED, Elsewhere("recompute-activations=selective gradient-checkpointing=full")
+        Recompute, FREE, SEARCHED, Synonyms("recompute-activations=selective gradient-checkpointing=full")
     ] = "none"
     """Recomputation in the backward pass: none; the attention core and cheap element-wise work; or whole layers.
     offload: as full, with the layers' inputs in host memory until the backward pass; in a loop over the layers, not in
@@ -249,11 +249,11 @@ class TrainConfig:
     loss_chunks: Annotated[int, Bounds(ge=1, le=64), FREE, SEARCHED] = 1
     """Parts of the vocabulary, one after the other, in which logits and loss are computed: above 1 the logits of all
     tokens are never in memory, for one more product of the output layer in the backward pass."""
-    seed: Annotated[Seed, UNPLANNED, Elsewhere("random-seed")] = 1234
+    seed: Annotated[Seed, UNPLANNED, Synonyms("random-seed")] = 1234
     """Determines initial weights, sample order and dropout, on any mesh."""
-    eval_interval: Annotated[CountOrZero, FREE, UNPLANNED, Elsewhere("eval-steps~ eval-every")] = 1000
+    eval_interval: Annotated[CountOrZero, FREE, UNPLANNED, Synonyms("eval-steps~ eval-every")] = 1000
     """Steps between validations; 0: none."""
-    eval_batches: Annotated[Count, FREE, UNPLANNED, Elsewhere("eval-iters")] = 10
+    eval_batches: Annotated[Count, FREE, UNPLANNED, Synonyms("eval-iters")] = 10
     """Global batches per validation."""
 
 
@@ -261,9 +261,9 @@ class TrainConfig:
 class CheckpointConfig:
     """Saving and keeping checkpoints."""
 
-    interval: Annotated[CountOrZero, Elsewhere("save-interval save-steps save-every checkpoint-interval every")] = 1000
+    interval: Annotated[CountOrZero, Synonyms("save-interval save-steps save-every checkpoint-interval every")] = 1000
     """Steps between checkpoints; the last step and an interruption always save. 0: only those."""
-    keep_last: Annotated[Count, Elsewhere("save-total-limit")] = 2
+    keep_last: Annotated[Count, Synonyms("save-total-limit")] = 2
     """Number of most recent checkpoints to keep."""
     keep_every: Count | None = None
     """Keep every checkpoint whose step is a multiple of this."""
@@ -284,11 +284,11 @@ class HealthConfig:
 class LogConfig:
     """Logging and display."""
 
-    interval: Annotated[Count, Elsewhere("every log-every log-interval logging-steps")] = 1
+    interval: Annotated[Count, Synonyms("every log-every log-interval logging-steps")] = 1
     """Steps between lines of metrics.jsonl and TensorBoard scalars."""
-    tensorboard: Annotated[bool, FILE_ONLY, PER_PROCESS, Elsewhere("tensorboard-dir")] = True
+    tensorboard: Annotated[bool, FILE_ONLY, PER_PROCESS, Synonyms("tensorboard-dir")] = True
     """Write TensorBoard scalars into the run folder."""
-    wandb: Annotated[str | None, PER_PROCESS, Elsewhere("wandb-project wandb")] = None
+    wandb: Annotated[str | None, PER_PROCESS, Synonyms("wandb-project wandb")] = None
     """Weights & Biases project to log to (needs the wandb package)."""
     trackio: Annotated[str | None, PER_PROCESS] = None
     """Trackio project to log to (needs the trackio package)."""
@@ -376,7 +376,7 @@ def load_config(name: str) -> Config:
     return config
 
 
-def load_own_model(given: str | None, run: Path, say: Callable[[str], None]) -> None:
+def load_user_model(given: str | None, run: Path, print_line: Callable[[str], None]) -> None:
     """Register the model of the run in folder `run`, if it is one of your own, from the file that the user gives.
 
     The run's settings stay those of its config.json.
@@ -390,26 +390,26 @@ def load_own_model(given: str | None, run: Path, say: Callable[[str], None]) -> 
       UsageError: the run has a model of mjax; or the file raises an error, or registers no such model.
     """
     model = read_settings(run / "config.json").model
-    kind = kind_of(model)
+    kind = model_kind(model)
     if given is not None:
-        if not has_own_model(run):
+        if not has_user_model(run):
             raise UsageError(f"--config {given} has no effect on {run}, which holds {model.title}; leave it out")
         _execute(_config_file(given))
         if kind not in REGISTRY:
-            known = model_file_of(run)
+            known = read_model_file(run)
             where = f"; it was defined in {known.file}" if known and known.file else ""
             raise UsageError(f"--config {given} registers no {kind!r}, the model of {run}{where}")
-    if kind in REGISTRY and (note := change_of_file(run, REGISTRY[kind])):
-        say(note)
+    if kind in REGISTRY and (note := describe_change(run, REGISTRY[kind])):
+        print_line(note)
 
 
-def has_own_model(run: Path) -> bool:
+def has_user_model(run: Path) -> bool:
     """True if the run in folder `run` has a model that is not one of mjax.
 
     Raises:
       UsageError: its config.json is missing or damaged.
     """
-    return is_own(type(read_settings(run / "config.json").model))
+    return is_user_defined(type(read_settings(run / "config.json").model))
 
 
 def _execute(file: Path) -> types.ModuleType:
@@ -478,7 +478,7 @@ def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], ty
     try:
         return replace(config, model=build(cls, model, source, "model."))
     except UsageError as error:
-        if (file := file_of(cls)) is None:
+        if (file := source_file(cls)) is None:
             raise
         raise UsageError(f"{error}; {cls.__name__} is that of {file}") from None
 
@@ -538,12 +538,12 @@ def read_config(file: Path) -> Config:
       UsageError: the file is missing, is not JSON, or does not describe a config; or nothing has registered its model.
     """
 
-    def class_of(model: dict[str, Any]) -> type[ModelConfig]:
+    def find_class(model: dict[str, Any]) -> type[ModelConfig]:
         if isinstance(model["kind"], str) and model["kind"] not in REGISTRY:
             refuse_unknown(file.parent, model["kind"])
         return config_class(model["kind"], str(file))
 
-    return _from_dict(_values_of(file), str(file), class_of)
+    return _from_dict(_read_values(file), str(file), find_class)
 
 
 def read_settings(file: Path) -> Config:
@@ -552,26 +552,26 @@ def read_settings(file: Path) -> Config:
     Raises:
       UsageError: the file is missing, is not JSON, or does not describe a config.
     """
-    return _from_dict(_values_of(file), str(file), lambda model: stand_in(model, str(file)))
+    return _from_dict(_read_values(file), str(file), lambda model: placeholder_class(model, str(file)))
 
 
-def _values_of(file: Path) -> Any:
+def _read_values(file: Path) -> Any:
     missing = "a run folder holds the config.json that `mjax train` wrote"
     return read_json(file, "restore it, or start a new run with --name", missing)
 
 
-def differences(ours: Config, theirs: Config) -> dict[str, tuple[Any, Any]]:
+def differing_fields(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
     """Fields in which two configs differ, by dotted name: {'mesh.data': (1, 8)}."""
     found = {}
     for section in dataclasses.fields(Config):
-        a, b = getattr(ours, section.name), getattr(theirs, section.name)
+        a, b = getattr(first, section.name), getattr(second, section.name)
         names = dict.fromkeys(knob.name for one in (a, b) for knob in dataclasses.fields(one))
         pairs = {name: (getattr(a, name, None), getattr(b, name, None)) for name in names}
         found |= {f"{section.name}.{name}": values for name, values in pairs.items() if values[0] != values[1]}
     return found
 
 
-def as_flag(name: str, value: Any) -> str:
+def to_flag(name: str, value: Any) -> str:
     """A field and its value as typed: `model.kv_heads`, 8 → `--model.kv-heads 8`."""
     section, _, knob = name.replace("_", "-").partition(".")
     if knob.startswith("lora-"):
@@ -619,8 +619,8 @@ def config_source(config: Config, about: str) -> str:
     for name, section in vars(config).items():
         if section == getattr(default, name):
             continue
-        cls, file = type(section), file_of(type(section))
-        if file is None and is_own(cls):
+        cls, file = type(section), source_file(type(section))
+        if file is None and is_user_defined(cls):
             of_folders += f"from {cls.__module__} import {cls.__name__}\n"
         else:
             names.append(cls.__name__ if file is None else "load_config")

@@ -16,14 +16,14 @@ import numpy as np
 
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes
-from mjax.data.samples import labelled
+from mjax.data.samples import add_labels
 from mjax.errors import UsageError
 
 Step = TypeVar("Step")
 Fetched = TypeVar("Fetched")
 
 
-class Samples(Protocol):
+class SampleSource(Protocol):
     """Samples for batches."""
 
     def __getitem__(self, index: int) -> np.ndarray | dict[str, np.ndarray]:
@@ -42,11 +42,14 @@ class Batches:
     """
 
     def __init__(
-        self, dataset: Samples, sizes: BatchSizes, label: Callable[[np.ndarray], dict[str, np.ndarray]] = labelled
+        self,
+        dataset: SampleSource,
+        sizes: BatchSizes,
+        label: Callable[[np.ndarray], dict[str, np.ndarray]] = add_labels,
     ):
         self.dataset, self.sizes, self.label = dataset, sizes, label
 
-    def at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+    def batch_at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
         """The batch of `step` (from 0): the arrays of `label`, with a first dim b for the requested rows.
 
         Raises:
@@ -95,7 +98,7 @@ Arrays = Mapping[str, np.ndarray]
 Source = Callable[[int], Arrays] | Iterator[Arrays]
 
 
-class OwnBatches:
+class UserBatches:
     """Global batches from a function of the step (from 0) or an iterator, in the form of `Batches`.
 
     An iterator is asked for its batches in their order; a run that continues passes over those of the steps it has
@@ -115,14 +118,14 @@ class OwnBatches:
         self.arrays = config.batch_arrays()
         self._next, self._last = 0, (-1, {})
 
-    def at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+    def batch_at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
         """The rows of the batch of `step`.
 
         Raises:
           UsageError: the source ends before this step, or gives something else than the model takes.
         """
         if self._last[0] != step:
-            self._last = step, self._checked(step, self._read(step))
+            self._last = step, self._check(step, self._read(step))
         return {name: array[rows] for name, array in self._last[1].items()}
 
     def _read(self, step: int) -> Arrays:
@@ -139,7 +142,7 @@ class OwnBatches:
             raise UsageError(f"{problem}; lower train.steps, or give it more") from None
         return batch
 
-    def _checked(self, step: int, batch: Arrays) -> dict[str, np.ndarray]:
+    def _check(self, step: int, batch: Arrays) -> dict[str, np.ndarray]:
         size = self.sizes.size(step)
         wanted = {name: ((size, *shape), np.dtype(dtype)) for name, (shape, dtype) in self.arrays.items()}
         optional = {"loss_mask"} & wanted.keys() if self.model.causal else set()

@@ -84,8 +84,8 @@ from mjax.errors import UsageError
 # --- Masked language modelling ----------------------------------------------------------------------------------------
 
 PROBABILITY = 0.15  # share of tokens that are hidden, at least one
-LONGEST = 3  # words of a span
-SHARES = 1 / np.arange(1, LONGEST + 1)
+MAX_SPAN_WORDS = 3  # words of a span
+SHARES = 1 / np.arange(1, MAX_SPAN_WORDS + 1)
 SHARES /= SHARES.sum()
 UP_TO = SHARES.cumsum()
 UP_TO = (UP_TO / UP_TO[-1]).tolist()  # probability of a span of at most 1, 2, 3 words, as `RandomState.choice` sums it
@@ -104,7 +104,7 @@ class WordPieces:
     """True for "##" pieces, bool [vocabulary]."""
 
     @classmethod
-    def of(cls, tokenizer: BertTokenizer) -> "WordPieces":
+    def from_tokenizer(cls, tokenizer: BertTokenizer) -> "WordPieces":
         """The parts of a tokenizer's vocabulary."""
         continues = np.zeros(tokenizer.vocabulary, bool)
         continues[[number for piece, number in tokenizer.library.get_vocab().items() if piece.startswith("##")]] = True
@@ -173,7 +173,7 @@ def create_masked_lm_predictions(
 
 LONG_SENTENCE = 512  # tokens; a document of several sentences with a longer one is skipped
 SHORT = 10  # one sample in so many has a shorter target
-FEWEST = 2  # sentences of a sample, which is cut into two segments
+MIN_SENTENCES = 2  # sentences of a sample, which is cut into two segments
 PIECE = 2**16  # documents, or draws, in memory as Python numbers at a time
 
 
@@ -194,7 +194,7 @@ def build_pair_index(
     Returns:
       uint32, or uint64 in a dataset of 2^32 sentences and more.
     """
-    wanted = _wanted_lengths(seed, most)
+    wanted = _target_lengths(seed, most)
     dtype = np.uint64 if len(lengths) > np.iinfo(np.uint32).max else np.uint32
     parts, rows = [np.empty((0, 3), dtype)], 0
     while True:
@@ -205,10 +205,10 @@ def build_pair_index(
             rows += len(piece)
         if samples is None or rows >= samples or rows == before:
             break
-    return np.concatenate(parts)[_shuffled(rows, seed + 1)]
+    return np.concatenate(parts)[_shuffle_rows(rows, seed + 1)]
 
 
-def _wanted_lengths(seed: int, most: int) -> Iterator[int]:
+def _target_lengths(seed: int, most: int) -> Iterator[int]:
     """Targets of successive samples, in tokens, from the words of `std::mt19937(seed)`."""
     random = np.random.RandomState(seed % 2**32)
     while True:
@@ -225,13 +225,13 @@ def _walk(lengths: np.ndarray, boundaries: np.ndarray, wanted: Iterator[int]) ->
     sentences = ends - begins
 
     long_before = np.concatenate([[0], np.cumsum(sizes > LONG_SENTENCE)])
-    useful = (sentences >= FEWEST) & (long_before[ends] == long_before[begins])
+    useful = (sentences >= MIN_SENTENCES) & (long_before[ends] == long_before[begins])
 
     starts, stops, targets = [], [], []
     for sentence, last in zip(begins[useful].tolist(), ends[useful].tolist(), strict=True):
         while sentence < last:
             tokens = next(wanted)
-            stop = bisect_left(before, before[sentence] + tokens, sentence + FEWEST, last - 1)
+            stop = bisect_left(before, before[sentence] + tokens, sentence + MIN_SENTENCES, last - 1)
             if stop > last - 2:  # one sentence would be left, or none
                 stop = last
             starts.append(sentence)
@@ -244,7 +244,7 @@ def _walk(lengths: np.ndarray, boundaries: np.ndarray, wanted: Iterator[int]) ->
     return rows
 
 
-def _shuffled(rows: int, seed: int) -> np.ndarray:
+def _shuffle_rows(rows: int, seed: int) -> np.ndarray:
     """Row numbers as Fisher and Yates leave them, row i exchanged with row `word % (i + 1)`, i falling; int64 [rows].
 
     Many exchanges are one operation on arrays. That is correct if no row is in two of them, which is nearly always so
@@ -357,7 +357,7 @@ class BertDataset:
         source |= {"sequence": sequence, "seed": seed, "short": 1 / SHORT}
         self.pair_index = cache.arrays(source, ["pair_index"], build)["pair_index"]
         if not len(self.pair_index):
-            what = f"no document of {FEWEST} or more sentences, none of them above {LONG_SENTENCE} tokens"
+            what = f"no document of {MIN_SENTENCES} or more sentences, none of them above {LONG_SENTENCE} tokens"
             fix = "prepare the text with --split-sentences, or change --data.split"
             raise UsageError(f"the {name} of {indexed.prefix} has {what}; {fix}")
 

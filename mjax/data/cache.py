@@ -31,7 +31,7 @@ import numpy as np
 from mjax.utils.files import cache_home, make_folder, put
 
 VERSION = 1  # of the way indices are built; a new one makes every old cache unused
-WORTH_KEEPING = 2**20  # bytes; fewer are built as fast as they are read
+MIN_CACHED_BYTES = 2**20  # bytes; fewer are built as fast as they are read
 STALE = 24 * 3600  # seconds
 TEMPORARY = re.compile(r"[0-9a-f]{32}(-\w+\.npy|\.json)\.mjax-[0-9a-f]{16}\.tmp")
 """Names of temporary files."""
@@ -58,8 +58,8 @@ class IndexCache:
       say: takes one sentence about each problem.
     """
 
-    def __init__(self, folders: Sequence[Path] = (), say: Callable[[str], None] = print):
-        self.folders, self.say = folders, say
+    def __init__(self, folders: Sequence[Path] = (), print_line: Callable[[str], None] = print):
+        self.folders, self.say = folders, print_line
 
     def arrays(self, source: Mapping[str, object], names: Sequence[str], build: Callable[[], Arrays]) -> Arrays:
         """The arrays `names` that `build` makes of `source`: mapped from disk, or newly built.
@@ -79,9 +79,11 @@ class IndexCache:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except DAMAGED:
-                self.say(f"{folder}/{key}.json or its arrays are damaged or unreadable: building the indices again")
+                self.print_once(
+                    f"{folder}/{key}.json or its arrays are damaged or unreadable: building the indices again"
+                )
         built = build()
-        if sum(array.nbytes for array in built.values()) < WORTH_KEEPING:
+        if sum(array.nbytes for array in built.values()) < MIN_CACHED_BYTES:
             return built
         problem = None
         for folder in self.folders:
@@ -92,9 +94,11 @@ class IndexCache:
                 problem = problem or f"{folder} cannot be used ({getattr(error, 'strerror', None) or error})"
                 continue
             if problem:
-                self.say(f"{problem}: the indices are kept in {folder}")
+                self.print_once(f"{problem}: the indices are kept in {folder}")
             return arrays
-        self.say(f"{problem}: the indices are built in memory at every start; name another folder with --data.cache")
+        self.print_once(
+            f"{problem}: the indices are built in memory at every start; name another folder with --data.cache"
+        )
         return built
 
 

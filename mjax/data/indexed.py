@@ -45,7 +45,7 @@ from mjax.config.datasets import DatasetMetadata, metadata_file
 from mjax.errors import UsageError
 from mjax.utils.files import lock_folder, remove_temporary
 from mjax.utils.ranges import Ranges, local_prefix
-from mjax.utils.remote import RemoteFile, beside, located, put, remove, write_whole
+from mjax.utils.remote import RemoteFile, local_neighbor, locate, put, remove, write_whole
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -58,17 +58,17 @@ COPIED = 2**22  # tokens that a merge copies at a time
 
 def index_file(prefix: str | Path) -> Path:
     """PREFIX.idx."""
-    return located(Path(f"{prefix}.idx"))  # not with_suffix: a prefix may hold dots
+    return locate(Path(f"{prefix}.idx"))  # not with_suffix: a prefix may hold dots
 
 
 def token_file(prefix: str | Path) -> Path:
     """PREFIX.bin."""
-    return located(Path(f"{prefix}.bin"))
+    return locate(Path(f"{prefix}.bin"))
 
 
 def mask_file(prefix: str | Path) -> Path:
     """PREFIX.mask."""
-    return located(Path(f"{prefix}.mask"))
+    return locate(Path(f"{prefix}.mask"))
 
 
 def token_dtype(vocabulary: int) -> type[np.integer]:
@@ -112,12 +112,12 @@ class IndexedDataset:
         self.pointers = fields[1].view("<i8")
         self.document_indices = fields[2].view("<i8")
         _check_documents(index_file(prefix), self.document_indices, sequences)
-        described = _described_bytes(index_file(prefix), self.lengths, self.pointers, self.dtype.itemsize)
+        described = _check_pointers(index_file(prefix), self.lengths, self.pointers, self.dtype.itemsize)
         _check_size(token_file(prefix), described)
         if described == 0:
             raise UsageError(f"{token_file(prefix)} has no tokens; prepare it again from files with text")
         self._stream = token_file(prefix).open("rb", buffering=0)
-        self._ranges = Ranges.of(token_file(prefix)), Ranges.of(mask_file(prefix))
+        self._ranges = Ranges.from_file(token_file(prefix)), Ranges.from_file(mask_file(prefix))
         self.tokens = described // self.dtype.itemsize
         self.masked = mask_file(prefix).is_file()
         if self.masked:
@@ -218,7 +218,7 @@ def _cut_short(file: Path) -> UsageError:
     return UsageError(f"{file} was cut short while it was read; copy or prepare it again")
 
 
-def _damaged(file: Path, problem: str) -> UsageError:
+def _damage_error(file: Path, problem: str) -> UsageError:
     return UsageError(f"{file} is damaged: {problem}; copy or prepare it again")
 
 
@@ -238,7 +238,7 @@ def _read_header(file: Path) -> tuple[int, np.dtype]:
     _, version, code, sequences, boundaries = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
     size, expected = file.stat().st_size, HEADER.size + 12 * sequences + 8 * boundaries
     if len(header) < HEADER.size or boundaries == 0 or size < expected:
-        raise _damaged(file, f"it is cut short after {size:,} bytes")
+        raise _damage_error(file, f"it is cut short after {size:,} bytes")
     if version != VERSION or code not in DTYPES or size > expected:
         fix = f"mjax reads version {VERSION} and codes {', '.join(map(str, DTYPES))}: prepare its text again"
         odd = f"version {version}, dtype code {code} and {size - expected:,} bytes too many"
@@ -249,15 +249,15 @@ def _read_header(file: Path) -> tuple[int, np.dtype]:
 def _check_documents(file: Path, boundaries: np.ndarray, sequences: int) -> None:
     """Check that documents begin at 0, never before the previous one, and end with the last sequence."""
     if boundaries[0] != 0 or boundaries[-1] != sequences:
-        raise _damaged(file, f"its documents cover sequences {boundaries[0]} to {boundaries[-1]} of {sequences}")
+        raise _damage_error(file, f"its documents cover sequences {boundaries[0]} to {boundaries[-1]} of {sequences}")
     for start in range(0, len(boundaries), PIECE):
         piece = boundaries[start : start + PIECE + 1]  # with the first of the next
         backwards = piece[1:] < piece[:-1]
         if backwards.any():
-            raise _damaged(file, f"document {start + int(np.argmax(backwards))} ends before it begins")
+            raise _damage_error(file, f"document {start + int(np.argmax(backwards))} ends before it begins")
 
 
-def _described_bytes(file: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
+def _check_pointers(file: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
     """Bytes of all sequences; checks that each begins where the previous one ends."""
     end = 0
     for start in range(0, len(lengths), PIECE):
@@ -268,11 +268,11 @@ def _described_bytes(file: Path, lengths: np.ndarray, pointers: np.ndarray, item
         follows = begins[1:] - begins[:-1] == sizes[:-1]
         if sizes.min() < 0:
             sequence = start + int(np.argmax(sizes < 0))
-            raise _damaged(file, f"sequence {sequence} has {lengths[sequence]} tokens")
+            raise _damage_error(file, f"sequence {sequence} has {lengths[sequence]} tokens")
         if begins[0] != end or not follows.all():
             sequence = start + (0 if begins[0] != end else 1 + int(np.argmin(follows)))
             where = f"begins at byte {pointers[sequence]:,} of the tokens, which is not where the one before it ends"
-            raise _damaged(file, f"sequence {sequence} {where}")
+            raise _damage_error(file, f"sequence {sequence} {where}")
         end = int(begins[-1] + sizes[-1])
     return end
 
@@ -441,7 +441,7 @@ def check_ids(tokens: np.ndarray, vocabulary: int) -> None:
 
 def working_folder(prefix: str | Path) -> Path:
     """PREFIX.tmp: what a dataset is made of until it is complete."""
-    return Path(f"{beside(prefix)}.tmp")
+    return Path(f"{local_neighbor(prefix)}.tmp")
 
 
 # --- Metadata and tokenizer next to a dataset -------------------------------------------------------------------------
@@ -449,10 +449,10 @@ def working_folder(prefix: str | Path) -> Path:
 
 def tokenizer_folder(prefix: str | Path) -> Path:
     """PREFIX.tokenizer."""
-    return located(Path(f"{prefix}.tokenizer"))
+    return locate(Path(f"{prefix}.tokenizer"))
 
 
-def digest_of_folder(folder: Path) -> str:
+def folder_digest(folder: Path) -> str:
     """SHA-256 of the files in a folder, such as a tokenizer's, and of their names."""
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
@@ -486,7 +486,7 @@ def check_output(prefix: str, overwrite: bool) -> None:
     """
     if prefix.endswith(("/", ".bin", ".idx")) or Path(prefix).is_dir():
         raise UsageError(f"{prefix} is not a prefix; give one such as data/corpus, to which .bin and .idx are added")
-    if isinstance(output := located(Path(prefix)), RemoteFile):
+    if isinstance(output := locate(Path(prefix)), RemoteFile):
         output.check_writable()
     unfinished = working_folder(prefix).exists() and not index_file(prefix).exists()
     existing = [str(file) for file in dataset_files(prefix) if file.exists()]
@@ -494,7 +494,7 @@ def check_output(prefix: str, overwrite: bool) -> None:
         raise UsageError(f"{existing[0]} exists; choose another name, or add --overwrite to replace the dataset")
 
 
-def put_beside(prefix: str | Path, metadata: DatasetMetadata | None) -> None:
+def publish_metadata(prefix: str | Path, metadata: DatasetMetadata | None) -> None:
     """Give the metadata and the temporary tokenizer their final names, replacing those of an older dataset.
 
     Call it when the tokens are written but not yet renamed: this removes an old dataset, and the index, which makes the

@@ -58,7 +58,7 @@ from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
 
 SEPARATE_BELOW = 0.80  # share of its samples below which the last epoch is shuffled separately
-MOST_EPOCHS = 10_000
+MAX_EPOCHS = 10_000
 
 # --- The three indices ------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ def build_shuffle_index(first: int, samples: int, random: np.random.RandomState)
 # --- Labels, positions and masks --------------------------------------------------------------------------------------
 
 
-def labelled(
+def add_labels(
     tokens: np.ndarray, names: Container[str] = ("tokens", "labels"), eod: int | None = None, mask_eod: bool = False
 ) -> dict[str, np.ndarray]:
     """A sample as model input: every token with its label, and the other arrays in `names`.
@@ -183,9 +183,9 @@ class GPTDataset:
         tokens = int(indexed.lengths[documents.start : documents.stop].sum(dtype=np.int64))  # of one epoch
         _check_size(indexed, len(documents), tokens, sequence, name)
         self.epochs = 1 if samples is None else max(1, -(-(samples * sequence + 1) // tokens))
-        if self.epochs > MOST_EPOCHS:
+        if self.epochs > MAX_EPOCHS:
             drawn = f"{samples:,} samples are {self.epochs:,} epochs of the {tokens:,} tokens in the {name}"
-            raise UsageError(f"{drawn} of {indexed.prefix}, above {MOST_EPOCHS:,}; lower --train.steps")
+            raise UsageError(f"{drawn} of {indexed.prefix}, above {MAX_EPOCHS:,}; lower --train.steps")
 
         names = ("document_index", "sample_index", "shuffle_index")
         source = {"kind": "samples", "lengths": indexed.fingerprint, "documents": [documents.start, documents.stop]}
@@ -279,7 +279,7 @@ LANE = 2048  # samples a lane walks
 SURPLUS = 0.005  # of every share, because the walk may be a sample ahead of it
 
 
-def samples_of_parts(samples: int, shares: Sequence[float]) -> list[int]:
+def split_samples(samples: int, shares: Sequence[float]) -> list[int]:
     """Samples needed of every dataset in a blend of `samples`: its share, rounded up, plus half a percent."""
     return [math.ceil(math.ceil(samples * share) * (1 + SURPLUS)) for share in shares]
 

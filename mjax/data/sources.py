@@ -19,17 +19,17 @@ import numpy as np
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes, training_samples
 from mjax.config.datasets import Blend, DatasetMetadata, parse_blend, read_metadata, split_sequences
-from mjax.config.model import KIND_FLAG, kind_of
+from mjax.config.model import KIND_FLAG, model_kind
 from mjax.data.batches import Batches
 from mjax.data.bert import PROBABILITY, BertDataset, WordPieces
 from mjax.data.cache import IndexCache, cache_folders
 from mjax.data.conversations import ConversationDataset, PaddedDataset
-from mjax.data.indexed import IndexedDataset, digest_of_folder, tokenizer_folder
-from mjax.data.samples import BlendedDataset, GPTDataset, MockDataset, labelled, samples_of_parts
+from mjax.data.indexed import IndexedDataset, folder_digest, tokenizer_folder
+from mjax.data.samples import BlendedDataset, GPTDataset, MockDataset, add_labels, split_samples
 from mjax.data.tokenizers import BertTokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 
-FEW_EPOCHS = 10
+MAX_USUAL_EPOCHS = 10
 """Above this a model is told that it learns the text by heart (arXiv 2305.16264 finds little gain after four)."""
 PARTS = ("training", "validation")
 
@@ -67,7 +67,7 @@ def open_data(config: Config, before_drawing: Callable[[int], None] = lambda sam
     """
     data, model, train = config.data, config.model, config.train
     if model.samples is None:
-        raise UsageError(f"{KIND_FLAG} {kind_of(model)} is not for pre-training; leave it out, or use mjax finetune")
+        raise UsageError(f"{KIND_FLAG} {model_kind(model)} is not for pre-training; leave it out, or use mjax finetune")
     if data.own:
         fix = "continue it there, or start from its weights with --init"
         raise UsageError(f"this run was trained on batches of a program (mjax.Trainer); {fix}")
@@ -89,17 +89,17 @@ def open_data(config: Config, before_drawing: Callable[[int], None] = lambda sam
         summary = _summary(files.blends["training"], training)
         parts = training.parts if isinstance(training, BlendedDataset) else [training]
         epochs = max(getattr(part, "epochs", 1) for part in parts)
-        if epochs > FEW_EPOCHS:
+        if epochs > MAX_USUAL_EPOCHS:
             taught = f"note: {epochs:,} epochs of the same text teach little after the first few"
-            steps = max(train.steps * FEW_EPOCHS // epochs, 1)
-            notes[f"{taught}; {FEW_EPOCHS} of them are --train.steps {steps}"] = None
+            steps = max(train.steps * MAX_USUAL_EPOCHS // epochs, 1)
+            notes[f"{taught}; {MAX_USUAL_EPOCHS} of them are --train.steps {steps}"] = None
 
     packed = data.conversations and not data.mock
 
-    label = partial(labelled, names=data.batch_types(), eod=eod, mask_eod=data.mask_eod_loss)
+    label = partial(add_labels, names=data.batch_types(), eod=eod, mask_eod=data.mask_eod_loss)
     if model.samples == "pairs" or packed:
         label = dict  # its dataset makes a complete sample
-    sizes, whole = BatchSizes.of(config), BatchSizes.constant(train.global_batch)
+    sizes, whole = BatchSizes.from_config(config), BatchSizes.constant(train.global_batch)
     if packed:
         training = PaddedDataset(training, sizes.samples_before(train.steps))
         validation = PaddedDataset(validation, train.eval_batches * train.global_batch) if evaluates else None
@@ -131,9 +131,9 @@ class _Files:
       eod: end-of-document id; None: unknown.
     """
 
-    def __init__(self, config: Config, say: Callable[[str], None]):
+    def __init__(self, config: Config, print_line: Callable[[str], None]):
         data, model = config.data, config.model
-        self.config, self.say = config, say
+        self.config, self.say = config, print_line
         if data.train_path:
             paths = {"--data.train-path": data.train_path, "--data.valid-path": data.valid_path}
             blends = [parse_blend(values, flag) if values else None for flag, values in paths.items()]
@@ -162,7 +162,7 @@ class _Files:
         if blend.weights is None and len(blend.prefixes) == 1:
             return self._draw_one(part, blend.prefixes[0], samples)
         shares = blend.shares
-        wanted = [None] * len(blend.prefixes) if shares is None else samples_of_parts(samples, shares)
+        wanted = [None] * len(blend.prefixes) if shares is None else split_samples(samples, shares)
         drawn = [self._draw_one(part, prefix, number) for prefix, number in zip(blend.prefixes, wanted, strict=True)]
         return BlendedDataset(drawn, shares, samples, self._cache(next(iter(self._opened))))
 
@@ -194,7 +194,7 @@ class _Files:
             options = {"vocabulary": self.config.model.vocabulary, "pack": data.pack, "cache": cache}
             return ConversationDataset(*drawn, f"{part} part", **options)
         if indexed.masked:
-            self.say(
+            self.print_once(
                 f"note: {prefix} holds conversations, and all of their text is trained, in sequences that cut them; "
                 "set data.conversations in a config file to train what the assistant wrote"
             )
@@ -247,7 +247,7 @@ def _word_pieces(prefixes: list[str], folder: Path | None) -> WordPieces:
     for prefix in prefixes:
         if (metadata := read_metadata(prefix)) is not None and metadata.append_eod:
             raise UsageError(f"{prefix} ends each text with an end-of-document token, which a BERT's must not; {fix}")
-    return WordPieces.of(tokenizer)
+    return WordPieces.from_tokenizer(tokenizer)
 
 
 def _common_tokenizer(prefixes: Sequence[str]) -> tuple[DatasetMetadata | None, Path | None]:
@@ -259,7 +259,7 @@ def _common_tokenizer(prefixes: Sequence[str]) -> tuple[DatasetMetadata | None, 
     known = [(prefix, metadata) for prefix in prefixes if (metadata := read_metadata(prefix)) is not None]
     if not known:
         return None, None
-    identities = [(m.tokenizer, m.vocabulary, m.eod, digest_of_folder(tokenizer_folder(prefix))) for prefix, m in known]
+    identities = [(m.tokenizer, m.vocabulary, m.eod, folder_digest(tokenizer_folder(prefix))) for prefix, m in known]
     for (prefix, _), identity in zip(known, identities, strict=True):
         if identity != identities[0]:
             kinds = "; ".join(

@@ -34,7 +34,7 @@ SECONDS = 20.0
 """Of processor time for a trial, and for a text of LONGEST characters; published tokenizers need 3 to 10 s for that."""
 MEMORY = 4 << 30
 """Bytes that a trial may map; a file of 10 MB takes 150 MB."""
-LONGEST = MEMORY >> 10
+MAX_CHARACTERS = MEMORY >> 10
 """Characters of a text that a chat template may write: the library takes up to 1 kB for a character of 4 tokens."""
 EXPANSION = 64
 """Tokens per character: NFKC makes one character 18, and these are 33 bytes, each of which may be a token."""
@@ -92,10 +92,10 @@ def check_expansion(text: str, tokens: int, kind: str) -> None:
 
 
 def _expansion(text: str, tokens: int) -> str:
-    return f"it writes {tokens:,} tokens for {_shown(text)}, more than {EXPANSION} for each character"
+    return f"it writes {tokens:,} tokens for {_quote(text)}, more than {EXPANSION} for each character"
 
 
-def _shown(text: str) -> str:
+def _quote(text: str) -> str:
     return f"a text of length {len(text):,} ({text[:20]!r}…)"
 
 
@@ -117,13 +117,13 @@ def _is_remembered(checksum: str) -> bool:
 
 def _checksum(content: bytes, library: str) -> str:
     """Checksum of a tokenizer and of its trial."""
-    checksum = hashlib.sha256(_trial_of(library))
+    checksum = hashlib.sha256(_make_trial(library))
     checksum.update(content)
     return checksum.hexdigest()
 
 
 @cache
-def _trial_of(library: str) -> bytes:
+def _make_trial(library: str) -> bytes:
     """Return the bytes that a trial depends on: the library, and this file."""
     return f"{library} {version(library)}\n".encode() + Path(__file__).read_bytes()
 
@@ -137,11 +137,11 @@ def _records() -> Path | None:
         problem = make_private(folder)
     except OSError as error:
         problem = f"{folder} cannot be written ({error.strerror})"
-    return folder if problem is None else _say_forgotten(problem)
+    return folder if problem is None else _report_missing_text(problem)
 
 
 @cache
-def _say_forgotten(problem: str) -> None:
+def _report_missing_text(problem: str) -> None:
     print(f"note: {problem}; every start tries tokenizers from outside again", file=sys.stderr)
 
 
@@ -158,7 +158,7 @@ def encode_texts(question: bytes) -> bool:
     """
     library, _, content = question.partition(b"\n")
     tokenizer, patterns = None, set()
-    with _ignored_errors():
+    with _suppress_errors():
         if library == b"sentencepiece":
             import sentencepiece  # in the child alone
 
@@ -169,21 +169,21 @@ def encode_texts(question: bytes) -> bool:
         return False
     for text in _texts(sorted(patterns)):
         began, tokens = time.process_time(), 0
-        with _ignored_errors():  # some have no token for what they do not know
+        with _suppress_errors():  # some have no token for what they do not know
             tokens = len(tokenizer.encode(text))
         seconds = time.process_time() - began
         if tokens > EXPANSION * (len(text) + 1):
             raise ChildError(_expansion(text, tokens))
-        if seconds > SECONDS * len(text) / LONGEST + SPARE:
-            raise ChildError(f"it takes {seconds:.1f} s for {_shown(text)}")
+        if seconds > SECONDS * len(text) / MAX_CHARACTERS + SPARE:
+            raise ChildError(f"it takes {seconds:.1f} s for {_quote(text)}")
     size = tokenizer.vocab_size() if library == b"sentencepiece" else tokenizer.get_vocab_size()
-    with _ignored_errors():
+    with _suppress_errors():
         tokenizer.decode(list(range(size)))
     return True
 
 
 @contextlib.contextmanager
-def _ignored_errors() -> Iterator[None]:
+def _suppress_errors() -> Iterator[None]:
     """Ignore what the user's process will report; a panic is not an Exception."""
     try:
         yield

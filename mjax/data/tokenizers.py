@@ -79,7 +79,7 @@ from mjax.data.tokenizer_trial import check_expansion, remember, try_tokenizer
 from mjax.errors import UsageError
 from mjax.utils.files import read_json, write_whole
 
-WORTH = 2**16  # characters in a call; less is encoded before gigatoken is ready
+MIN_GIGATOKEN_CHARACTERS = 2**16  # characters in a call; less is encoded before gigatoken is ready
 # One thread each: workers are processes. The library reads this when it encodes, and a user's own setting wins.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -134,7 +134,7 @@ class Tokenizer:
         """Ids of a text that a model continues: `encode` after `bos`."""
         return [*([] if self.bos is None else [self.bos]), *self.encode(text)]
 
-    def bos_of_files(self) -> int | None:
+    def read_bos(self) -> int | None:
         """The id that `transformers` puts before every text with these files; None: it puts none."""
         return None
 
@@ -236,7 +236,7 @@ class SentencePieceTokenizer(Tokenizer):
             fix = "use a model trained with one (--control_symbols), or leave --tokenizer out to train one"
             raise UsageError(f"{source} has no control piece that ends sentences or is {EOD_PIECE}; {fix}")
 
-    def bos_of_files(self) -> int | None:
+    def read_bos(self) -> int | None:
         """The piece that begins a sentence, if the model has one."""
         return None if (number := self.processor.bos_id()) < 0 else number
 
@@ -289,7 +289,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UsageError(f"{name} has the id {self.vocabulary - 1:,} in {size:,} bytes; {WHOLE_FILES}")
         token = self._find_eod(eod)
         self.eod = library.token_to_id(token)
-        self._keep_out_of_text(token)
+        self._refuse_in_text(token)
 
     # --- Encoding and decoding ----------------------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return fast_encoder(self.library, self._encode_slowly)
 
     def _is_worth(self, texts: Sequence[str]) -> bool:
-        return sum(map(len, texts)) >= WORTH and self._fast is not None
+        return sum(map(len, texts)) >= MIN_GIGATOKEN_CHARACTERS and self._fast is not None
 
     def _encode_slowly(self, texts: Sequence[str]) -> list[list[int]]:
         # The fast method keeps no track of which token came from which characters.
@@ -333,7 +333,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     # --- Special tokens -----------------------------------------------------------------------------------------------
 
-    def bos_of_files(self) -> int | None:
+    def read_bos(self) -> int | None:
         """The one token that the post-processor puts before a text; one that it puts behind is not carried.
 
         Raises:
@@ -371,7 +371,7 @@ class HuggingFaceTokenizer(Tokenizer):
         there = " ".join(special[:10]) or "it has none"
         raise UsageError(f"{wanted} is not among the special tokens of {self.name} ({there}); {fix}")
 
-    def _keep_out_of_text(self, token: str) -> None:
+    def _refuse_in_text(self, token: str) -> None:
         """Make sure that text which spells `token`, an added one, does not encode to it."""
         # A token can be added without being special, and would then be found in text.
         self.library.add_special_tokens([AddedToken(token, special=True, normalized=False)])
@@ -402,7 +402,7 @@ class BertTokenizer(HuggingFaceTokenizer):
         super().__init__(library, *arguments, **named)
         self.cls, self.sep, self.mask, self.pad, self.unk = map(library.token_to_id, self.special)
 
-    def bos_of_files(self) -> int | None:
+    def read_bos(self) -> int | None:
         """None: [CLS] is added when samples are made."""
         return None
 
@@ -495,7 +495,7 @@ def parse_tokenizer(
     return wrap_library(library, kind, contents, names[0], eod if kind == "hf" else None)
 
 
-def files_of(spec: str) -> list[Path]:
+def tokenizer_files(spec: str) -> list[Path]:
     """The files that `load_tokenizer(spec)` reads."""
     kind, _, files = spec.partition(":")
     return sorted((Path(files) / "tokenizer").iterdir()) if kind == "run" else [*map(Path, files.split(","))]
@@ -525,7 +525,7 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
     if tokenizer.vocabulary > stated[0]:
         tokenizer.leave_out(stated[0])
     tokenizer.bos = values.get("bos")
-    bos = None if tokenizer.bos is None else tokenizer.bos_of_files()
+    bos = None if tokenizer.bos is None else tokenizer.read_bos()
     if (tokenizer.vocabulary, tokenizer.eod, tokenizer.bos) != (*stated, bos):
         there = f"vocabulary, end and beginning of texts {*stated, tokenizer.bos}"
         found = (tokenizer.vocabulary, tokenizer.eod, bos)
@@ -533,7 +533,7 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def bos_of(folder: Path) -> int | None:
+def bos_token_id(folder: Path) -> int | None:
     """The id that begins texts of the tokenizer that `Tokenizer.save` wrote into `folder`, which is not opened."""
     return _read_description(folder).get("bos")
 
@@ -551,7 +551,7 @@ def _read_description(folder: Path) -> _Description:
     return check(_Description, read_json(file, fix), f"{file} does not describe a tokenizer", fix)
 
 
-def ends_of_text(folder: Path, eod: int, given: str | None = None) -> list[int]:
+def end_token_ids(folder: Path, eod: int, given: str | None = None) -> list[int]:
     """The ids that end a generated text: the end of document, and those that the model's generation_config.json names,
     in the tokenizer's folder, unless another tokenizer is `given`, as KIND:FILES.
 
@@ -564,13 +564,13 @@ def ends_of_text(folder: Path, eod: int, given: str | None = None) -> list[int]:
     return sorted({eod, *(token for token in ids if type(token) is int and 0 <= token < 2**31)})
 
 
-def add_ends_of_text(folder: Path, eod: int, ids: Iterable[int]) -> None:
+def add_end_tokens(folder: Path, eod: int, ids: Iterable[int]) -> None:
     """Name ids that end a text in the generation_config.json of a tokenizer's folder, unless `ends_of_text` has them.
 
     Raises:
       UsageError: the file is damaged.
     """
-    known, file = ends_of_text(folder, eod), folder / "generation_config.json"
+    known, file = end_token_ids(folder, eod), folder / "generation_config.json"
     if not {*ids} <= {*known}:
         write_whole(file, json.dumps(optional_object(file) | {"eos_token_id": sorted({*known, *ids})}, indent=2) + "\n")
 

@@ -37,7 +37,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineInfo:
     """Input of all checks.
 
     Attributes:

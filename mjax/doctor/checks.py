@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.config import load_config
-from mjax.doctor import RED, YELLOW, Facts, Finding
+from mjax.doctor import RED, YELLOW, Finding, MachineInfo
 from mjax.errors import UsageError, first_line
 from mjax.utils.child import Child, ChildError
 
@@ -38,7 +38,7 @@ ANSWER = "mjax.doctor.checks:answer"
 """The function that a child calls."""
 
 
-def examine(facts: Facts, begin: Callable[[str], None], names: Iterable[str] = CHECKS) -> Iterator[Finding]:
+def examine(facts: MachineInfo, begin: Callable[[str], None], names: Iterable[str] = CHECKS) -> Iterator[Finding]:
     """Run checks in a child process, another one after each that is lost, and yield their findings.
 
     The facts' limit is for each check. If FOUNDATION is red, the checks that need it are not run. `begin` is called
@@ -59,13 +59,13 @@ def examine(facts: Facts, begin: Callable[[str], None], names: Iterable[str] = C
                 findings = [
                     _lost(error) if error.code is not None else Finding(RED, f"no answer in {facts.limit:g} s", SILENT)
                 ]
-            yield from (_named(name, finding) for finding in findings)
+            yield from (_with_name(name, finding) for finding in findings)
             broken = broken or (name == FOUNDATION and any(finding.status == RED for finding in findings))
     if left_out:
         yield Finding(YELLOW, ", ".join(left_out), f"fix the line {FOUNDATION} first", check="not checked")
 
 
-def run_check(name: str, facts: Facts) -> list[Finding]:
+def run_check(name: str, facts: MachineInfo) -> list[Finding]:
     """The findings of a check; if it raises, one red finding, so that it never hides the others."""
     try:
         module = importlib.import_module(f"mjax.doctor.{CHECKS[name]}")
@@ -77,10 +77,10 @@ def run_check(name: str, facts: Facts) -> list[Finding]:
         line = traceback.extract_tb(error.__traceback__)[-1]
         text = f"could not be checked: {type(error).__name__}: {first_line(error)}"
         findings = [Finding(RED, text, f"look at {line.filename}, line {line.lineno}, or report it")]
-    return [_named(name, finding) for finding in findings]
+    return [_with_name(name, finding) for finding in findings]
 
 
-def _named(name: str, finding: Finding) -> Finding:
+def _with_name(name: str, finding: Finding) -> Finding:
     """The finding with its name; lack of GPU memory has its own advice."""
     out_of_memory = finding.status == RED and re.search("RESOURCE_EXHAUSTED|OUT_OF_MEMORY", finding.found)
     return replace(finding, check=name, advice=MEMORY_IN_USE if out_of_memory else finding.advice)
@@ -90,7 +90,7 @@ def answer(question: bytes) -> list[dict[str, Any]]:
     """In the child: the findings of a check."""
     name, values = json.loads(question)
     config = load_config(values["name"]) if values["name"] else None
-    facts = Facts(**values | {"config": config, "runs": Path(values["runs"])})
+    facts = MachineInfo(**values | {"config": config, "runs": Path(values["runs"])})
     return [asdict(finding) for finding in run_check(name, facts)]
 
 

@@ -15,11 +15,11 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mjax.cluster.hardware import USABLE_FRACTION, gpu_of
+from mjax.cluster.hardware import USABLE_FRACTION, find_gpu
 from mjax.cluster.launch import MEMORY_FRACTIONS
 from mjax.config import MeshConfig
 from mjax.config.axes import MODEL
-from mjax.doctor import FIGURE, GREEN, RED, YELLOW, Facts, Finding, first
+from mjax.doctor import FIGURE, GREEN, RED, YELLOW, Finding, MachineInfo, first
 from mjax.doctor.host import ON_GPU_NODE, read_driver
 from mjax.errors import first_line
 from mjax.parallel import mappings
@@ -31,7 +31,7 @@ MIN_MEMORY = 0.85  # of a GPU's memory; the rest is for CUDA, NCCL and cuDNN
 REPEATS = 10
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 # Share of the data sheet's rate that a healthy device reaches easily; less has a cause that can be found.
-ENOUGH = {"matmul": 0.6, "copy": 0.6, "all-reduce": 0.4}
+MIN_EFFICIENCY = {"matmul": 0.6, "copy": 0.6, "all-reduce": 0.4}
 THROTTLED = "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER: is it throttled, capped, or used by someone else?"
 LINKS = "nvidia-smi topo -m: do all GPUs see each other over NVLink? NCCL_DEBUG=INFO says what NCCL uses"
 SIMULATED_COUNT = 2**20  # elements that a simulated device adds
@@ -43,12 +43,12 @@ def devices_to_check() -> list[jax.Device]:
     return devices[:1] if devices[0].platform == "cpu" else devices
 
 
-def name_of(device: jax.Device) -> str:
+def device_name(device: jax.Device) -> str:
     """'GPU 3', by JAX's number: 0 is the first in CUDA_VISIBLE_DEVICES."""
     return f"{device.platform.upper()} {device.id}"
 
 
-def check_devices(facts: Facts) -> Finding:
+def check_devices(facts: MachineInfo) -> Finding:
     """Start JAX and compare its devices with the GPUs that the driver shows."""
     variables = {name: facts.environment.get(name) for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")}
     log = logging.handlers.BufferingHandler(capacity=1000)
@@ -84,7 +84,7 @@ def check_devices(facts: Facts) -> Finding:
     )
 
 
-def check_device_memory(facts: Facts) -> Finding | None:
+def check_device_memory(facts: MachineInfo) -> Finding | None:
     """Check the share of a GPU's memory that JAX takes; nothing on a CPU."""
     devices, environment = jax.local_devices(), facts.environment
     if devices[0].platform == "cpu":
@@ -118,49 +118,49 @@ def judge(check: str, rate: float, peak: float, text: str) -> Finding:
         compared,
         (not peak, FIGURE, f"{text}; mjax has no data sheet of this device"),
         (share > 1.05, YELLOW, f"{compared}: impossible", "mjax/cluster/hardware.py is wrong: report it"),
-        (share < ENOUGH[check], YELLOW, f"{compared}: slow", LINKS if check == "all-reduce" else THROTTLED),
+        (share < MIN_EFFICIENCY[check], YELLOW, f"{compared}: slow", LINKS if check == "all-reduce" else THROTTLED),
         rate=rate,
         of_data_sheet=share,
     )
 
 
-def check_matmul(facts: Facts) -> Finding:
+def check_matmul(facts: MachineInfo) -> Finding:
     """Measure a large product on each device and judge the slowest."""
     return judge("matmul", *min(map(_multiply, devices_to_check())))
 
 
 def _multiply(device: jax.Device) -> tuple[float, float, str]:
     """FLOP/s, those of the data sheet, and words; of bf16, or fp16 where there is no bf16, but float32 on a CPU."""
-    gpu = gpu_of(device.device_kind)
+    gpu = find_gpu(device.device_kind)
     compute = "fp32" if device.platform == "cpu" else gpu.sixteen_bits if gpu else "bf16"
     size = 1024 if device.platform == "cpu" else 8192
     with jax.default_device(device):
         x = jax.random.normal(jax.random.key(0), (size, size), DTYPES[compute])
         weight = x / size**0.5  # repeated products keep their magnitude
-        rate = 2 * size**3 / seconds_of(lambda x: x @ weight, x)
-    text = f"in a {compute} product of {size:,} × {size:,} on {name_of(device)}"
+        rate = 2 * size**3 / time_step(lambda x: x @ weight, x)
+    text = f"in a {compute} product of {size:,} × {size:,} on {device_name(device)}"
     return rate, (gpu and gpu.peak(compute)) or 0.0, text
 
 
-def check_copy(facts: Facts) -> Finding:
+def check_copy(facts: MachineInfo) -> Finding:
     """Measure the memory of each device and judge the slowest."""
     return judge("copy", *min(map(_copy, devices_to_check())))
 
 
 def _copy(device: jax.Device) -> tuple[float, float, str]:
     """Bytes per second read and written in device memory, those of the data sheet, and words."""
-    gpu, count = gpu_of(device.device_kind), 2**24 if device.platform == "cpu" else 2**28  # float32 numbers
+    gpu, count = find_gpu(device.device_kind), 2**24 if device.platform == "cpu" else 2**28  # float32 numbers
     with jax.default_device(device):
-        rate = 2 * 4 * count / seconds_of(lambda x: x + 1, jnp.zeros(count, jnp.float32))
-    text = f"read and written in the memory of {name_of(device)}"
+        rate = 2 * 4 * count / time_step(lambda x: x + 1, jnp.zeros(count, jnp.float32))
+    text = f"read and written in the memory of {device_name(device)}"
     if device.platform == "gpu":
         x = jax.device_put(np.ones(2**26, np.float32), device)
-        seconds = seconds_of(lambda x: jax.device_put(np.asarray(x), device), x)
+        seconds = time_step(lambda x: jax.device_put(np.asarray(x), device), x)
         text += f"; {2 * x.nbytes / seconds / 1e9:,.1f} GB/s to the host and back"
     return rate, gpu.memory_bandwidth if gpu else 0.0, text
 
 
-def check_all_reduce(facts: Facts) -> Finding | None:
+def check_all_reduce(facts: MachineInfo) -> Finding | None:
     """Check a sum over `model` and measure the bus bandwidth; nothing for a single device.
 
     Bus bandwidth is what each device sends, 2 (n − 1) / n of its array, divided by the time, as in NCCL's tests.
@@ -181,14 +181,14 @@ def check_all_reduce(facts: Facts) -> Finding | None:
         text = f"the sum over {ranks} devices is {low:g} to {high:g}, not {expected}"
         return Finding(RED, text, "NCCL_DEBUG=INFO mjax doctor; try NCCL_P2P_DISABLE=1")
     # Simulated devices share a few threads: two concurrent sums may deadlock.
-    seconds = seconds_of(lambda _: reduce(x) if on_gpus else jax.block_until_ready(reduce(x)), total)
+    seconds = time_step(lambda _: reduce(x) if on_gpus else jax.block_until_ready(reduce(x)), total)
     bytes_sent = 2 * (ranks - 1) / ranks * count * jnp.dtype(dtype).itemsize
-    gpu, simulated = gpu_of(devices[0].device_kind), "" if on_gpus else ", simulated"
+    gpu, simulated = find_gpu(devices[0].device_kind), "" if on_gpus else ", simulated"
     text = f"bus bandwidth of a correct sum over {ranks} devices{simulated}"
     return judge("all-reduce", bytes_sent / seconds, gpu.node_bandwidth if gpu else 0.0, text)
 
 
-def seconds_of(step: Callable[[Array], Array], x: Array) -> float:
+def time_step(step: Callable[[Array], Array], x: Array) -> float:
     """Seconds per `step` in a chain, each taking the previous result; the best of three chains after one to compile.
 
     Python runs ahead of the device, so launch time does not count while it is shorter than the kernel.

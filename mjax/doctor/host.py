@@ -28,7 +28,7 @@ import mjax
 from mjax.checkpoint.folders import steps_in
 from mjax.cluster import launch
 from mjax.config import Config
-from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding, first
+from mjax.doctor import GREEN, RED, YELLOW, Finding, MachineInfo, first
 from mjax.utils import packages
 from mjax.utils.figures import human_bytes
 
@@ -45,19 +45,19 @@ SIGNS = {"RAY_JOB_ID": "Ray", "JOB_COMPLETION_INDEX": "Kubernetes"}
 """Variables of platforms on which something else sets JAX's: Kubeflow Trainer, or a file of deploy/."""
 
 
-def check_processes(facts: Facts) -> Finding:
+def check_processes(facts: MachineInfo) -> Finding:
     """Name the processes that `train.py` would join; this command joins none and checks its own host only.
 
     Raises:
       UsageError: `train.py` would not start.
     """
-    environment, launched = facts.environment, launch.launched_by(facts.environment)
+    environment, launched = facts.environment, launch.find_launcher(facts.environment)
     nodes = environment.get("SLURM_JOB_NUM_NODES", "1") if "SLURM_JOB_ID" in environment else "1"
     if launched is None and nodes != "1":
         return Finding(YELLOW, f"a Slurm job of {nodes} nodes: mjax train would run alone", "srun mjax train …")
     if launched is None:
         return Finding(GREEN, "no launcher: mjax train runs as one process")
-    rendezvous = launch.Distributed().under_launcher(environment)
+    rendezvous = launch.Distributed().with_launcher(environment)
     platforms = [platform for sign, platform in SIGNS.items() if sign in environment and launched[0] == launch.OF_JAX]
     processes = f"{launched[1]} processes" if launched[1] else "an indexed job"
     address = f" at {rendezvous.coordinator}" if rendezvous.coordinator else ""
@@ -65,7 +65,7 @@ def check_processes(facts: Facts) -> Finding:
     return Finding(GREEN, f"{text}, this command checks one host")
 
 
-def check_memory(facts: Facts) -> Finding:
+def check_memory(facts: MachineInfo) -> Finding:
     """Free host memory within the limits of container and job, compared with a checkpoint's copy if given a config.
 
     A checkpoint is copied to host memory before it is written. The number of devices on this host is unknown here, so
@@ -119,7 +119,7 @@ def _limits() -> Iterator[tuple[int, int]]:
             yield limit, used - sum(map(int, cached))
 
 
-def check_shared_memory(facts: Facts) -> Finding:
+def check_shared_memory(facts: MachineInfo) -> Finding:
     """Check that /dev/shm has room for NCCL, which a single GPU does not need; a container has 64 MiB by default."""
     folder, devices = ROOT / "dev/shm", len(list(ROOT.glob("dev/nvidia[0-9]*")))
     free = shutil.disk_usage(folder).free if folder.is_dir() else 0
@@ -130,7 +130,7 @@ def check_shared_memory(facts: Facts) -> Finding:
     )
 
 
-def check_open_files(facts: Facts) -> Finding:
+def check_open_files(facts: MachineInfo) -> Finding:
     """Check that a process may open enough files."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     few = soft != resource.RLIM_INFINITY and soft < MIN_FILES
@@ -143,7 +143,7 @@ def check_open_files(facts: Facts) -> Finding:
 # --- The disk ---------------------------------------------------------------------------------------------------------
 
 
-def check_storage(facts: Facts) -> Finding:
+def check_storage(facts: MachineInfo) -> Finding:
     """Write, sync, read and remove 64 MiB where run folders go, and compare the room with a config's checkpoints.
 
     Room that the run's checkpoints already take is not needed again.
@@ -213,7 +213,7 @@ INSTALL = "install NVIDIA driver 580 or newer; start a container with --gpus all
 ON_GPU_NODE = "srun --gpus-per-node 1 mjax doctor"
 
 
-def check_python(facts: Facts) -> Finding:
+def check_python(facts: MachineInfo) -> Finding:
     """Check that mjax supports this Python."""
     version, advice = platform.python_version(), "python3.13 -m venv .venv, then install"
     return first(
@@ -227,7 +227,7 @@ def _fits(specifier: str | SpecifierSet, version: str) -> bool:
     return SpecifierSet(str(specifier)).contains(version, prereleases=True)
 
 
-def check_packages(facts: Facts) -> Finding:
+def check_packages(facts: MachineInfo) -> Finding:
     """Check that every required package is installed, in a supported version: by requirements.txt in a source tree."""
     file = Path(mjax.__file__).parents[1] / "requirements.txt"
     lines = file.read_text().splitlines() if file.is_file() else metadata.requires("mjax") or []
@@ -245,7 +245,7 @@ def check_packages(facts: Facts) -> Finding:
 
 def _unmet(requirements: Iterable[Requirement], extra: str = "") -> dict[Requirement, str | None]:
     """The requirements that are not met, with the installed version; `extra` is that of an installation."""
-    installed = packages.installed()
+    installed = packages.list_versions()
     needed = [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": extra})]
     versions = {each: installed.get(canonicalize_name(each.name)) for each in needed}
     return {each: version for each, version in versions.items() if not (version and _fits(each.specifier, version))}
@@ -255,9 +255,9 @@ def _words(wrong: Mapping[Requirement, str | None]) -> str:
     return ", ".join(f"{each.name} {version or 'is missing'} ({each.specifier})" for each, version in wrong.items())
 
 
-def check_jax(facts: Facts) -> Finding | None:
+def check_jax(facts: MachineInfo) -> Finding | None:
     """Check that jax, jaxlib and the CUDA plugin fit: each is a separate wheel, the plugin two."""
-    installed = packages.installed()
+    installed = packages.list_versions()
     if "jax" not in installed:
         return None
     builds = sorted({match[1] for name in installed if (match := re.fullmatch(r"jax-(cuda\d+)-(plugin|pjrt)", name))})
@@ -322,7 +322,7 @@ def read_driver() -> Driver:
         return driver if str(error) in ABSENT else replace(driver, problem=str(error))
 
 
-def check_driver(facts: Facts) -> Finding:
+def check_driver(facts: MachineInfo) -> Finding:
     """Check that driver and jax fit together."""
     driver, cuda = read_driver(), packages.cuda_build()
     bad, version, on_bus, oldest = driver.problem, driver.version, driver.on_bus, OLDEST_DRIVER.get(cuda or 13, 0)

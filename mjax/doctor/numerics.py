@@ -16,9 +16,9 @@ import numpy as np
 from jax import Array
 
 from mjax.config import GPTConfig, ModelConfig
-from mjax.config.kernels import capability_of, choose_grouped, choose_kernel
-from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding
-from mjax.doctor.devices import devices_to_check, name_of
+from mjax.config.kernels import choose_grouped, choose_kernel, gpu_capability
+from mjax.doctor import GREEN, RED, YELLOW, Finding, MachineInfo
+from mjax.doctor.devices import device_name, devices_to_check
 from mjax.errors import first_line
 from mjax.models.parts import attention_kernels
 from mjax.models.parts.mask import AttentionMask
@@ -89,7 +89,7 @@ OPERATIONS = [
 ]
 
 
-def check_numerics(facts: Facts) -> list[Finding]:
+def check_numerics(facts: MachineInfo) -> list[Finding]:
     """Check small operations on each device."""
     return judge(OPERATIONS, devices_to_check(), WRONG)
 
@@ -98,7 +98,7 @@ def judge(operations: Sequence[Operation], devices: Sequence[jax.Device], advice
     """Run operations; one finding for all, or one for each that is wrong, with this advice."""
     worst, wrong = {}, []
     for device, operation in itertools.product(devices, operations):
-        text = f"{operation.name} on {name_of(device)}"
+        text = f"{operation.name} on {device_name(device)}"
         try:
             with jax.default_device(device):
                 error = operation.error()
@@ -110,7 +110,7 @@ def judge(operations: Sequence[Operation], devices: Sequence[jax.Device], advice
             text += f" is wrong: error {error:.1e}, {operation.bound:.0e} is allowed"
             wrong.append(Finding(RED, text, advice, {"error_relative": error}))
     errors = ", ".join(f"{error:.0e} of {name}" for name, error in worst.items())
-    text = f"errors on {', '.join(map(name_of, devices))}: {errors}"
+    text = f"errors on {', '.join(map(device_name, devices))}: {errors}"
     figures = {f"{name.replace(' ', '_')}_relative": error for name, error in worst.items()}
     return wrong or [Finding(GREEN, text, None, figures)]
 
@@ -118,7 +118,7 @@ def judge(operations: Sequence[Operation], devices: Sequence[jax.Device], advice
 # --- The kernels of a run ---------------------------------------------------------------------------------------------
 
 
-def check_attention(facts: Facts) -> list[Finding]:
+def check_attention(facts: MachineInfo) -> list[Finding]:
     """Check the kernel that `auto`, or the config, selects here; without a config: bf16, head size 64, no dropout.
 
     Raises:
@@ -128,12 +128,12 @@ def check_attention(facts: Facts) -> list[Finding]:
     model = GPTConfig(attention_dropout=0.0) if config is None else config.model
     compute = "bf16" if config is None else config.precision.compute
     documents, chunks = (False, 1) if config is None else ("documents" in config.batch_arrays(), config.sequence_chunks)
-    kernel, obstacle = choose_kernel(model, compute, device.platform, documents, capability_of(device), chunks)
+    kernel, obstacle = choose_kernel(model, compute, device.platform, documents, gpu_capability(device), chunks)
     findings = judge([attention(kernel, model, compute, documents)], [device], "--model.attention xla, and report it")
     return findings + _slower(model.attention, device, obstacle)
 
 
-def check_experts(facts: Facts) -> list[Finding]:
+def check_experts(facts: MachineInfo) -> list[Finding]:
     """Check the kernel of the products of experts that the config selects here; nothing without experts.
 
     Raises:
@@ -142,7 +142,7 @@ def check_experts(facts: Facts) -> list[Finding]:
     config, device = facts.config, jax.local_devices()[0]
     if config is None or not config.model.grouped:
         return []
-    kernel, obstacle = choose_grouped(config, device.platform, capability_of(device))
+    kernel, obstacle = choose_grouped(config, device.platform, gpu_capability(device))
     products = expert_products(kernel, config.precision.compute)
     findings = judge([products], [device], "--model.grouped xla, and report it")
     return findings + _slower(config.model.grouped, device, obstacle)
@@ -194,7 +194,7 @@ def expert_products(kernel: str, compute: str) -> Operation:
     def run(x, kernels):
         groups, rows = grouped.group(jnp.asarray(experts), 3, grouped.ROWS[kernel])
         buffer = jnp.zeros((len(groups.of_tile) * groups.rows, 64), x.dtype).at[rows].set(x)
-        return grouped.grouped_product(buffer, kernels, groups, kernel)[rows]
+        return grouped.grouped_matmul(buffer, kernels, groups, kernel)[rows]
 
     def formula(x, kernels):
         return jnp.einsum("re,ri,eio->ro", np.eye(3)[experts], x, kernels)

@@ -17,7 +17,7 @@ from mjax import config as configs
 from mjax.cluster.launch import Distributed
 from mjax.config import Config, MeshConfig
 from mjax.config.bounds import Count, NotNegative, Seed, Share, check_bounds
-from mjax.config.marks import RUN_ELSEWHERE, Elsewhere
+from mjax.config.marks import RUN_SYNONYMS, Synonyms
 from mjax.config.model import Attention
 from mjax.config.plain_values import read
 from mjax.config.run import Recompute
@@ -31,35 +31,35 @@ if TYPE_CHECKING:
 class FinetuneArguments:
     """Fine-tune a pre-trained BERT for a labelled task, with several seeds, and keep the best checkpoint."""
 
-    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"]), RUN_ELSEWHERE]
+    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"]), RUN_SYNONYMS]
     """Folder of the pre-trained run, such as runs/bert_336m: its config.json, tokenizer and newest checkpoint are used,
     without its heads."""
     task: str
     """mnli, qqp, race, squad1.1 or squad2.0."""
-    train: Annotated[tuple[str, ...], Elsewhere("train-file train-data")]
+    train: Annotated[tuple[str, ...], Synonyms("train-file train-data")]
     """Training files, as published: a .tsv of GLUE, a folder of RACE, a .json of SQuAD."""
-    validation: Annotated[tuple[str, ...], Elsewhere("val-data validation-file")]
+    validation: Annotated[tuple[str, ...], Synonyms("val-data validation-file")]
     """Validation files, evaluated after each epoch to choose the best one."""
-    output: Annotated[Path | None, Elsewhere("save output-dir out-dir save-dir")] = None
+    output: Annotated[Path | None, Synonyms("save output-dir out-dir save-dir")] = None
     """Folder for the results; by default CHECKPOINT-TASK, for an address in the current folder. An existing one is
     continued."""
     step: int | None = None
     """Checkpoint to start from; by default the newest intact one."""
     seeds: Count = 1
     """Number of seeds, which differ in head, order of examples and dropout. The papers report the median of five."""
-    seed: Annotated[Seed, Elsewhere("random-seed")] = 1234
+    seed: Annotated[Seed, Synonyms("random-seed")] = 1234
     """First seed; the others follow it."""
-    epochs: Annotated[Count | None, Elsewhere("num-epochs num-train-epochs")] = None
+    epochs: Annotated[Count | None, Synonyms("num-epochs num-train-epochs")] = None
     """Number of epochs; by default as in the paper's recipe for the task, like all that follow."""
-    batch: Annotated[Count | None, Elsewhere("batch-size global-batch-size train-batch-size")] = None
+    batch: Annotated[Count | None, Synonyms("batch-size global-batch-size train-batch-size")] = None
     """Examples per step, over all devices."""
-    learning_rate: Annotated[NotNegative | None, Elsewhere("lr")] = None
+    learning_rate: Annotated[NotNegative | None, Synonyms("lr")] = None
     """Peak learning rate, with linear decay to 0."""
-    warmup: Annotated[Share | None, Elsewhere("lr-warmup-fraction warmup-ratio")] = None
+    warmup: Annotated[Share | None, Synonyms("lr-warmup-fraction warmup-ratio")] = None
     """Share of the steps with linear warm-up from 0."""
-    weight_decay: Annotated[NotNegative | None, Elsewhere("wd")] = None
+    weight_decay: Annotated[NotNegative | None, Synonyms("wd")] = None
     """Decoupled weight decay, for matrices and embeddings."""
-    sequence: Annotated[Count | None, Elsewhere("seq-length seq-len sequence-length max-seq-length max-length")] = None
+    sequence: Annotated[Count | None, Synonyms("seq-length seq-len sequence-length max-seq-length max-length")] = None
     """Tokens per row; longer rows are truncated by the task's rule."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
@@ -91,7 +91,7 @@ def check(arguments: FinetuneArguments) -> None:
         raise UsageError(f"--seed is {arguments.seed}; all seeds must be below 2^32")
 
 
-def recipe_of(arguments: FinetuneArguments, saved: Config, say: Callable[[str], None]) -> Recipe:
+def resolve_recipe(arguments: FinetuneArguments, saved: Config, print_line: Callable[[str], None]) -> Recipe:
     """The task's recipe, changed by the flags.
 
     Args:
@@ -113,7 +113,7 @@ def recipe_of(arguments: FinetuneArguments, saved: Config, say: Callable[[str], 
     if data > 0 and recipe.batch % data:
         raise UsageError(f"--batch {recipe.batch} does not divide over --mesh.data {data}; use a multiple of {data}")
     if recipe.sequence > positions:
-        say(f"rows have {positions} tokens rather than {recipe.sequence}: the model has no more positions")
+        print_line(f"rows have {positions} tokens rather than {recipe.sequence}: the model has no more positions")
     return replace(recipe, sequence=min(recipe.sequence, positions))
 
 
@@ -130,7 +130,7 @@ def check_task(task: LabelledTask, recipe: Recipe) -> None:
         raise UsageError("--validation has no labels to choose the best epoch by; give the published development set")
 
 
-def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, recipe: Recipe) -> Config:
+def finetuning_config(arguments: FinetuneArguments, saved: Config, task: LabelledTask, recipe: Recipe) -> Config:
     """The config of the steps, for every seed: the pre-trained model's shape and dropout with another head.
 
     Its own seed is 0: head, order of examples and dropout masks depend on the seed that is trained.
@@ -178,7 +178,7 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
 # --- Whether an output folder can be continued ----------------------------------------------------------------------
 
 
-def request_of(arguments: FinetuneArguments, recipe: Recipe, examples: int, compute: str) -> dict[str, Any]:
+def read_request(arguments: FinetuneArguments, recipe: Recipe, examples: int, compute: str) -> dict[str, Any]:
     """The settings that affect the results, for request.json: a folder is continued only with the same.
 
     Mesh, micro-batch and number of seeds may change between two starts.
@@ -205,7 +205,7 @@ class Request(TypedDict):
     step: int
 
 
-def continued(request: dict[str, Any], output: Path) -> dict[str, Any]:
+def with_start_step(request: dict[str, Any], output: Path) -> dict[str, Any]:
     """The `request`, with the step that the fine-tuning in the folder `output` started from.
 
     Raises:

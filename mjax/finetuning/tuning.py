@@ -28,7 +28,7 @@ from jax import Array
 from jax.sharding import Mesh
 from rich.console import Console
 
-from mjax.checkpoint.arrays import named
+from mjax.checkpoint.arrays import leaves_by_path
 from mjax.checkpoint.base import restore_weights
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.cluster.processes import is_first
@@ -41,13 +41,13 @@ from mjax.errors import UnhealthyError
 from mjax.models.bert.model import HEAD
 from mjax.models.build import build_model
 from mjax.parallel.mesh import make_mesh
-from mjax.parallel.zero import cut_into_chunks
+from mjax.parallel.zero import split_into_virtual_stages
 from mjax.run.display import Display
 from mjax.run.health import Guard
 from mjax.run.loop import PREEMPTED, Evaluate, Run
 from mjax.run.metrics import MetricsLog
 from mjax.run.start import write_environment
-from mjax.step.layout import TrainState, lay_out
+from mjax.step.layout import TrainState, build_layout
 from mjax.step.optimizer import adamw
 from mjax.step.precision import parameter_type
 from mjax.step.step import TrainProgram, build_program, first_state
@@ -91,20 +91,20 @@ class Finetuning:
         self.mesh = make_mesh(config.mesh)
         self.program = build_program(config, self.mesh)
         self.scorer = TaskScorer(config, self.mesh)
-        self.start = Start(Path(request["checkpoint"]), saved, config, self.mesh, self.program)
+        self.start = FinetuningStart(Path(request["checkpoint"]), saved, config, self.mesh, self.program)
         self.epochs: dict[int, list[dict]] = {}
         self._steps_before = 0
         if is_first():
-            write_environment(config, output, self._say)
-        self._say(f"new     {', '.join(self.start.new)}; all other weights are those of {request['checkpoint']}")
+            write_environment(config, output, self._print_line)
+        self._print_line(f"new     {', '.join(self.start.new)}; all other weights are those of {request['checkpoint']}")
         count, steps = request["epochs"], config.train.eval_interval
         epochs = f"{count} epoch{'s' * (count > 1)} of {steps:,} step{'s' * (steps > 1)}"
-        self._say(f"plan    {epochs} of {request['batch']} examples")
+        self._print_line(f"plan    {epochs} of {request['batch']} examples")
 
     def train(self, seed: int) -> int:
         """Train one seed to its end, or continue it. Returns the exit code, 75 if it was stopped."""
         folder, last = self.output / f"seed-{seed}", self.config.train.steps
-        self._say(f"seed    {seed}")
+        self._print_line(f"seed    {seed}")
         if (epochs := read_epochs(folder)) and epochs[-1]["step"] == last:
             self.epochs[seed] = epochs
             self._conclude()
@@ -112,15 +112,18 @@ class Finetuning:
         with contextlib.ExitStack() as stack:
             checkpoints, best = (
                 stack.enter_context(Checkpoints(run / "checkpoints", keep_last=2, on_notice=notice))
-                for run, notice in ((folder, self._say), (folder / "best", lambda line: self._say(f"best: {line}")))
+                for run, notice in (
+                    (folder, self._print_line),
+                    (folder / "best", lambda line: self._print_line(f"best: {line}")),
+                )
             )
             start, state = self._state(seed, checkpoints)
             log = None
             if is_first():
                 self._lay_out(seed, folder)
-                log = stack.enter_context(contextlib.closing(MetricsLog(folder, start, say=self._say)))
+                log = stack.enter_context(contextlib.closing(MetricsLog(folder, start, print_line=self._print_line)))
             display = Display(last, self.console, shown=is_first())
-            guard = SeedGuard(self.config, checkpoints, display.say)
+            guard = SeedGuard(self.config, checkpoints, display.print_line)
             batches = EpochBatches(self.task.train, self.config.train.global_batch, seed)
             data = TrainingData(batches, None, None, "examples of the task")
             run = Run(self.config, self.mesh, self.program, checkpoints, data, display, self.watchdog, guard, log)
@@ -137,7 +140,7 @@ class Finetuning:
                     if epochs and epochs[-1]["step"] == last:
                         self._conclude()
                     if not result.exit_code:  # in the last step or after it, which the loop treats as its end
-                        self._say("stopped; run the same command again to continue")
+                        self._print_line("stopped; run the same command again to continue")
                     return PREEMPTED
         self._conclude()
         return 0
@@ -152,8 +155,8 @@ class Finetuning:
         print_table(report, "{task}, fine-tuned from {checkpoint}, step {step}".format(**report))
         best = report["best"]
         chosen = f"seed {best['seed']}, epoch {best['epoch']}, with its predictions"
-        self._say(f"\nbest    {self.output / 'best'}: {chosen}")
-        self._say(f"report  {self.output / 'report.json'}")
+        self._print_line(f"\nbest    {self.output / 'best'}: {chosen}")
+        self._print_line(f"report  {self.output / 'report.json'}")
 
     # --- Parts of a seed ----------------------------------------------------------------------------------------------
 
@@ -161,10 +164,10 @@ class Finetuning:
         """The state to continue from: the seed's own last checkpoint, or the initial one."""
         if checkpoints.steps():
             start, state = checkpoints.restore(self.program.abstract_state)
-            self._say(f"        continued after step {start}")
+            self._print_line(f"        continued after step {start}")
             return start, state
         checkpoints.try_save(self.mesh)
-        step, state = self.start.state(seed, self.request["step"], self._say)
+        step, state = self.start.state(seed, self.request["step"], self._print_line)
         self.request["step"] = step
         if is_first():
             write_whole(self.output / "request.json", json.dumps(self.request, indent=1) + "\n")
@@ -190,7 +193,7 @@ class Finetuning:
         link.symlink_to(f"seed-{report['best']['seed']}/best", target_is_directory=True)
         rename(link, self.output / "best")
 
-    def _say(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         self.console.print(line, markup=False)
 
 
@@ -217,7 +220,7 @@ class EpochBatches:
         self.steps = len(examples) // batch
         self._order = lru_cache(maxsize=2)(self._draw)
 
-    def at(self, step: int, rows: slice = slice(None)) -> Batch:
+    def batch_at(self, step: int, rows: slice = slice(None)) -> Batch:
         """The batch of `step` (from 0), or some of its rows: the arrays of `Config.batch_arrays`."""
         epoch, position = divmod(step, self.steps)
         size = self.sizes.size(step)
@@ -239,7 +242,7 @@ Epochs = Mapping[int, list[dict]]  # `EvaluateTask.epochs`, by seed
 
 def summary(metric: str, epochs: Epochs) -> dict[str, Any]:
     """The best epoch of each seed, the median of every metric over the seeds, and the best seed."""
-    best = {seed: best_of(measured, metric) for seed, measured in epochs.items()}
+    best = {seed: find_best(measured, metric) for seed, measured in epochs.items()}
     names = next(iter(best.values()))["figures"]
     values = {name: [epoch["figures"][name] for epoch in best.values()] for name in names}
     chosen = max(best, key=lambda seed: best[seed]["figures"][metric])
@@ -316,7 +319,7 @@ class EvaluateTask(Evaluate):
         loss = mean_loss(scores, validation)
         epoch = {"epoch": step // run.config.train.eval_interval, "step": step, "loss": loss, "figures": metrics}
         self.epochs.append(epoch)
-        is_best = best_of(self.epochs, self.task.metric) is epoch
+        is_best = find_best(self.epochs, self.task.metric) is epoch
         if is_best:
             self.best.save(step, {"model": model}, last=True)
         if is_first():
@@ -350,7 +353,7 @@ def read_epochs(folder: Path) -> list[dict]:
     return read(list[Epoch], file, f"remove {folder}, to train this seed from scratch")
 
 
-def best_of(epochs: list[dict], metric: str) -> dict:
+def find_best(epochs: list[dict], metric: str) -> dict:
     """The epoch with the highest metric, the first one in a tie."""
     return max(epochs, key=lambda epoch: epoch["figures"][metric])
 
@@ -373,7 +376,7 @@ def mean_loss(scores: dict[str, np.ndarray], validation: dict[str, Examples]) ->
 # mainly the head, are drawn from N(0, init_std).
 
 
-class Start:
+class FinetuningStart:
     """The initial state of fine-tuning from one checkpoint, for any seed."""
 
     def __init__(self, run: Path, saved: Config, config: Config, mesh: Mesh, program: TrainProgram):
@@ -388,14 +391,14 @@ class Start:
         """
         self.run, self.config = run, config
         source = replace(config, model=replace(saved.model, attention=config.model.attention))
-        self._source = lay_out(source, mesh).abstract_model
-        names = named(program.abstract_state.model).keys()
-        self._trunk = {name for name in names & named(self._source).keys() if not name.startswith(HEAD)}
+        self._source = build_layout(source, mesh).abstract_model
+        names = leaves_by_path(program.abstract_state.model).keys()
+        self._trunk = {name for name in names & leaves_by_path(self._source).keys() if not name.startswith(HEAD)}
         self.new = sorted(names - self._trunk)
 
         def first(seed: Array, first_step: Array, trunk: dict[str, Array]) -> TrainState:
             drawn = build_model(seed, config.model, parameter_type(config.precision.compute))
-            weights = named(cut_into_chunks(drawn, config.mesh))
+            weights = leaves_by_path(split_into_virtual_stages(drawn, config.mesh))
             chosen = [trunk.get(name, weight) for name, weight in weights.items()]
             model = jax.tree.unflatten(jax.tree.structure(program.abstract_state.model), chosen)
             return first_state(config, adamw(config.optimizer), model, first_step)
@@ -416,6 +419,6 @@ class Start:
           RunError: it is damaged.
         """
         step, model = restore_weights(self.run, self._source, step, on_notice)
-        trunk = {name: weight for name, weight in named(model).items() if name in self._trunk}
+        trunk = {name: weight for name, weight in leaves_by_path(model).items() if name in self._trunk}
         del model  # frees memory
         return step, self._first(np.uint32(seed), np.int32(seed * self.config.train.steps % 2**31), trunk)

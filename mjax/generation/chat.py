@@ -34,14 +34,14 @@ from mjax.data.tokenizers import (
     EOD_PIECE,
     WHOLE_FILES,
     Tokenizer,
-    ends_of_text,
+    end_token_ids,
     library_errors,
     open_library,
     optional_object,
     tokenizer_from_folder,
     utf8,
 )
-from mjax.errors import UsageError, lines_of
+from mjax.errors import UsageError, count_lines
 from mjax.utils.files import parse_json
 
 TEMPLATE = "chat_template.jinja"
@@ -123,7 +123,7 @@ class Chat:
             if not isinstance(token, str):
                 raise UsageError(f"{file}: {name} is {tokens[name]!r}, not a token; restore the file")
         end = None if self._library is None else self._library.token_to_id(self._special.get("eos_token", ""))
-        self.stops = sorted({*ends_of_text(folder, self._tokenizer.eod), *([] if end is None else [end])})
+        self.stops = sorted({*end_token_ids(folder, self._tokenizer.eod), *([] if end is None else [end])})
         from mjax.generation.chat_template import Template  # with Jinja, which no --help needs
 
         with self._errors():
@@ -142,10 +142,10 @@ class Chat:
         """
         if goes_on:
             last = {**messages[-1], "content": f"{messages[-1].get('content')}{MARK}"}
-            return self.rendered([([*messages[:-1], last], False)], tools)[0][0].rpartition(MARK)[0]
-        return self.rendered([(messages, True)], tools)[0][0]
+            return self.render_with_spans([([*messages[:-1], last], False)], tools)[0][0].rpartition(MARK)[0]
+        return self.render_with_spans([(messages, True)], tools)[0][0]
 
-    def rendered(
+    def render_with_spans(
         self, conversations: Sequence[tuple[Sequence[Message], bool]], tools: list | None
     ) -> list[tuple[str, Spans]]:
         """The texts of conversations, and which of their characters the template calls generated.
@@ -232,13 +232,13 @@ def read_conversations(text: str) -> list[tuple[list[Message], list | None]]:
     try:
         values = [json.loads(text)]
     except (ValueError, RecursionError):
-        lines = [line for line in lines_of(text) if line.strip()]
+        lines = [line for line in count_lines(text) if line.strip()]
         values = [parse_json(line, f"line {number} of stdin", fix) for number, line in enumerate(lines, start=1)]
     conversations = []
     for value in values:
         try:
-            conversations.append(messages_of(value if isinstance(value, dict) else {"messages": value}))
-        except Unfit as error:
+            conversations.append(read_messages(value if isinstance(value, dict) else {"messages": value}))
+        except UntrainableConversation as error:
             raise UsageError(f"stdin has JSON that is not a conversation: {error}; {fix}") from None
     return conversations
 
@@ -270,7 +270,7 @@ class Trained:
     too_long: Literal["drop", "cut"] = "drop"
 
 
-class Unfit(Exception):
+class UntrainableConversation(Exception):
     """The reason why a conversation cannot be trained on."""
 
 
@@ -293,7 +293,7 @@ class Encoded(NamedTuple):
     stops: int | None
 
 
-def messages_of(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
+def read_messages(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
     """The messages and tools of a JSON object or a row.
 
     It has "messages", "prompt" and "completion", "conversations" of "from" and "value" as ShareGPT, or as Alpaca
@@ -311,16 +311,16 @@ def messages_of(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
         for role, part in (("user", fields["prompt"]), ("assistant", fields["completion"])):
             messages += part if isinstance(part, list) else [{"role": role, "content": part}]
     elif isinstance(fields.get("conversations"), list):
-        messages = [*_system(fields), *map(_spoken, fields["conversations"])]
+        messages = [*_system(fields), *map(_from_sharegpt, fields["conversations"])]
     elif fields.get("instruction") is not None and fields.get("output") is not None:
         messages = [*_system(fields), *_read_instruction(fields)]
     else:
-        raise Unfit(
+        raise UntrainableConversation(
             "it has no messages, prompt and completion, conversations, or instruction and output, only "
             f"{', '.join(fields) or 'nothing'}"
         )
     if not isinstance(messages, list) or not messages:
-        raise Unfit("messages is not a list of them")
+        raise UntrainableConversation("messages is not a list of them")
     return [_message(message) for message in messages], tools
 
 
@@ -329,19 +329,21 @@ def _read_tools(tools: Any) -> list | None:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
-            raise Unfit(f"tools is not JSON ({error})") from None
+            raise UntrainableConversation(f"tools is not JSON ({error})") from None
     if not isinstance(tools, list | None):
-        raise Unfit("tools is not a list")
+        raise UntrainableConversation("tools is not a list")
     return tools or None
 
 
 def _read_instruction(fields: dict[str, Any]) -> list[Message]:
     """The instruction and the output of Alpaca as messages."""
     if fields.get("history"):
-        raise Unfit("it has a history of earlier turns, which is not read beside an instruction; write messages")
+        raise UntrainableConversation(
+            "it has a history of earlier turns, which is not read beside an instruction; write messages"
+        )
     asked = [fields[name] for name in ("instruction", "input") if fields.get(name)]
     if not all(isinstance(part, str) for part in asked):
-        raise Unfit("its instruction or input is not text")
+        raise UntrainableConversation("its instruction or input is not text")
     return [{"role": "user", "content": "\n".join(asked)}, {"role": "assistant", "content": fields["output"]}]
 
 
@@ -349,7 +351,7 @@ def _system(fields: dict[str, Any]) -> list[Message]:
     return [{"role": "system", "content": fields["system"]}] if fields.get("system") else []
 
 
-def _spoken(turn: Any) -> Any:
+def _from_sharegpt(turn: Any) -> Any:
     """A message of a file of ShareGPT, if it is one, with the names of its fields here."""
     if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
         return turn
@@ -360,25 +362,29 @@ def _spoken(turn: Any) -> Any:
 
 def _message(message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
-        raise Unfit(f"a message is {shown(message, 60)}, without a role")
+        raise UntrainableConversation(f"a message is {shorten(message, 60)}, without a role")
     if role not in ROLES:
-        raise Unfit(f"a message has the role {role!r}; the roles are {', '.join(ROLES)}")
+        raise UntrainableConversation(f"a message has the role {role!r}; the roles are {', '.join(ROLES)}")
     if message.get("weight") not in (None, 0, 1):
-        raise Unfit(f"the weight of a message is {message['weight']!r:.60}; it is 0 (not trained) or 1")
+        raise UntrainableConversation(
+            f"the weight of a message is {message['weight']!r:.60}; it is 0 (not trained) or 1"
+        )
     content = message.get("content")
     if isinstance(content, list):
         if other := [part for part in content if not isinstance(part, dict) or not isinstance(part.get("text"), str)]:
-            raise Unfit(f"a message holds {shown(other[0], 60)}, which is not text")
+            raise UntrainableConversation(f"a message holds {shorten(other[0], 60)}, which is not text")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str | None):
-        raise Unfit(f"the content of a message is {content!r:.60}, which is not text")
+        raise UntrainableConversation(f"the content of a message is {content!r:.60}, which is not text")
     return {name: value for name, value in {**message, "content": content}.items() if value is not None}
 
 
 # --- What is trained --------------------------------------------------------------------------------------------------
 
 
-def trained_spans(chat: Chat, messages: Sequence[Message], tools: list | None, trained: Trained) -> tuple[str, Spans]:
+def find_trained_spans(
+    chat: Chat, messages: Sequence[Message], tools: list | None, trained: Trained
+) -> tuple[str, Spans]:
     """The text of a conversation, and the characters of it that are trained, in order.
 
     Raises:
@@ -388,9 +394,9 @@ def trained_spans(chat: Chat, messages: Sequence[Message], tools: list | None, t
     turns, answers = _list_turns(messages, trained)
     around = [(messages[: number + after], not after) for number in answers for after in (0, 1)]
     asked = around[-2:-1] if chat.marks else around
-    (text, generated), *others = chat.rendered([(messages, False), *asked], tools)
+    (text, generated), *others = chat.render_with_spans([(messages, False), *asked], tools)
     if chat.marks and not generated:
-        others = chat.rendered(around, tools)
+        others = chat.render_with_spans(around, tools)
     texts = [rendered for rendered, _ in others]
     header = texts[-2:][0]  # with all before the last answer
     if len(generated) == len(turns):
@@ -402,8 +408,8 @@ def trained_spans(chat: Chat, messages: Sequence[Message], tools: list | None, t
     else:
         renderings = zip(texts[::2], texts[1::2], answers, strict=True)
         spans = [_turn(chat, *rendering, text, rendering[-1] == answers[-1]) for rendering in renderings]
-    if OPENED.search(header) and trained.reasoning and _thought(messages[answers[-1]]) not in text:
-        raise Unfit(
+    if OPENED.search(header) and trained.reasoning and _reasoning(messages[answers[-1]]) not in text:
+        raise UntrainableConversation(
             f"the chat template leaves out the reasoning of message {answers[-1] + 1}, which it asks the model for; "
             "give one that writes it (--template FILE), or train on the answers alone (--no-reasoning)"
         )
@@ -415,17 +421,17 @@ def _list_turns(messages: Sequence[Message], trained: Trained) -> tuple[list[int
     """The numbers of the assistant's messages, and of those that are trained."""
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
-        raise Unfit("it has no turn of the assistant")
+        raise UntrainableConversation("it has no turn of the assistant")
     answers = turns[-1:] if trained.turns == "last" else turns
     answers = [number for number in answers if messages[number].get("weight") != 0]
     if not answers:
-        raise Unfit("the weight of each turn to train is 0")
+        raise UntrainableConversation("the weight of each turn to train is 0")
     return turns, answers
 
 
 def _check_weights(messages: Sequence[Message], turns: Sequence[int], generated: Spans) -> None:
     if any(messages[number].get("weight") == 0 for number in turns):
-        raise Unfit(
+        raise UntrainableConversation(
             f"the chat template marks {len(generated)} parts of {len(turns)} turns of the assistant, so that those "
             "of weight 0 cannot be told; give a template that marks each turn: --template FILE"
         )
@@ -439,7 +445,7 @@ def _begin(before: str, number: int, text: str, last: bool) -> int:
     for header in (before, OPENED.sub("", before)):
         if text.startswith(header):
             return len(header)
-    raise Unfit(_disagrees(number, last))
+    raise UntrainableConversation(_disagrees(number, last))
 
 
 def _turn(chat: Chat, before: str, through: str, number: int, text: str, last: bool) -> Span:
@@ -461,7 +467,7 @@ def _turn(chat: Chat, before: str, through: str, number: int, text: str, last: b
     if not text.startswith(turn, begin) and chat.special_end(alone.rstrip()):
         turn = alone  # the other token is put at the end of a text only
     if not turn or not text.startswith(turn, begin):
-        raise Unfit(_disagrees(number, last))
+        raise UntrainableConversation(_disagrees(number, last))
     whole = turn.rstrip()
     # The model stops at the token that ends its turn: a line break after it is not its own.
     return begin, begin + len(whole if chat.special_end(whole) else turn)
@@ -477,7 +483,7 @@ def _disagrees(number: int, last: bool) -> str:
     )
 
 
-def _thought(message: Message) -> str:
+def _reasoning(message: Message) -> str:
     """The reasoning of a message; empty if it has none."""
     inline = THOUGHT.search(message.get("content") or "")
     values = [*(message.get(name) for name in REASONING), inline and re.sub(r"</?think>", "", inline.group())]
@@ -487,16 +493,16 @@ def _thought(message: Message) -> str:
 def _remove_untrained(text: str, spans: Spans, written: list[Sequence[Message]], reasoning: bool) -> Iterator[Span]:
     """The `spans` of a text, each of which renders the messages in `written`, without what is not trained."""
     for (begin, end), messages in zip(spans, written, strict=True):
-        first, last = _untrained(text[begin:end], messages, reasoning)
+        first, last = _span_without_loss(text[begin:end], messages, reasoning)
         yield from (part for part in ((begin, begin + first), (begin + last, end)) if part[0] < part[1])
 
 
-def _untrained(turn: str, messages: Sequence[Message], reasoning: bool) -> Span:
+def _span_without_loss(turn: str, messages: Sequence[Message], reasoning: bool) -> Span:
     """The part of a turn, which renders one of `messages`, that is not trained; it may be empty."""
     if match := (EMPTY if reasoning else THOUGHT).search(turn):
         return match.span()
     for message in () if reasoning else messages:  # in a channel of its own
-        if (thought := _thought(message)) and (begin := turn.find(thought)) >= 0:
+        if (thought := _reasoning(message)) and (begin := turn.find(thought)) >= 0:
             end, answer = begin + len(thought), (message.get("content") or "").strip()
             return 0, max(turn.find(answer, end), end) if answer else end
     return 0, 0
@@ -516,17 +522,19 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
     Raises:
       Unfit: it cannot be trained on, or the template refuses it.
     """
-    messages, tools = messages_of(fields)
+    messages, tools = read_messages(fields)
     try:
-        text, spans = trained_spans(chat, messages, tools, trained)
+        text, spans = find_trained_spans(chat, messages, tools, trained)
         size = len(utf8(text))
     except UsageError as error:
-        raise Unfit(str(error)) from None
+        raise UntrainableConversation(str(error)) from None
     ids, marks = chat.encode_marked(text, spans)
     if not any(marks[1:]):  # nothing predicts the first
-        raise Unfit("none of its tokens are trained")
+        raise UntrainableConversation("none of its tokens are trained")
     if all(marks):
-        raise Unfit("all of its tokens would be trained, those of the user, too; does the template mark them?")
+        raise UntrainableConversation(
+            "all of its tokens would be trained, those of the user, too; does the template mark them?"
+        )
     most = trained.longest or len(ids)
     cut = len(ids) > most
     if cut and (trained.too_long == "drop" or not any(marks[1:most])):
@@ -535,7 +543,7 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
     return Encoded(ids[:most], marks[:most], size, cut, stops)
 
 
-def shown(fields: Any, most: int = SHOWN) -> str:
+def shorten(fields: Any, most: int = SHOWN) -> str:
     """The beginning of a conversation or a part of it, for an error."""
     text = json.dumps(fields, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
     return text if len(text) <= most else f"{text[:most]}…"
@@ -552,8 +560,8 @@ def preview(chat: Chat, encoded: Encoded) -> Text:
     return text
 
 
-def refused(source: str, error: Unfit, fields: dict[str, Any]) -> UsageError:
+def refusal(source: str, error: UntrainableConversation, fields: dict[str, Any]) -> UsageError:
     """The error for the conversation at `source`."""
     return UsageError(
-        f"{source}: {error} ({shown(fields)}); write {FORM}, or leave such lines out with --malformed skip"
+        f"{source}: {error} ({shorten(fields)}); write {FORM}, or leave such lines out with --malformed skip"
     )

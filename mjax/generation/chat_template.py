@@ -19,14 +19,14 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mjax.data.tokenizer_trial import LONGEST
+from mjax.data.tokenizer_trial import MAX_CHARACTERS
 from mjax.utils.child import Child, ChildError
 
 SECONDS = 10.0
 """Of processor time, for the texts that are asked for together."""
 MEMORY = 1 << 30
 """Bytes that the child may map; a template needs a tenth of them."""
-MOST = 4 * LONGEST
+MAX_RENDERED_CHARACTERS = 4 * MAX_CHARACTERS
 """Characters of these texts; each has at most LONGEST, and only one of them is encoded."""
 Rendered = tuple[str, list[tuple[int, int]]]
 
@@ -64,16 +64,16 @@ def render_texts(question: bytes) -> list[Rendered]:
         plain, marked = _templates(source)
         for values in requests:
             text = plain.render(**values)
-            same, generated = without_marks(marked.render(**values)) if "generation" in source else (text, [])
+            same, generated = remove_marks(marked.render(**values)) if "generation" in source else (text, [])
             texts.append((text, generated if same == text else []))  # not if a filter cut into a mark
     except MemoryError:
         raise
     except Exception as error:
         raise ChildError(f"{type(error).__name__}: {error}"[:1000]) from None
-    if max((len(text) for text, _ in texts), default=0) > LONGEST:
-        raise ChildError(f"it writes more than {LONGEST:,} characters in a text")
-    if sum(len(text) for text, _ in texts) > MOST:
-        raise ChildError(f"it writes more than {MOST:,} characters")
+    if max((len(text) for text, _ in texts), default=0) > MAX_CHARACTERS:
+        raise ChildError(f"it writes more than {MAX_CHARACTERS:,} characters in a text")
+    if sum(len(text) for text, _ in texts) > MAX_RENDERED_CHARACTERS:
+        raise ChildError(f"it writes more than {MAX_RENDERED_CHARACTERS:,} characters")
     return texts
 
 
@@ -104,7 +104,7 @@ class _Generation(Extension):
         return [begin, *content, end]
 
 
-def without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+def remove_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """The text, and where in it the content of each marked block begins and ends."""
     plain, spans, begin = "", [], 0
     for part in re.split(f"({BEGIN}|{END})", text):

@@ -38,7 +38,7 @@ from jaxtyping import Array, Float, Int
 from mjax.config import Config
 from mjax.config.axes import CONTEXT, MODEL, PIPE
 from mjax.config.bounds import check_bounds
-from mjax.config.kernels import SLOTS, padded_width
+from mjax.config.kernels import SLOTS, pad_width
 from mjax.errors import UsageError
 from mjax.generation import Sampling
 from mjax.models import decoding
@@ -49,7 +49,7 @@ from mjax.models.stack import map_stacks, runs_with_weights
 from mjax.parallel import mappings
 from mjax.parallel.pipeline import pipeline_decode
 from mjax.parallel.zero import Storage, gather_for_inference, layer_gather
-from mjax.step.layout import Layout, lay_out
+from mjax.step.layout import Layout, build_layout
 from mjax.step.precision import COMPUTE_TYPES
 
 # --- Sampling: the next token from a row of logits --------------------------------------------------------------------
@@ -88,13 +88,13 @@ def draw(
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), streams)
         keys = jax.vmap(jax.random.fold_in)(keys, positions)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
-        return jnp.where(allowed(scaled, top_k, top_p), scaled + noise, -jnp.inf)
+        return jnp.where(sampling_mask(scaled, top_k, top_p), scaled + noise, -jnp.inf)
 
     scores = jax.lax.cond(temperature > 0, noisy, lambda logits: logits, logits)
     return jnp.argmax(scores, -1).astype(jnp.int32)
 
 
-def allowed(logits: Array, top_k: Array, top_p: Array) -> Array:
+def sampling_mask(logits: Array, top_k: Array, top_p: Array) -> Array:
     """Mask of the tokens left by top-k, and then top-p: bool [b, v], at least one in each row.
 
     Tokens are ranked by logit, ties by id. The first `top_k` are kept (0: all). Of these the first are kept until their
@@ -123,7 +123,7 @@ def inference_weights(config: Config, layout: Layout, model: CausalModel) -> Cau
     """Inside `shard_map`: the weights to compute with. Without a pipeline each layer is by itself, not in a stack."""
     weights = gather_for_inference(model, layout.plan, COMPUTE_TYPES[config.precision.compute])
     if config.mesh.pipe == 1:
-        weights.blocks = nnx.List(unstacked(weights.blocks))
+        weights.blocks = nnx.List(unstack_layers(weights.blocks))
     return weights
 
 
@@ -133,17 +133,17 @@ def weight_specs(config: Config, layout: Layout):
     def used(leaf: jax.ShapeDtypeStruct, storage: Storage) -> jax.ShapeDtypeStruct:
         return leaf.update(sharding=NamedSharding(leaf.sharding.mesh, _used_spec(storage)))
 
-    def of_layer(leaf: jax.ShapeDtypeStruct, repetition: int) -> jax.ShapeDtypeStruct:
+    def layer_spec(leaf: jax.ShapeDtypeStruct, repetition: int) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(leaf.sharding.mesh, P(*leaf.sharding.spec[1:]))
         return leaf.update(shape=leaf.shape[1:], sharding=sharding)
 
     weights = jax.tree.map(used, layout.abstract_model, layout.plan)
     if config.mesh.pipe == 1:
-        weights.blocks = nnx.List(unstacked(weights.blocks, of_layer))
+        weights.blocks = nnx.List(unstack_layers(weights.blocks, layer_spec))
     return jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
 
 
-def layers_of(config: Config, layout: Layout, weights: CausalModel) -> Layers:
+def list_layers(config: Config, layout: Layout, weights: CausalModel) -> Layers:
     """Inside `shard_map`: the layers of `inference_weights`, with the interface of one."""
     dtype = COMPUTE_TYPES[config.precision.compute]
     gathered = map_stacks(lambda stack: layer_gather(stack, dtype, inference=True), layout.plan.blocks)
@@ -164,7 +164,7 @@ def _used_spec(storage: Storage) -> P:
     return P(*(tuple(axis for axis in entry if axis not in gathered) or None for entry in entries))
 
 
-def unstacked(blocks, take: Callable[[Any, int], Any] = lambda weight, repetition: weight[repetition]) -> list:
+def unstack_layers(blocks, take: Callable[[Any, int], Any] = lambda weight, repetition: weight[repetition]) -> list:
     """Each layer of `blocks` by itself, in order; `take` gives a weight of one of the repetitions."""
     return [jax.tree.map(lambda weight: take(weight, i), stack) for stack, i, *_ in _places(blocks)]  # noqa: B023
 
@@ -196,7 +196,7 @@ class LayerList(NamedTuple):
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> list:
         """That of each layer."""
-        return self._of_rank([layer.empty_cache(sequences, slots, dtype) for layer in self.layers])
+        return self._pvary_cache([layer.empty_cache(sequences, slots, dtype) for layer in self.layers])
 
     def decode(
         self, x: Float[Array, "t h"], context: Context, cached: list, lengths: Int[Array, " b"]
@@ -207,9 +207,9 @@ class LayerList(NamedTuple):
             block = layer if gather is None else gather(layer)
             x, of_layer = block.decode(x, replace(context, kind=kind), of_layer, lengths)
             new.append(of_layer)
-        return x, self._of_rank(new)
+        return x, self._pvary_cache(new)
 
-    def _of_rank(self, cache: list) -> list:
+    def _pvary_cache(self, cache: list) -> list:
         """The cache, typed to vary over `axes`, so that the types stay the same in loops."""
         return jax.tree.map(lambda leaf: mappings.vary(leaf, frozenset(self.axes)), cache)
 
@@ -221,14 +221,14 @@ class PipelineLayers(NamedTuple):
     blocks: Any
     gathered: list
 
-    def _of(self, chunk) -> LayerList:
-        return LayerList(unstacked(chunk), _places(chunk, self.gathered), cache_axes(self.config))
+    def _chunk_layers(self, chunk) -> LayerList:
+        return LayerList(unstack_layers(chunk), _places(chunk, self.gathered), cache_axes(self.config))
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> list:
         """That of each chunk of this stage."""
         chunks = self.config.mesh.chunks
         chunk = self.blocks if chunks == 1 else jax.tree.map(itemgetter(0), self.blocks)
-        empty = self._of(chunk).empty_cache(sequences, slots, dtype)
+        empty = self._chunk_layers(chunk).empty_cache(sequences, slots, dtype)
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (chunks, *leaf.shape)), empty)
 
     def decode(
@@ -238,7 +238,7 @@ class PipelineLayers(NamedTuple):
         mesh = self.config.mesh
 
         def stage(chunk, x, cached):
-            return self._of(chunk).decode(x, context, cached, lengths)
+            return self._chunk_layers(chunk).decode(x, context, cached, lengths)
 
         return pipeline_decode(mesh.pipe, mesh.chunks, stage, self.blocks, x, cached)
 
@@ -273,7 +273,7 @@ NOTHING, END = -2, -1
 def _read(config: Config, layout: Layout, slots: int, weights: CausalModel, prompts: Array, lengths: Array) -> _State:
     """Inside `shard_map`: read the prompts."""
     logits, cached = decoding.prefill(
-        weights, prompts, lengths, slots, layers_of(config, layout, weights), config.across
+        weights, prompts, lengths, slots, list_layers(config, layout, weights), config.across
     )
     tokens = jnp.pad(prompts, [(0, 0), (0, slots - prompts.shape[1])])
     none_ended = jnp.zeros(lengths.shape, bool)
@@ -288,7 +288,7 @@ def _write(
     Returns:
       The state, and for each sequence the last token that was written, END or NOTHING.
     """
-    layers, sequences = layers_of(config, layout, weights), jnp.arange(state.lengths.shape[0])
+    layers, sequences = list_layers(config, layout, weights), jnp.arange(state.lengths.shape[0])
 
     def step(carry: tuple[_State, Array, Array]) -> tuple[_State, Array, Array]:
         state, _, left = carry
@@ -329,7 +329,7 @@ class Prepared(NamedTuple):
     weights: CausalModel
 
 
-Listener = Callable[[int, int, int | None], None]
+TokenCallback = Callable[[int, int, int | None], None]
 NARROWEST = 16  # positions
 
 
@@ -348,7 +348,7 @@ class Generator:
           mesh: of the shape `config.mesh`.
         """
         self.config = config
-        layout = lay_out(config, mesh)
+        layout = build_layout(config, mesh)
         self.abstract_model = layout.abstract_model
 
         on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
@@ -362,7 +362,7 @@ class Generator:
             return on_mesh(work, in_specs=(weights, P(), P()), out_specs=state)(*arguments)
 
         def all_logits(weights: CausalModel, ids: Array):
-            return decoding.all_logits(weights, ids, layers_of(config, layout, weights), config.across)
+            return decoding.all_logits(weights, ids, list_layers(config, layout, weights), config.across)
 
         self._weights = jax.jit(
             on_mesh(partial(inference_weights, config, layout), in_specs=(layout.specs,), out_specs=weights)
@@ -378,7 +378,7 @@ class Generator:
         """Master weights, as in `TrainState.model`, in the form of several calls."""
         return Prepared(self._weights(model))
 
-    def _prepared(self, model: CausalModel | Prepared) -> CausalModel:
+    def _prepare(self, model: CausalModel | Prepared) -> CausalModel:
         return model.weights if isinstance(model, Prepared) else self._weights(model)
 
     def generate(
@@ -387,7 +387,7 @@ class Generator:
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         eod: int | Sequence[int],
-        listener: Listener | None = None,
+        listener: TokenCallback | None = None,
         streams: Sequence[int] | None = None,
     ) -> list[Continuation]:
         """Continue each of `prompts` until its document ends, `sampling.tokens` are generated, or positions run out.
@@ -419,14 +419,14 @@ class Generator:
             "seed": np.uint32(sampling.seed),
             "streams": np.asarray(range(len(prompts)) if streams is None else streams, np.uint32),
         }
-        weights = self._prepared(model)
-        rows = self._padded(prompts)
-        slots = max(padded_width(self.config, limits.max(), NARROWEST, widths=SLOTS), rows.shape[1])
+        weights = self._prepare(model)
+        rows = self._pad(prompts)
+        slots = max(pad_width(self.config, limits.max(), NARROWEST, widths=SLOTS), rows.shape[1])
         state = self._read(slots, weights, rows, lengths)
         if listener is None:
             state, _ = self._write(weights, request, state, np.int32(positions))
         else:
-            state = self._write_aloud(weights, request, state, lengths.tolist(), listener)
+            state = self._generate_streaming(weights, request, state, lengths.tolist(), listener)
         texts = state.tokens, state.lengths, state.at_eod
         continuations = []
         for start, tokens, length, at_eod in zip(lengths, *map(np.asarray, texts), strict=True):
@@ -446,13 +446,13 @@ class Generator:
           UsageError: there is no text, or one is empty, too long, or has an invalid id.
         """
         self._check_prompts(texts, most=self.config.model.sequence)
-        logits = np.asarray(self._all_logits(self._prepared(model), self._padded(texts)))[
+        logits = np.asarray(self._all_logits(self._prepare(model), self._pad(texts)))[
             ..., : self.config.model.vocabulary
         ]
         return [row[: len(text)].astype(np.float32) for row, text in zip(logits, texts, strict=True)]
 
-    def _write_aloud(
-        self, weights: CausalModel, request: dict, state: _State, positions: list[int], listener: Listener
+    def _generate_streaming(
+        self, weights: CausalModel, request: dict, state: _State, positions: list[int], listener: TokenCallback
     ) -> _State:
         """Take one step after the other, and tell of each while the devices work on the next."""
         last = None
@@ -467,9 +467,9 @@ class Generator:
                 return state
             last = written
 
-    def _padded(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
+    def _pad(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Texts in rows of one width, with zeros behind them, which no token sees."""
-        rows = np.zeros((len(texts), padded_width(self.config, max(map(len, texts)), NARROWEST)), np.int32)
+        rows = np.zeros((len(texts), pad_width(self.config, max(map(len, texts)), NARROWEST)), np.int32)
         for row, text in zip(rows, texts, strict=True):
             row[: len(text)] = text
         return rows

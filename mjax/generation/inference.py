@@ -8,20 +8,20 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from mjax.checkpoint.arrays import named
-from mjax.checkpoint.base import as_trained, restore_weights
+from mjax.checkpoint.arrays import leaves_by_path
+from mjax.checkpoint.base import cast_to_trained, restore_weights
 from mjax.checkpoint.folders import checkpoint_steps
 from mjax.checkpoint.mirror import local_run
-from mjax.config import Config, DataConfig, MeshConfig, axes, load_own_model, read_config, read_settings
+from mjax.config import Config, DataConfig, MeshConfig, axes, load_user_model, read_config, read_settings
 from mjax.config.checks import validate
 from mjax.config.model import ModelConfig
 from mjax.config.plain_values import build
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
-from mjax.errors import UsageError, in_python
+from mjax.errors import UsageError, name_arguments
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import make_mesh
-from mjax.step.layout import lay_out
-from mjax.utils.files import without_parents
+from mjax.step.layout import build_layout
+from mjax.utils.files import resolve_parents
 
 MICRO_BATCHES_A_STAGE = 4  # for a pipeline: its bubble is then a fifth at most
 
@@ -64,7 +64,9 @@ class OpenRun:
         Raises:
           UsageError: its weights have other names or shapes.
         """
-        ours, theirs = ({name: leaf.shape for name, leaf in named(model).items()} for model in (self.weights, target))
+        ours, theirs = (
+            {name: leaf.shape for name, leaf in leaves_by_path(model).items()} for model in (self.weights, target)
+        )
         if differ := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
             name = differ[0]
             raise UsageError(
@@ -74,7 +76,7 @@ class OpenRun:
         return jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(self.weights))
 
 
-@in_python("step")
+@name_arguments("step")
 def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | dict[str, int] | None = None) -> OpenRun:
     """Open a run folder: its config, and the weights of checkpoint `step`, by default of the newest intact one.
 
@@ -91,13 +93,13 @@ def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | dic
       RunError: the checkpoint is damaged.
     """
     mesh = build(MeshConfig, mesh, "mesh") if isinstance(mesh, dict) else mesh or MeshConfig()
-    folder = without_parents(local_run(folder))
-    load_own_model(None, folder, print)
+    folder = resolve_parents(local_run(folder))
+    load_user_model(None, folder, print)
     config = read_config(folder / "config.json")
     inference_config(config, mesh)  # Orbax would explain in kilobytes
     devices = make_mesh(mesh)
     # Frozen weights too: a program that computes in bf16 rounds them itself, and another one must not.
-    abstract = as_trained(lay_out(replace(config, mesh=mesh), devices).abstract_model, folder)
+    abstract = cast_to_trained(build_layout(replace(config, mesh=mesh), devices).abstract_model, folder)
     step, weights = restore_weights(folder, abstract, step, print)
     return OpenRun(folder, config, step, weights, devices, mesh)
 
@@ -169,7 +171,7 @@ def check_enough_devices(mesh: MeshConfig) -> None:
       UsageError: it needs more.
     """
     if (present := len(jax.devices())) < mesh.devices:
-        flags = axes.as_typed(mesh)
+        flags = axes.cli_sizes(mesh)
         given = " ".join(f"--mesh.{axis} {size}" for axis, size in flags.items() if size > 1)
         fewer = " ".join(f"--mesh.{axis} 1" for axis, size in flags.items() if size > 1)
         raise UsageError(f"{given} needs {mesh.devices} devices; {present} found: use {fewer}")

@@ -11,8 +11,8 @@ import numpy as np
 from rich.console import Console
 
 from mjax.config import MeshConfig
-from mjax.data.tokenizers import ends_of_text
-from mjax.errors import UsageError, in_python
+from mjax.data.tokenizers import end_token_ids
+from mjax.errors import UsageError, name_arguments
 from mjax.generation import Sampling
 from mjax.generation.generate import Continuation, Generator, Prepared
 from mjax.generation.inference import OpenRun, inference_config, open_run, read_run, run_tokenizer
@@ -23,14 +23,14 @@ CONTEXT = 16  # ids: the text of a token depends on the few before it
 HALF = "\ufffd"  # what bytes decode to that are no whole character
 
 
-def written_after(decode: Decode, prompt: list[int], tokens: list[int]) -> str:
+def decode_suffix(decode: Decode, prompt: list[int], tokens: list[int]) -> str:
     """The text of a continuation, which is what `Streamed` shows of it."""
-    streamed = Streamed(decode, prompt)
+    streamed = StreamingText(decode, prompt)
     streamed.finish(tokens)
     return streamed.text
 
 
-class Streamed:
+class StreamingText:
     """A continuation in the making.
 
     It is decoded after what comes before it, because the text of a token can depend on the previous one: sentencepiece
@@ -85,7 +85,7 @@ class Live:
         self._file, self._printed = console.file, 0
         self._titles = [f"\x1b[2m{title}\x1b[0m" if console.is_terminal and title else title for title in titles]
 
-    def show(self, texts: Sequence[Streamed]) -> None:
+    def show(self, texts: Sequence[StreamingText]) -> None:
         """Print what is new."""
         whole = ""
         for number, (title, streamed) in enumerate(zip(self._titles, texts, strict=True), start=1):
@@ -103,7 +103,7 @@ class Live:
 
 
 @dataclass(frozen=True)
-class Sample:
+class TextContinuation:
     """A prompt and its continuation, as text.
 
     Attributes:
@@ -128,8 +128,8 @@ def continue_ids(
     encoded: Sequence[list[int]],
     sampling: Sampling,
     eod: int | Sequence[int],
-    watch: Callable[[list[Streamed]], None] | None = None,
-) -> list[Sample]:
+    watch: Callable[[list[StreamingText]], None] | None = None,
+) -> list[TextContinuation]:
     """`Generator.generate` from ids to text.
 
     Args:
@@ -142,7 +142,7 @@ def continue_ids(
     Raises:
       UsageError: as in `Generator.generate`.
     """
-    texts = [Streamed(decode, ids) for ids in encoded]
+    texts = [StreamingText(decode, ids) for ids in encoded]
 
     def listen(index: int, position: int, token: int | None) -> None:
         texts[index].add(token)
@@ -152,7 +152,7 @@ def continue_ids(
     samples = []
     for prompt, ids, continuation, streamed in zip(prompts, encoded, continuations, texts, strict=True):
         streamed.finish(continuation.tokens)
-        samples.append(Sample(prompt, streamed.text, len(ids), len(continuation.tokens), continuation.ended))
+        samples.append(TextContinuation(prompt, streamed.text, len(ids), len(continuation.tokens), continuation.ended))
     if watch:
         watch(texts)  # a text that ended last was not heard to end
     return samples
@@ -161,8 +161,8 @@ def continue_ids(
 # --- From Python ------------------------------------------------------------------------------------------------------
 
 
-@in_python("step", *(field.name for field in fields(Sampling)))
-def continuations_of(
+@name_arguments("step", *(field.name for field in fields(Sampling)))
+def generate_texts(
     run: str | Path | OpenRun,
     prompts: str | Sequence[str] | None = None,
     *,
@@ -173,7 +173,7 @@ def continuations_of(
     tokenizer: str | None = None,
     compute: str | None = None,
     **sampling,
-) -> list[Sample] | list[Continuation]:
+) -> list[TextContinuation] | list[Continuation]:
     """Continue texts, or the ids of texts, with a run: `mjax.generate`.
 
     Args:
@@ -199,21 +199,21 @@ def continuations_of(
     if unknown := sampling.keys() - known:
         raise UsageError(f"generate has no option {min(unknown)!r}; of sampling it has {', '.join(known)}")
     chosen = Sampling(**sampling)
-    opened, generator, weights = _opened(run, step, mesh, compute)
+    opened, generator, weights = _open_generator(run, step, mesh, compute)
     if ids is not None:
         repeated = [list(map(int, text)) for text in ids for _ in range(num_samples)]
         eod = opened.tokenizer.eod if (opened.folder / "tokenizer").is_dir() else -1
-        return generator.generate(weights, repeated, chosen, ends_of_text(opened.folder / "tokenizer", eod))
+        return generator.generate(weights, repeated, chosen, end_token_ids(opened.folder / "tokenizer", eod))
     library = run_tokenizer(opened.folder, opened.config.model, tokenizer, 'tokenizer="KIND:FILES"')
     prompts = (prompts,) if isinstance(prompts, str) else prompts
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
     encoded = [library.prompt(prompt) for prompt in repeated]
-    ends = ends_of_text(opened.folder / "tokenizer", library.eod, tokenizer)
+    ends = end_token_ids(opened.folder / "tokenizer", library.eod, tokenizer)
     return continue_ids(generator, weights, library.decode, repeated, encoded, chosen, ends)
 
 
-@in_python("step")
-def logits_of(
+@name_arguments("step")
+def compute_logits(
     run: str | Path | OpenRun,
     ids: Sequence[Sequence[int]],
     *,
@@ -234,11 +234,11 @@ def logits_of(
     Raises:
       UsageError: the run has no model that predicts the next token, or it does not take these ids.
     """
-    _, generator, weights = _opened(run, step, mesh, compute)
+    _, generator, weights = _open_generator(run, step, mesh, compute)
     return generator.logits(weights, [list(map(int, text)) for text in ids])
 
 
-def _opened(
+def _open_generator(
     run: str | Path | OpenRun, step: int | None, mesh: MeshConfig | dict[str, int] | None, compute: str | None
 ) -> tuple[OpenRun, Generator, CausalModel]:
     """A run, what reads and continues texts with it, and its weights for that."""

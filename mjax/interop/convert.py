@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.numpy import bfloat16
 
-from mjax.checkpoint.arrays import named, stacked_names, type_and_shape, write_array
+from mjax.checkpoint.arrays import leaves_by_path, names_with_layer_dim, type_and_shape, write_array
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import MANIFEST, write_manifest
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, save_config
 from mjax.config.checks import validate
-from mjax.config.model import REGISTRY, ModelConfig, imported, is_own, kind_of
+from mjax.config.model import REGISTRY, ModelConfig, import_object, is_user_defined, model_kind
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, either
 from mjax.interop.model_folder import CARD, new_folder
@@ -33,7 +33,7 @@ from mjax.interop.weights import leaves
 from mjax.models.huggingface.family import Family, unlike
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import make_mesh
-from mjax.step.layout import initial_weights, lay_out
+from mjax.step.layout import build_layout, initial_weights
 
 TYPES = {"fp32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(bfloat16))}
 """By --dtype: torch's name, and NumPy's."""
@@ -92,7 +92,7 @@ def write_in_blocks(folder: Path, field: str, target: Any, read: Callable[[str, 
     """
     with Checkpoints(folder, on_notice=lambda line: None) as checkpoints:
         checkpoints.save(0, {field: jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), target)})
-    store, arrays, stacked = folder / "0" / field, named(target), stacked_names(target)
+    store, arrays, stacked = folder / "0" / field, leaves_by_path(target), names_with_layer_dim(target)
     for begun in ("d", "ocdbt.process_0", "array_metadatas"):  # the last one has the chunks of arrays of no size
         shutil.rmtree(store / begun)
     for replaced in (store / "manifest.ocdbt", folder / "0" / MANIFEST):
@@ -108,7 +108,7 @@ def abstract_weights(config: Config) -> Model:
     Layers are not split into the chunks of a pipeline.
     """
     mesh = MeshConfig()
-    return lay_out(dataclasses.replace(config, mesh=mesh), make_mesh(mesh, jax.devices("cpu"))).abstract_model
+    return build_layout(dataclasses.replace(config, mesh=mesh), make_mesh(mesh, jax.devices("cpu"))).abstract_model
 
 
 def draw_weights(config: Config, names: tuple[str, ...]) -> dict[str, jax.Array]:
@@ -124,7 +124,7 @@ def draw_weights(config: Config, names: tuple[str, ...]) -> dict[str, jax.Array]
 def families() -> tuple[Family, ...]:
     """The families that configs of registered models name (`ModelConfig.families`)."""
     named = dict.fromkeys(cls.families for cls in REGISTRY.values() if cls.families)
-    return tuple(family for name in named for family in imported(name))
+    return tuple(family for name in named for family in import_object(name))
 
 
 def find_family(values: dict, file: Path) -> Family:
@@ -137,17 +137,17 @@ def find_family(values: dict, file: Path) -> Family:
     return known[kind]
 
 
-def family_of(model: ModelConfig) -> Family:
+def model_family(model: ModelConfig) -> Family:
     """The family for exporting a model of mjax."""
     if getattr(model, "mlm_activation", None) not in (None, getattr(model, "activation", None)):
         raise UsageError("transformers has one activation for MLP and MLM head, and this BERT two; convert another")
-    if is_own(type(model)):
+    if is_user_defined(type(model)):
         raise UsageError(f"mjax convert has no names for {model.title}; `mjax.open_run(RUN).weights` has its weights")
     different = {}
     for family in families():
         if not (difference := unlike(family, model)):
             return family
-        if family.fixed["kind"] == kind_of(model):
+        if family.fixed["kind"] == model_kind(model):
             different[family.model] = difference
     nearest, fields = min(different.items(), key=lambda each: len(each[1]))
     flags = " ".join(f"--model.{name.replace('_', '-')} {getattr(model, name)}" for name in fields)
@@ -189,11 +189,11 @@ def check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> list[st
 # further training; all three are made for some hundred steps of training on long texts.
 
 SCALINGS = ("linear", "llama3", "yarn")
-LONGEST = 2**31
+MAX_POSITIONS = 2**31
 """Positions are int32."""
 
 
-def extended(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
+def scale_positions(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
     """The model with the positions of `--rope`; sequences are longer by the factor.
 
     Args:
@@ -219,7 +219,7 @@ def extended(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
         use = f"use one of {either(SCALINGS)}, such as yarn:8"
         raise UsageError(f"--rope {given} is not a scaling and a factor above 1; {use}")
     longer = positions * factor
-    if longer >= LONGEST or longer != int(longer):
+    if longer >= MAX_POSITIONS or longer != int(longer):
         use = f"use a factor such as {kind}:{max(2, round(min(factor, 64)))}"
         raise UsageError(f"--rope {given} makes {longer:,.10g} positions; it must be a whole number below 2^31: {use}")
     original = None if kind == "linear" else positions

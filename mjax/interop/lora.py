@@ -22,11 +22,11 @@ import numpy as np
 
 from mjax.checkpoint.arrays import read_in_blocks
 from mjax.config.model import ModelConfig
-from mjax.errors import UsageError, and_more
+from mjax.errors import UsageError, join_shortened
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import SafetensorsFiles
 from mjax.interop.weights import places
-from mjax.lora.adapters import Linear, linear_layers, targets_of
+from mjax.lora.adapters import Linear, linear_layers, match_targets
 from mjax.models.build import abstract_weights, build_model
 from mjax.models.huggingface.family import Family
 from mjax.parallel.layers import ColumnParallelLinear
@@ -79,26 +79,26 @@ class Module:
 
 
 @lru_cache(maxsize=8)
-def adapters_of(model: ModelConfig) -> dict[str, Linear]:
+def adapter_layers(model: ModelConfig) -> dict[str, Linear]:
     """The layers with an adapter in the traced model, by dotted path."""
     layers = linear_layers(jax.eval_shape(lambda: build_model(0, model)))
     return {path: layer for path, _, layer in layers if layer.adapter is not None}
 
 
-def modules_of(family: Family, model: ModelConfig) -> dict[str, Module]:
+def adapter_modules(family: Family, model: ModelConfig) -> dict[str, Module]:
     """Return the adapter of each module of the base model, by its name.
 
     Raises:
       UsageError: peft has no adapter like one of `model`, whose base has one matrix for several.
     """
-    layers, found = adapters_of(model), {}
+    layers, found = adapter_layers(model), {}
     for name, place in places(family, model.without_lora()).items():
         path, _, last = place.ours.rpartition(".")
         if last != "kernel" or path not in layers:
             continue
         layer = layers[path]
         columns = isinstance(layer, ColumnParallelLinear)
-        targets, which = targets_of(path.rpartition(".")[2], layer), place.index[-1]
+        targets, which = match_targets(path.rpartition(".")[2], layer), place.index[-1]
         if not family.transposed or (len(targets) > 1 and len(place.index) < 3):
             parts = " and ".join(targets)
             raise UsageError(f"{family.model} has {parts} in one matrix, as peft's adapters are not; add --merged")
@@ -141,16 +141,16 @@ def adapter_config(model: ModelConfig, modules: Mapping[str, Module], base: str)
     }
 
 
-def peft_tensors(modules: Mapping[str, Module], own: Weights) -> Iterator[tuple[str, int, np.ndarray]]:
+def peft_tensors(modules: Mapping[str, Module], adapters: Weights) -> Iterator[tuple[str, int, np.ndarray]]:
     """The tensors of a peft folder, as `weights.tensor_parts` gives those of a model."""
     for name, module in modules.items():
-        yield f"{PREFIX}{name}.lora_A.weight", 0, module.a(own[f"{module.path}.adapter.a"])
-        yield f"{PREFIX}{name}.lora_B.weight", 0, module.b(own[f"{module.path}.adapter.b"])
+        yield f"{PREFIX}{name}.lora_A.weight", 0, module.a(adapters[f"{module.path}.adapter.a"])
+        yield f"{PREFIX}{name}.lora_B.weight", 0, module.b(adapters[f"{module.path}.adapter.b"])
 
 
-def merged(blocks: Blocks, model: ModelConfig, own: Weights) -> Blocks:
+def merge_adapters(blocks: Blocks, model: ModelConfig, adapters: Weights) -> Blocks:
     """`blocks` of the base, as `weights.tensor_parts` takes them, with s A B added to each kernel that has adapters."""
-    layers = adapters_of(model)
+    layers = adapter_layers(model)
 
     def with_adapters(name: str, rank: int) -> Iterator[tuple[int, np.ndarray]]:
         path = name.removeprefix("model.").removesuffix(".kernel")
@@ -158,7 +158,7 @@ def merged(blocks: Blocks, model: ModelConfig, own: Weights) -> Blocks:
             if not name.endswith(".kernel") or path not in layers:
                 yield first, block
                 continue
-            a, b = (own[f"{path}.adapter.{matrix}"][first : first + len(block)] for matrix in "ab")
+            a, b = (adapters[f"{path}.adapter.{matrix}"][first : first + len(block)] for matrix in "ab")
             layer, sums = layers[path], block.copy()
             columns = isinstance(layer, ColumnParallelLinear)
             for i, part in enumerate(layer.adapter.parts if columns else (0,)):
@@ -175,7 +175,7 @@ def merged(blocks: Blocks, model: ModelConfig, own: Weights) -> Blocks:
 # --- Import -----------------------------------------------------------------------------------------------------------
 
 
-def with_adapters_of(folder: Path, base: ModelConfig, family: Family) -> tuple[ModelConfig, Weights]:
+def add_adapters(folder: Path, base: ModelConfig, family: Family) -> tuple[ModelConfig, Weights]:
     """The model of a peft folder on a `base`, and its A and B by our names, float32.
 
     Raises:
@@ -190,14 +190,14 @@ def with_adapters_of(folder: Path, base: ModelConfig, family: Family) -> tuple[M
             raise UsageError(f"{folder} has a tensor {name}, which is not part of LoRA's adapters; merge it with peft")
         named[inside[1], inside[2].lower()] = name
     model = replace(base, **fields)
-    every = modules_of(family, model)
+    every = adapter_modules(family, model)
     if foreign := sorted({module for module, _ in named} - every.keys()):
-        known = f"the linear layers of {base.title} are {and_more(sorted(every))}"
+        known = f"the linear layers of {base.title} are {join_shortened(sorted(every))}"
         raise UsageError(f"{folder} has an adapter of {foreign[0]}, and {known}; {OTHER_BASE}")
     targets = {every[module].target for module, _ in named}
     if targets != {module.target for module in every.values()}:
         model = replace(model, lora_targets=tuple(sorted(targets)))
-    modules = modules_of(family, model)
+    modules = adapter_modules(family, model)
     if missing := [pair for pair in product(modules, "ab") if pair not in named]:
         absent = f"{missing[0][0]}.lora_{missing[0][1].upper()}"
         raise UsageError(f"{folder} lacks {absent}; mjax has adapters in all layers or in none: merge with peft")

@@ -120,7 +120,7 @@ def history(card: str) -> list[str]:
     return [line for line in (block[0] if block else "").splitlines() if line.startswith("- ")]
 
 
-def imported_card(source: Path, model: str, rope: str = "") -> str:
+def make_card(source: Path, model: str, rope: str = "") -> str:
     """The card of a run that has the weights of a folder, with a line on that.
 
     Args:

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from mjax.errors import UsageError, first_line
 from mjax.interop.model_folder import read_object, write_object
-from mjax.interop.torch_files import as_arrays, import_torch, load_tensors
+from mjax.interop.torch_files import import_torch, load_tensors, to_arrays
 from mjax.utils.files import path_below
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
@@ -39,7 +39,7 @@ WORDS = {dtype.name: word for word, dtype in FLOATS.items()}
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorInfo:
     """Dtype and shape of a tensor, from its file; `dtype` as in safetensors (F32, BF16, I64, …)."""
 
     dtype: str
@@ -53,7 +53,7 @@ class Tensors(Protocol):
       kinds: by name. Nothing has been read yet.
     """
 
-    kinds: dict[str, Kind]
+    kinds: dict[str, TensorInfo]
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """A tensor in its own dtype, or some rows of it (along its first dim)."""
@@ -103,7 +103,7 @@ class SafetensorsFiles:
     """`Tensors` in one or several safetensors files."""
 
     def __init__(self, files: dict[Path, list[str]]):
-        self.kinds: dict[str, Kind] = {}
+        self.kinds: dict[str, TensorInfo] = {}
         self._opened: dict[str, Any] = {}
         for file, expected in files.items():
             try:
@@ -111,7 +111,7 @@ class SafetensorsFiles:
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
             except SafetensorError as error:
                 raise UsageError(f"{file} is truncated or not a safetensors file ({error}); get it again") from None
-            kinds = {name: Kind(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            kinds = {name: TensorInfo(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
             _add_kinds(self.kinds, file, kinds, expected)
             self._opened |= dict.fromkeys(kinds, opened)
 
@@ -127,7 +127,7 @@ class PickledFiles:
 
     def __init__(self, files: dict[Path, list[str]]):
         import_torch("--allow-pickle is for files that are read by torch")
-        self.kinds: dict[str, Kind] = {}
+        self.kinds: dict[str, TensorInfo] = {}
         self._arrays: dict[str, np.ndarray] = {}
         for file, expected in files.items():
             try:
@@ -136,8 +136,8 @@ class PickledFiles:
                 raise UsageError(f"{file} is not a file of tensors only ({first_line(error)}); get another") from None
             if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
                 raise UsageError(f"{file} has something other than tensors by name; give the model's state_dict")
-            arrays = as_arrays(file, content)
-            kinds = {name: Kind(WORDS.get(a.dtype.name, a.dtype.name), a.shape) for name, a in arrays.items()}
+            arrays = to_arrays(file, content)
+            kinds = {name: TensorInfo(WORDS.get(a.dtype.name, a.dtype.name), a.shape) for name, a in arrays.items()}
             _add_kinds(self.kinds, file, kinds, expected)
             self._arrays |= arrays
 
@@ -145,7 +145,7 @@ class PickledFiles:
         return self._arrays[name][rows]
 
 
-def _add_kinds(known: dict[str, Kind], file: Path, kinds: dict[str, Kind], expected: list[str]) -> None:
+def _add_kinds(known: dict[str, TensorInfo], file: Path, kinds: dict[str, TensorInfo], expected: list[str]) -> None:
     """Add the tensors of a file; reject one that lacks tensors of the index, or repeats those of another file."""
     if missing := [name for name in expected if name not in kinds]:
         raise UsageError(f"{file} lacks the tensor {missing[0]}, which the index expects in it; download it again")

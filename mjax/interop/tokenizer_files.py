@@ -75,7 +75,7 @@ def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
     settings = read_object(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     if (folder / "tokenizer.json").is_file():
         tokenizer = _find_fast(folder, settings)
-        tokenizer.bos = tokenizer.bos_of_files()
+        tokenizer.bos = tokenizer.read_bos()
         return tokenizer
     lowercase = settings.get("do_lower_case")
     bert = isinstance(lowercase, bool) and settings.get("strip_accents") in (None, lowercase)
@@ -91,7 +91,7 @@ def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
             raise UsageError(f"{folder} has the vocab.json of a {name}, which cuts other words than GPT-2; {fix}")
         tokenizer = parse_tokenizer(kind, [file.read_bytes() for file in files], [*map(str, files)])
         if settings.get("add_bos_token") is True:  # if no tokenizer.json has it
-            tokenizer.bos = tokenizer.bos_of_files()
+            tokenizer.bos = tokenizer.read_bos()
         return tokenizer
     return None
 
@@ -225,7 +225,7 @@ def _convert_sentencepiece(processor: SentencePieceProcessor) -> Library:
     special = [piece for piece, number in ids.items() if processor.is_control(number) or processor.is_unknown(number)]
     bytes_of = [piece for piece, number in ids.items() if processor.is_byte(number)]
     scores = {piece: processor.get_score(ids[piece]) for piece in ids if piece not in {*special, *bytes_of}}
-    given = _pieces_of_user(scores)
+    given = _user_pieces(scores)
     learned = {piece: score for piece, score in scores.items() if piece not in given}
 
     unknown = processor.id_to_piece(processor.unk_id())
@@ -243,7 +243,7 @@ def _convert_sentencepiece(processor: SentencePieceProcessor) -> Library:
     return library
 
 
-def _pieces_of_user(scores: dict[str, float]) -> set[str]:
+def _user_pieces(scores: dict[str, float]) -> set[str]:
     """Pieces that were not learned: the trainer gives them the score 0.0, and those it learns -0.0, -1.0, …"""
     return {piece for piece, score in scores.items() if score == 0 and math.copysign(1, score) > 0}
 

@@ -111,7 +111,7 @@ def _check_archive(file: Path | BinaryIO) -> None:
             raise zipfile.BadZipFile(f"{damaged} in it is not what was written (checksum)")
 
 
-def as_arrays(file: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def to_arrays(file: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Tensors of torch by name as arrays of NumPy over the same memory, bfloat16 included.
 
     Raises:
@@ -151,7 +151,7 @@ NEXT_TO_TENSORS = {
     "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar",
 }  # fmt: skip
 """Objects of other libraries in Megatron's checkpoints: arguments, paths, random states, kernel states."""
-MOST = 2**62  # above any number of bytes or elements
+MAX_ELEMENTS = 2**62  # above any number of bytes or elements
 
 
 class StandIn:
@@ -285,7 +285,7 @@ def read_metadata(file: Path) -> dict[str, Stored]:
             (index.fqn, tuple(vars(index).get("offset") or ())): info for index, info in content.storage_data.items()
         }
         entries = {
-            name: _stored(name, kind, locations, file.parent)
+            name: _resolve_stored(name, kind, locations, file.parent)
             for name, kind in content.state_dict_metadata.items()
             if type(kind).__name__ == "TensorStorageMetadata"
         }
@@ -309,7 +309,7 @@ def _check_memo(stream: BinaryIO, size: int) -> None:
 
 def _whole_numbers(values: Any) -> tuple[int, ...]:
     numbers = tuple(values)
-    if not all(type(value) is int and 0 <= value < MOST for value in numbers):
+    if not all(type(value) is int and 0 <= value < MAX_ELEMENTS for value in numbers):
         raise ValueError("not whole numbers")
     return numbers
 
@@ -323,7 +323,7 @@ def _chunk(name: str, location: StandIn, folder: Path, offsets: Any = (), sizes:
     return Chunk(_whole_numbers(offsets), _whole_numbers(sizes), file, start, length)
 
 
-def _stored(name: str, kind: StandIn, locations: dict, folder: Path) -> Stored:
+def _resolve_stored(name: str, kind: StandIn, locations: dict, folder: Path) -> Stored:
     chunks = tuple(
         _chunk(name, locations[name, tuple(chunk.offsets)], folder, chunk.offsets, chunk.sizes) for chunk in kind.chunks
     )

@@ -22,9 +22,9 @@ import jax
 import numpy as np
 
 from mjax.config.model import ModelConfig
-from mjax.config.pattern import stack_of
-from mjax.errors import UsageError, and_more
-from mjax.interop.tensor_files import FLOATS, Kind, Tensors
+from mjax.config.pattern import find_stack
+from mjax.errors import UsageError, join_shortened
+from mjax.interop.tensor_files import FLOATS, TensorInfo, Tensors
 from mjax.models.build import abstract_weights, weight_dims
 from mjax.models.huggingface.family import Family
 from mjax.models.protocol import Model
@@ -36,7 +36,7 @@ ALONE = (EXPERT, TOKEN, POSITION)
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """The place of a file's tensor in our weights.
 
     Attributes:
@@ -54,24 +54,24 @@ class Place:
     shape: tuple[int, ...]
 
     @property
-    def of_tokens(self) -> bool:
+    def is_vocabulary(self) -> bool:
         """Whether the tensor has a row per token, with zero rows after them in ours that pad the vocabulary."""
         return self.index[:1] not in ((), (slice(None),)) and isinstance(self.index[0], slice)
 
-    def to_theirs(self, weight: np.ndarray, first: int = 0) -> np.ndarray:
+    def to_file(self, weight: np.ndarray, first: int = 0) -> np.ndarray:
         """The tensor: a view of the weight, given from layer `first` on, where the layout allows one, else a copy."""
         index = (self.index[0] - first, *self.index[1:]) if first else self.index
         return weight[index].transpose(self.order).reshape(self.shape)
 
-    def to_ours(self, tensor: np.ndarray) -> np.ndarray:
+    def from_file(self, tensor: np.ndarray) -> np.ndarray:
         """A view of the tensor with the layout of the part of the weight."""
         return tensor.reshape(self.sizes).transpose(np.argsort(self.order))
 
 
-def places(family: Family, model: ModelConfig) -> dict[str, Place]:
+def places(family: Family, model: ModelConfig) -> dict[str, TensorPlace]:
     """The place of every tensor of the model by name: in the order of the table, and layer by layer."""
     shapes, dims = {name: shape for name, (shape, _) in abstract_weights(model).items()}, weight_dims(model)
-    stored, table, whole = _stored(shapes, model), {}, slice(None)
+    stored, table, whole = _stacked_positions(shapes, model), {}, slice(None)
     for layer, (module, names) in _modules(family, model):
         for ours in (module, *(f"{module}.{part}" for part in ("table", "kernel", "scale", "bias"))):
             if (ours, layer) not in stored or (ours != module and ours in family.names):
@@ -96,19 +96,19 @@ def _modules(family: Family, model: ModelConfig) -> Iterator[tuple[int, tuple[st
         yield from product(range(model.layers if in_layers else 1), rows)
 
 
-def _stored(weights: Iterable[str], model: ModelConfig) -> dict[tuple[str, int], tuple[str, int]]:
+def _stacked_positions(weights: Iterable[str], model: ModelConfig) -> dict[tuple[str, int], tuple[str, int]]:
     """Map a weight's name in a model of equal layers, and a layer from 0, to the stacked weight that has it and the
     index in it. Weights outside layers have layer 0."""
     stored = {}
     for name in weights:
-        if (stack := stack_of(model, name)) is None:
+        if (stack := find_stack(model, name)) is None:
             stored[name, 0] = name, 0
         else:
             stored |= {(stack.name_in_layer(name), n - 1): (name, index) for index, n in enumerate(stack.numbers)}
     return stored
 
 
-def _place(family: Family, ours: str, named: Sequence[str], shape: Sequence[int], at: Mapping[str, Any]) -> Place:
+def _place(family: Family, name: str, named: Sequence[str], shape: Sequence[int], at: Mapping[str, Any]) -> TensorPlace:
     """The place of one tensor.
 
     Args:
@@ -135,10 +135,10 @@ def _place(family: Family, ours: str, named: Sequence[str], shape: Sequence[int]
     shape = tuple(math.prod(sizes[i] for i in group) for group in groups)
     while index and index[-1] == slice(None):
         index.pop()
-    return Place(ours, tuple(index), order, tuple(sizes[i] for i in order), shape)
+    return TensorPlace(name, tuple(index), order, tuple(sizes[i] for i in order), shape)
 
 
-def as_stored(family: Family, tensors: Tensors) -> Family:
+def to_stored(family: Family, tensors: Tensors) -> Family:
     """The family with the names that these files have for its experts: of each, or of all in one tensor."""
     fused = "|".join(re.escape(name).replace(re.escape("{0}"), r"\d+") for name in family.fused.values())
     if not fused or not any(
@@ -177,7 +177,7 @@ def find_tensors(
     for name, kind in tensors.kinds.items():
         if re.fullmatch(family.ignored, name):
             continue
-        known = _in_full(family, name, expected)
+        known = _full_name(family, name, expected)
         place = expected.get(copied.get(known, known))
         if place is None:
             model_of = f"which is not part of {family.model} with {model.layers} layers"
@@ -199,18 +199,20 @@ def find_tensors(
     return names
 
 
-def _check_missing(family: Family, missing: dict[str, Place], absent: list[str], source: str, draw_heads: bool) -> None:
+def _check_missing(
+    family: Family, missing: dict[str, TensorPlace], absent: list[str], source: str, draw_heads: bool
+) -> None:
     """Refuse missing tensors, except those of heads without any if these may be drawn."""
     if lost := [name for name, place in missing.items() if not place.ours.startswith(tuple(absent))]:
-        named = and_more(list(dict.fromkeys(map(family.spelled, lost))))
+        named = join_shortened(list(dict.fromkeys(map(family.spelled, lost))))
         raise UsageError(f"{source} lacks the tensor {named}; download the model again")
     if missing and not draw_heads:
         heads = ", ".join(family.heads[head] for head in absent)
-        lost = f"{and_more(list(missing))}, all of {heads}; its encoder is complete"
+        lost = f"{join_shortened(list(missing))}, all of {heads}; its encoder is complete"
         raise UsageError(f"{source} lacks the tensor {lost}, so add --draw-heads to give these random weights")
 
 
-def _check_copy(family: Family, tensors: Tensors, copy: str, original: str, place: Place, source: str) -> None:
+def _check_copy(family: Family, tensors: Tensors, copy: str, original: str, place: TensorPlace, source: str) -> None:
     """Refuse a second copy of a tensor with other numbers, read a few rows at a time."""
     if not _fits(family, tensors.kinds[copy], place) or not all(
         np.array_equal(tensors.read(copy, rows), tensors.read(original, rows)) for rows in _rows(0, place.shape[0])
@@ -225,16 +227,16 @@ def absent_heads(family: Family, model: ModelConfig, names: Container[str]) -> l
     return [head for head in family.heads if not any(ours.startswith(head) for ours in there)]
 
 
-def _in_full(family: Family, name: str, expected: Mapping[str, Place]) -> str:
+def _full_name(family: Family, name: str, expected: Mapping[str, TensorPlace]) -> str:
     """A name as in the table: the current one, with the prefix."""
     for old, new in family.renamed:
         name = re.sub(old, new, name)
     return name if name in expected or name in family.copies else family.prefix + name
 
 
-def _fits(family: Family, kind: Kind, place: Place) -> bool:
+def _fits(family: Family, kind: TensorInfo, place: TensorPlace) -> bool:
     """Whether a tensor has the shape of its place, or more rows if these pad the vocabulary."""
-    padded = family.padded and place.of_tokens and kind.shape[:1] > place.shape[:1]
+    padded = family.padded and place.is_vocabulary and kind.shape[:1] > place.shape[:1]
     return kind.shape[padded:] == place.shape[padded:]
 
 
@@ -266,7 +268,7 @@ def block_reader(
     Raises:
       UsageError: when a part is read: it is not finite.
     """
-    shapes, dims, parts = abstract_weights(model), weight_dims(model), _by_weight(family, model)
+    shapes, dims, parts = abstract_weights(model), weight_dims(model), _group_by_weight(family, model)
 
     def tensor(name: str, rows: slice = slice(None)) -> np.ndarray:
         array = tensors.read(names[name], rows)
@@ -275,19 +277,19 @@ def block_reader(
             raise UsageError(f"{names[name]} holds numbers that are not finite; download the model again")
         return array
 
-    def block(ours: str, first: int, end: int) -> np.ndarray:
-        if ours in (drawn or {}):
-            return np.asarray(drawn[ours])[first:end]
-        shape, _ = shapes[ours]
+    def block(weight: str, first: int, end: int) -> np.ndarray:
+        if weight in (drawn or {}):
+            return np.asarray(drawn[weight])[first:end]
+        shape, _ = shapes[weight]
         out = np.zeros((end - first, *shape[1:]), np.float32)  # vocabulary padding stays 0
-        for name, place in parts[ours]:
-            if place.of_tokens:  # an embedding is large: avoid a second copy
+        for name, place in parts[weight]:
+            if place.is_vocabulary:  # an embedding is large: avoid a second copy
                 for rows in _rows(first, min(end, place.shape[0])):
                     out[rows.start - first : rows.stop - first] = tensor(name, rows)
-            elif LAYER not in dims[ours]:
-                out[...] = place.to_ours(tensor(name))[first:end]
+            elif LAYER not in dims[weight]:
+                out[...] = place.from_file(tensor(name))[first:end]
             elif first <= place.index[0] < end:
-                out[(place.index[0] - first, *place.index[1:])] = place.to_ours(tensor(name))
+                out[(place.index[0] - first, *place.index[1:])] = place.from_file(tensor(name))
         return out
 
     return block
@@ -308,7 +310,7 @@ def tensor_parts(
         each with its first index.
     """
     dims = weight_dims(model)
-    for ours, named in _by_weight(family, model).items():
+    for ours, named in _group_by_weight(family, model).items():
         parts = blocks(f"model.{ours}", len(dims[ours]))
         if {LAYER, TOKEN}.isdisjoint(dims[ours]):
             parts = [(0, np.concatenate([part for _, part in parts]))]
@@ -318,10 +320,10 @@ def tensor_parts(
                     if len(rows := block[: max(0, model.vocabulary - first)]):
                         yield name, first, rows
                 elif LAYER not in dims[ours] or first <= place.index[0] < first + len(block):
-                    yield name, 0, place.to_theirs(block, first)
+                    yield name, 0, place.to_file(block, first)
 
 
-def _by_weight(family: Family, model: ModelConfig) -> dict[str, list[tuple[str, Place]]]:
+def _group_by_weight(family: Family, model: ModelConfig) -> dict[str, list[tuple[str, TensorPlace]]]:
     """The names and places of the tensors of each weight."""
     parts = defaultdict(list)
     for name, place in places(family, model).items():

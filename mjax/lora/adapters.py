@@ -32,7 +32,7 @@ from mjax.parallel import mappings
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, local_columns
 from mjax.parallel.products import Rows, enter, linear
 from mjax.parallel.random import DropoutKey, dropout, dropout_tokens
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import TokenLayout
 from mjax.parallel.weights import COLUMNS, IN, INPUTS, LAYER, OUT, OUTPUTS, PART, ROWS, parameter
 
 Linear = ColumnParallelLinear | RowParallelLinear
@@ -62,7 +62,7 @@ class ColumnAdapter(Adapter):
         super().__init__(*matrices)
         self.parts = parts
 
-    def input(self, x: Float[Array, "t h"], entered: Rows, tokens: Tokens, key: DropoutKey | None) -> Rows:
+    def input(self, x: Float[Array, "t h"], entered: Rows, tokens: TokenLayout, key: DropoutKey | None) -> Rows:
         """What A multiplies: `entered`, f of the layer's input x, unless dropout gives it another one, which costs an f
         of its own."""
         if key is None or not self.dropout:
@@ -85,9 +85,11 @@ class ColumnAdapter(Adapter):
 class RowAdapter(Adapter):
     """The adapter of a row-parallel kernel: A [*into, r], B [r, h]."""
 
-    def __call__(self, x: Float[Array, " bs *into"], tokens: Tokens, key: DropoutKey | None) -> Float[Array, "bs h"]:
+    def __call__(
+        self, x: Float[Array, " bs *into"], tokens: TokenLayout, key: DropoutKey | None
+    ) -> Float[Array, "bs h"]:
         """This rank's part of what is added to the output of the layer."""
-        by_sequence = tokens.by_sequence(x.reshape(len(x), -1))
+        by_sequence = tokens.split_sequences(x.reshape(len(x), -1))
         first = mappings.rank(MODEL) * by_sequence.shape[-1]
         dropped = dropout(by_sequence, self.dropout, key, tokens.position_ids(), first_column=first)
         narrow = linear(self.a[...], dropped.reshape(x.shape), x.ndim - 1)
@@ -110,7 +112,7 @@ def add_adapters(model: nnx.Module, key: Array, dtype) -> nnx.Module:
             weight.set_metadata(frozen=True)
     wanted = set(config.lora_targets)
     for path, name, layer in list(linear_layers(model)):
-        targets = targets_of(name, layer)
+        targets = match_targets(name, layer)
         parts = tuple(i for i, target in enumerate(targets) if target in wanted or "all" in wanted)
         known |= set(targets)
         if parts:
@@ -129,7 +131,7 @@ def linear_layers(model: nnx.Module) -> Iterator[tuple[str, str, Linear]]:
             yield ".".join(map(str, path)), str(path[-1]), layer
 
 
-def targets_of(name: str, layer: Linear) -> tuple[str, ...]:
+def match_targets(name: str, layer: Linear) -> tuple[str, ...]:
     """The names in `lora.targets` of the parts of a layer, in order: a layer without parts has its own name."""
     return getattr(layer, "parts", ()) or (name,)
 
@@ -138,7 +140,7 @@ def _column_adapter(
     key: Array, layer: ColumnParallelLinear, config: ModelConfig, parts: tuple[int, ...], dtype
 ) -> ColumnAdapter:
     """For a kernel [*layers, h, (parts,) *out]."""
-    (layers, (width,), out), rank = _sizes_of(layer), config.lora_rank
+    (layers, (width,), out), rank = _kernel_sizes(layer), config.lora_rank
     _check_rank(rank, width, math.prod(out))
     make, count = partial(_matrix, key, layers, dtype=dtype), len(parts)
     a = make((width, count, rank), (IN, PART, OUT), uniform(width), grad_partial_over_model=True)
@@ -148,7 +150,7 @@ def _column_adapter(
 
 def _row_adapter(key: Array, layer: RowParallelLinear, config: ModelConfig, _, dtype) -> RowAdapter:
     """For a kernel [*layers, *into, h]."""
-    (layers, into, (width,)), rank = _sizes_of(layer), config.lora_rank
+    (layers, into, (width,)), rank = _kernel_sizes(layer), config.lora_rank
     _check_rank(rank, math.prod(into), width)
     make = partial(_matrix, key, layers, dtype=dtype)
     a = make((*into, rank), (ROWS, *(IN,) * (len(into) - 1), OUT), uniform(math.prod(into)))
@@ -162,7 +164,7 @@ def _matrix(key: Array, layers, shape, dims, initializer=jax.nn.initializers.zer
     return parameter(key, initializer, shape, dims, dtype, muon=False, **marks)
 
 
-def _sizes_of(layer: Linear) -> list[tuple[int, ...]]:
+def _kernel_sizes(layer: Linear) -> list[tuple[int, ...]]:
     """The sizes of a layer's kernel along dims that are layers, inputs, and outputs."""
     sizes = list(zip(layer.kernel.get_metadata()["dims"], layer.kernel.shape, strict=True))
     return [tuple(size for dim, size in sizes if dim in kind) for kind in ((LAYER,), INPUTS, OUTPUTS)]

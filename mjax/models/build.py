@@ -13,13 +13,13 @@ from mjax.config.axes import EXPERT
 from mjax.config.model import ModelConfig
 from mjax.models.parts.positions import Positions
 from mjax.models.protocol import Model, build_model
-from mjax.parallel.weights import Dims, dims_of, leaf_name, metadata_of, muon_matrices
+from mjax.parallel.weights import Dims, leaf_name, muon_matrices, read_dims, weight_metadata
 
 
 @lru_cache(maxsize=64)
 def abstract_weights(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], P]]:
     """Shape and PartitionSpec of every weight by name, from the traced model; nothing is allocated."""
-    shapes = _traced(config)
+    shapes = _trace_model(config)
     specs = jax.tree.leaves(nnx.get_partition_spec(shapes), is_leaf=lambda spec: isinstance(spec, P))
     named = jax.tree_util.tree_leaves_with_path(shapes)
     return {leaf_name(path): (leaf.shape, spec) for (path, leaf), spec in zip(named, specs, strict=True)}
@@ -28,25 +28,25 @@ def abstract_weights(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], P]
 @lru_cache(maxsize=64)
 def matrix_dims(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Rows and columns, as in `matrices.Matrices`, of every weight that is a matrix or a stack of them, by name."""
-    matrices = zip(abstract_weights(config), muon_matrices(_traced(config)), strict=True)
+    matrices = zip(abstract_weights(config), muon_matrices(_trace_model(config)), strict=True)
     return {name: matrix for name, matrix in matrices if matrix}
 
 
 @lru_cache(maxsize=64)
 def weight_dims(config: ModelConfig) -> dict[str, Dims]:
     """What the dims of each weight are (`parallel/weights.py`), by name."""
-    return dict(zip(abstract_weights(config), dims_of(_traced(config)), strict=True))
+    return dict(zip(abstract_weights(config), read_dims(_trace_model(config)), strict=True))
 
 
 @lru_cache(maxsize=64)
 def frozen_weights(config: ModelConfig) -> frozenset[str]:
     """The names of the weights that are not trained."""
-    marks = zip(abstract_weights(config), metadata_of(_traced(config), "frozen"), strict=True)
+    marks = zip(abstract_weights(config), weight_metadata(_trace_model(config), "frozen"), strict=True)
     return frozenset(name for name, frozen in marks if frozen)
 
 
 @lru_cache(maxsize=64)
-def _traced(config: ModelConfig) -> Model:
+def _trace_model(config: ModelConfig) -> Model:
     return jax.eval_shape(lambda: build_model(0, config))
 
 
@@ -57,7 +57,7 @@ def mixing_class(config: ModelConfig) -> str | None:
     A class of yours may, unless its `mixes_positions` is False; a layer says that for the modules in it, too, a model
     for its `embed` and `loss` alone.
     """
-    return _mixing_class(_traced(config))
+    return _mixing_class(_trace_model(config))
 
 
 def _mixing_class(part: nnx.Module | Positions | Model) -> str | None:
@@ -83,7 +83,7 @@ def _mixes_positions(cls: type) -> bool | None:
 
 def scores_in_chunks(config: ModelConfig) -> bool:
     """Whether the model has a loss in chunks (`train.loss_chunks`)."""
-    return _traced(config).scores_in_chunks()
+    return _trace_model(config).scores_in_chunks()
 
 
 def count_parameters(config: ModelConfig, trained: bool = False) -> int:

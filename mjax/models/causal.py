@@ -18,7 +18,7 @@ from mjax.parallel import mappings
 from mjax.parallel.chunked_cross_entropy import chunked_cross_entropy
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.layers import VocabParallelEmbedding
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import TokenLayout
 
 
 class Output(NamedTuple):
@@ -34,7 +34,7 @@ class Output(NamedTuple):
     x: Float[Array, "t h"]
     bias: Float[Array, " v_local"] | None = None
 
-    def logits(self, tokens: Tokens) -> Float[Array, "bs v_local"]:
+    def logits(self, tokens: TokenLayout) -> Float[Array, "bs v_local"]:
         """Scores of all rows, varying over `model`."""
         return self.table.logits(self.x, tokens, self.bias)
 
@@ -59,7 +59,7 @@ class CausalModel(LanguageModel):
         """The scores of the next token after the last layer."""
         raise NotImplementedError
 
-    def logits(self, x: Float[Array, "t h"], tokens: Tokens) -> Float[Array, "bs v_local"]:
+    def logits(self, x: Float[Array, "t h"], tokens: TokenLayout) -> Float[Array, "bs v_local"]:
         """Scores of the next token after the last layer, varying over `model`."""
         return self.output(x).logits(tokens)
 
@@ -77,9 +77,9 @@ class CausalModel(LanguageModel):
                 "a model is called within jax.shard_map over its mesh; for the logits of a run, call "
                 "mjax.logits(run, ids)"
             ) from None
-        context = Context(Tokens(*ids.shape))
+        context = Context(TokenLayout(*ids.shape))
         x, _ = run_blocks(self.blocks, self.embed({"tokens": ids}, context), context)
-        return context.tokens.by_sequence(self.logits(x, context.tokens))
+        return context.tokens.split_sequences(self.logits(x, context.tokens))
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
         """The number of labels, or of those that the loss mask counts."""

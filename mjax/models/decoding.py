@@ -20,7 +20,7 @@ from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
 from mjax.models.protocol import Context
 from mjax.parallel import mappings
-from mjax.parallel.tokens import Across, Tokens
+from mjax.parallel.tokens import Across, TokenLayout
 
 if TYPE_CHECKING:
     from mjax.models.causal import CausalModel
@@ -54,7 +54,7 @@ def all_logits(
     """Logits of the next token after every position of whole texts, as `prefill` reads them; replicated over
     `model` and `context`."""
     x, tokens, _ = _read(model, ids, jnp.full(len(ids), ids.shape[1]), ids.shape[1], layers, across)
-    logits = tokens.by_sequence(mappings.gather_whole(model.logits(x, tokens), MODEL, -1))
+    logits = tokens.split_sequences(mappings.all_gather(model.logits(x, tokens), MODEL, -1))
     if across:  # each rank has some of the positions
         whole = jnp.zeros((*ids.shape, logits.shape[-1]), logits.dtype)
         whole = mappings.vary(whole, mappings.varying_axes(logits)).at[:, tokens.position_ids()].set(logits)
@@ -90,7 +90,7 @@ def prefill(
     position_ids, more = tokens.position_ids(), (slots - prompts.shape[1]) * tokens.positions // prompts.shape[1]
     first = prompts.shape[1] + (more * mappings.rank(CONTEXT) if across else 0)
     is_last = position_ids == (lengths - 1)[:, None]
-    last = tokens.by_sequence(x).sum(1, where=is_last[..., None])  # of one, so exact
+    last = tokens.split_sequences(x).sum(1, where=is_last[..., None])  # of one, so exact
     if across:
         last = mappings.sum_over(last, frozenset({CONTEXT}))
     every = jnp.concatenate([position_ids, first + jnp.arange(more, dtype=jnp.int32)])
@@ -104,10 +104,10 @@ def _read(
     slots: int,
     layers: Layers,
     across: Across | None,
-) -> tuple[Float[Array, "t h"], Tokens, Any]:
+) -> tuple[Float[Array, "t h"], TokenLayout, Any]:
     """This rank's positions of whole texts after the layers, which positions they are, and the cache with them."""
     ranks = mappings.size(CONTEXT) if across else 1
-    context = Context(Tokens(ids.shape[0], ids.shape[1] // ranks, across=across))
+    context = Context(TokenLayout(ids.shape[0], ids.shape[1] // ranks, across=across))
     x = model.embed({"tokens": ids[:, context.tokens.position_ids()]}, context)
     x, cached = layers.decode(x, context, layers.empty_cache(len(ids), slots // ranks, x.dtype), lengths)
     return x, context.tokens, cached
@@ -127,7 +127,7 @@ def decode(
     Returns:
       Logits of the next token, replicated over `model` and `context`, and the cache including it.
     """
-    context = Context(Tokens(tokens.shape[0], 1), positions=lengths[:, None], slots=cached.slots)
+    context = Context(TokenLayout(tokens.shape[0], 1), positions=lengths[:, None], slots=cached.slots)
     x = model.embed({"tokens": tokens[:, None]}, context)
     x, new = layers.decode(x, context, cached.layers, lengths)
     return _row(model, x), Cache(new, cached.slots)
@@ -135,7 +135,7 @@ def decode(
 
 def _row(model: CausalModel, x: Float[Array, "b h"]) -> Float[Array, "b v"]:
     """Logits of one position of each sequence, replicated over `model`."""
-    return mappings.gather_whole(model.logits(x, Tokens(x.shape[0], 1)), MODEL, -1)
+    return mappings.all_gather(model.logits(x, TokenLayout(x.shape[0], 1)), MODEL, -1)
 
 
 # --- The keys and values of attention ---
@@ -148,7 +148,7 @@ class KeyValues(NamedTuple):
     keys: Float[Array, "b k S d"]
     values: Float[Array, "b k S e"]
 
-    def of_prompts(self, *new: Float[Array, "b s k _"]) -> KeyValues:
+    def fill(self, *new: Float[Array, "b s k _"]) -> KeyValues:
         """The cache with the keys and values of whole prompts in its first slots.
 
         Prompts of different lengths are padded on the right: causal attention never sees later positions, and
@@ -189,13 +189,13 @@ def attend_cached(
     here = slots == lengths[:, None]  # [b, S]
     at = jnp.where(here.any(-1), here.argmax(-1), slots.size)  # beyond the last: on another rank
 
-    def written(slots: Array, one: Array) -> Array:
+    def write(slots: Array, one: Array) -> Array:
         one = mappings.vary(one[:, 0], mappings.varying_axes(slots))
         sequences, heads = jnp.arange(one.shape[0])[:, None], jnp.arange(one.shape[1])
         return slots.at[sequences, heads, at[:, None]].set(one, mode="drop")
 
-    cached = KeyValues(*map(written, cached, (k, v)))
-    groups = (mask.scaled(q) / math.sqrt(q.shape[-1])).reshape(len(k), k.shape[2], -1, k.shape[3])
+    cached = KeyValues(*map(write, cached, (k, v)))
+    groups = (mask.scale_queries(q) / math.sqrt(q.shape[-1])).reshape(len(k), k.shape[2], -1, k.shape[3])
     scores = jnp.einsum("bkgd,bksd->bkgs", groups, cached.keys, preferred_element_type=wide)
     if mask.slopes is not None:  # the new position, at `lengths`, has distance 0 to itself
         penalty = distance_penalty(mask.slopes, (slots - lengths[:, None])[:, None], wide)

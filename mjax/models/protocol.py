@@ -25,7 +25,7 @@ from mjax.config.model import ModelConfig
 from mjax.config.pattern import PLAIN, LayerKind
 from mjax.lora.adapters import add_adapters
 from mjax.parallel.random import DropoutKey, dropout_tokens
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import TokenLayout
 
 Batch = dict[str, Array]
 
@@ -47,7 +47,7 @@ class Context:
       loss_chunks: parts of the vocabulary, one after the other, in which the loss is computed (`Output.cross_entropy`).
     """
 
-    tokens: Tokens
+    tokens: TokenLayout
     key: DropoutKey | None = None
     positions: Int[Array, "b s"] | None = None
     documents: Int[Array, "b s"] | None = None
@@ -61,18 +61,18 @@ class Context:
         have the same."""
         return self.tokens.position_ids()[None] if self.positions is None else self.positions
 
-    def of_layer(self, number: Array | int, kind: LayerKind = PLAIN) -> Context:
+    def with_layer(self, number: Array | int, kind: LayerKind = PLAIN) -> Context:
         """The context of a layer, numbered from 1; 0 is the embedding."""
         key = None if self.key is None else self.key.fold(number)
         return replace(self, key=key, kind=kind, layer=number)
 
-    def key_of(self, site: int) -> DropoutKey | None:
+    def layer_key(self, site: int) -> DropoutKey | None:
         """The masks of one of the sites of a layer (`parallel/random.py`)."""
         return None if self.key is None else self.key.fold(site)
 
     def dropout(self, x: Float[Array, "t h"], rate: float, site: int) -> Float[Array, "t h"]:
         """Dropout of the stream with the masks of a site."""
-        return dropout_tokens(x, rate, self.key_of(site), self.tokens)
+        return dropout_tokens(x, rate, self.layer_key(site), self.tokens)
 
 
 @runtime_checkable

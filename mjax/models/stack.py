@@ -34,7 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mjax.config.model import ModelConfig
-from mjax.config.pattern import LayerKind, Stack, stacks_of
+from mjax.config.pattern import LayerKind, Stack, layer_stacks
 from mjax.models.block import Sums, with_sums
 from mjax.models.protocol import Context
 from mjax.parallel.weights import add_layer_dim
@@ -67,7 +67,7 @@ def stack(key: Array, config: ModelConfig, layer: Layer | Mapping[str, Layer]) -
       layer: makes one layer; by `LayerKind.weights`, if the pattern has several.
     """
 
-    def stacked(stack: Stack) -> nnx.Module:
+    def make_stack(stack: Stack) -> nnx.Module:
         first, every = stack.numbers[0] - 1, stack.numbers.step
         keys = jax.vmap(partial(jax.random.fold_in, key))(first + every * jnp.arange(len(stack.numbers)))
         make = layer[stack.kinds[0].weights] if isinstance(layer, Mapping) else layer
@@ -76,7 +76,7 @@ def stack(key: Array, config: ModelConfig, layer: Layer | Mapping[str, Layer]) -
         layers.kinds = stack.kinds
         return layers
 
-    runs = [list(map(stacked, stacks)) for _, stacks in groupby(stacks_of(config), key=lambda stack: stack.run)]
+    runs = [list(map(make_stack, stacks)) for _, stacks in groupby(layer_stacks(config), key=lambda stack: stack.run)]
     groups = [Group(stacks) if len(stacks) > 1 else stacks[0] for stacks in runs]
     return nnx.List(groups) if len(groups) > 1 else groups[0]
 
@@ -134,9 +134,9 @@ def run_blocks(
     sums: Sums = {}
     for stacks, gathers, count in runs_with_weights(blocks, weights_of):
         layers = [_layer(context, recompute, gather, unroll) for gather in gathers]
-        body, parts = _by_group(stacks, layers, first_layer + jnp.arange(count))
+        body, parts = _scan_groups(stacks, layers, first_layer + jnp.arange(count))
         x, layer_sums = jax.lax.scan(body, x, parts, unroll=unroll)
-        sums = _added(sums, jax.tree.map(lambda each: each.sum(0), layer_sums))
+        sums = _add_sums(sums, jax.tree.map(lambda each: each.sum(0), layer_sums))
         first_layer = first_layer + count
     return x, sums
 
@@ -150,7 +150,7 @@ def _layer(context: Context, recompute: str, gather: Callable | None, unroll: bo
             x = checkpoint_name(x, INPUT)
         if gather is not None:
             block = gather(block)
-        return with_sums(block(x, context.of_layer(number, kind)))
+        return with_sums(block(x, context.with_layer(number, kind)))
 
     if SAVED[recompute] is None and gather is None:
         return layer
@@ -158,7 +158,7 @@ def _layer(context: Context, recompute: str, gather: Callable | None, unroll: bo
     return jax.checkpoint(layer, prevent_cse=unroll, policy=policy, static_argnums=0)
 
 
-def _added(sums: Sums, others: Sums) -> Sums:
+def _add_sums(sums: Sums, others: Sums) -> Sums:
     return {name: sums.get(name, 0) + others.get(name, 0) for name in {**sums, **others}}
 
 
@@ -183,7 +183,7 @@ def _policy(recompute: str) -> Callable:
     return policies.save_only_these_names(*saved)
 
 
-def _by_group(stacks: Sequence, layers: Sequence[Callable], aux) -> tuple[Callable, Any]:
+def _scan_groups(stacks: Sequence, layers: Sequence[Callable], aux) -> tuple[Callable, Any]:
     """The body of a scan over the groups of a run, and the arrays that it scans.
 
     Args:
@@ -204,7 +204,7 @@ def _by_group(stacks: Sequence, layers: Sequence[Callable], aux) -> tuple[Callab
         for layer_in_group, (which, number, kind) in enumerate(kinds):
             block = weights[which] if each == 1 else jax.tree.map(itemgetter(number), weights[which])
             x, more = layers[which](kind, x, (block, jax.tree.map(itemgetter(layer_in_group), others)))
-            sums = _added(sums, more)
+            sums = _add_sums(sums, more)
         return x, sums
 
     # A dim of one would cost memory: XLA copies the stack of gradients where it leaves the loop.

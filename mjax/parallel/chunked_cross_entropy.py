@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mjax.parallel import mappings
-from mjax.parallel.layers import VocabParallelEmbedding, owned_rows, without_padding
+from mjax.parallel.layers import VocabParallelEmbedding, drop_padding, local_rows
 from mjax.parallel.overlap import tie, vary_alike
-from mjax.parallel.products import overlapped_sum
+from mjax.parallel.products import reduce_overlapped
 from mjax.parallel.sums import sum_rows, wide_type
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import TokenLayout
 from mjax.parallel.weights import is_frozen
 
 MULTIPLE = 8  # of the rows of a chunk: on tensor cores a product with other sizes is slow
@@ -31,7 +31,7 @@ def chunked_cross_entropy(
     embedding: VocabParallelEmbedding,
     bias: Float[Array, " v_local"] | None,
     labels: Int[Array, " bs"],
-    tokens: Tokens,
+    tokens: TokenLayout,
     chunks: int,
 ) -> Float[Array, " bs"]:
     """`vocab_parallel_cross_entropy` of `embedding.logits(x, tokens, bias)`, with the logits of at most one of `chunks`
@@ -39,16 +39,16 @@ def chunked_cross_entropy(
     table = embedding.table[...]
     bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
     count, frozen = embedding.tokens_of_rank(table), is_frozen(embedding.table)
-    return _chunked(x, table, bias, labels, count, tokens, chunks, frozen)
+    return _chunked_loss(x, table, bias, labels, count, tokens, chunks, frozen)
 
 
-def rows_of_chunks(rows: int, chunks: int) -> list[slice]:
+def split_rows(rows: int, chunks: int) -> list[slice]:
     """Rows in at most `chunks` parts of equal size, a multiple of MULTIPLE; the last may be smaller."""
     size = -(-rows // (chunks * MULTIPLE)) * MULTIPLE
     return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
-class _Running(NamedTuple):
+class _OnlineSoftmax(NamedTuple):
     """The sums over the rows so far, for each token: the highest logit m, the sum of exp(logit − m), and the label's
     logit, 0 if it is not among them."""
 
@@ -56,62 +56,69 @@ class _Running(NamedTuple):
     total: Float[Array, " bs"]
     label: Float[Array, " bs"]
 
-    def and_rows(self, other: _Running) -> _Running:
+    def merge(self, other: _OnlineSoftmax) -> _OnlineSoftmax:
         """The sums over the rows of both."""
         highest = jnp.maximum(self.highest, other.highest)
-        return _Running(highest, self.up_to(highest) + other.up_to(highest), self.label + other.label)
+        return _OnlineSoftmax(highest, self.sum_exp(highest) + other.sum_exp(highest), self.label + other.label)
 
-    def up_to(self, highest: Array) -> Array:
+    def sum_exp(self, highest: Array) -> Array:
         """The sum of exp(logit − highest)."""
         return self.total * jnp.exp(self.highest - highest)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _chunked(x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, *how) -> Array:
-    return _chunked_forward(x, table, bias, labels, count, *how)[0]
+def _chunked_loss(x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, *how) -> Array:
+    return _chunked_loss_forward(x, table, bias, labels, count, *how)[0]
 
 
-def _chunked_forward(
-    x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, tokens: Tokens, chunks: int, _: bool
+def _chunked_loss_forward(
+    x: Array,
+    table: Array,
+    bias: Array | None,
+    labels: Array,
+    count: Array | None,
+    tokens: TokenLayout,
+    chunks: int,
+    _: bool,
 ):
     x, back = jax.vjp(tokens.enter, x)
     saved, running = x, None
-    for rows in rows_of_chunks(table.shape[0], chunks):
-        logits, is_label = _of_chunk(x, table, bias, labels, count, rows)
+    for rows in split_rows(table.shape[0], chunks):
+        logits, is_label = _chunk_logits(x, table, bias, labels, count, rows)
         highest = logits.max(-1)
         total = jnp.exp(logits - highest[:, None]).sum(-1)
-        part = _Running(highest, total, jnp.where(is_label, logits, 0).sum(-1))
-        running = part if running is None else running.and_rows(part)
+        part = _OnlineSoftmax(highest, total, jnp.where(is_label, logits, 0).sum(-1))
+        running = part if running is None else running.merge(part)
         # One after the other. The label's logit too: its gradient does not need it, and XLA would compute it later.
         x, *running = tie((x, *running))
-        running = _Running(*running)
+        running = _OnlineSoftmax(*running)
     highest = mappings.maximum(running.highest)
-    _, owned = owned_rows(labels, table.shape[0])
+    _, owned = local_rows(labels, table.shape[0])
     label = jnp.where(owned, running.label - highest, 0.0)
-    exponentials, label = mappings.leave(jnp.stack([running.up_to(highest), label]))
+    exponentials, label = mappings.leave(jnp.stack([running.sum_exp(highest), label]))
     log_sum = jnp.log(exponentials)
     return log_sum - label, (saved, back, table, bias, labels, count, highest + log_sum)
 
 
-def _of_chunk(
+def _chunk_logits(
     x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, rows: slice
 ) -> tuple[Float[Array, "bs rows"], Bool[Array, "bs rows"]]:
     """The logits of these rows, float32 or wider, and which of them is the label's."""
     scores = x @ table[rows].T
     scores = scores if bias is None else scores + bias[rows]
-    scores = without_padding(scores, None if count is None else count - rows.start)
-    local, owned = owned_rows(labels, table.shape[0])
+    scores = drop_padding(scores, None if count is None else count - rows.start)
+    local, owned = local_rows(labels, table.shape[0])
     column = jnp.arange(rows.start, rows.stop, dtype=local.dtype)
     return scores.astype(wide_type(scores.dtype)), owned[:, None] & (column == local[:, None])
 
 
-def _chunked_backward(tokens: Tokens, chunks: int, frozen: bool, residuals, gradient: Array):
+def _chunked_loss_backward(tokens: TokenLayout, chunks: int, frozen: bool, residuals, gradient: Array):
     x, back, table, bias, labels, count, log_normalizer = residuals
     previous, to_table, to_bias = [], [], []
-    for rows in rows_of_chunks(table.shape[0], chunks):
+    for rows in split_rows(table.shape[0], chunks):
         # One after the other, and behind the forward pass: XLA would find that it computes the same, and keep it.
         x, gradient, *previous = tie(vary_alike(x, gradient, *previous))
-        logits, is_label = _of_chunk(x, table, bias, labels, count, rows)
+        logits, is_label = _chunk_logits(x, table, bias, labels, count, rows)
         probabilities = jnp.exp(logits - log_normalizer[:, None])
         to_logits = ((probabilities - is_label) * gradient[:, None]).astype(x.dtype)
         if bias is not None:  # used three times, and computed once
@@ -122,8 +129,8 @@ def _chunked_backward(tokens: Tokens, chunks: int, frozen: bool, residuals, grad
         previous = [previous[0] + part if previous else part, *to_table[-1:]]
     to_x, *to_table[-1:] = tie(previous)
     products = tuple(jnp.concatenate(parts) if parts else None for parts in (to_table, to_bias))
-    to_x, (to_table, to_bias) = overlapped_sum(back, to_x.astype(x.dtype), products, tokens)
+    to_x, (to_table, to_bias) = reduce_overlapped(back, to_x.astype(x.dtype), products, tokens)
     return to_x, to_table, to_bias, None, None
 
 
-_chunked.defvjp(_chunked_forward, _chunked_backward)
+_chunked_loss.defvjp(_chunked_loss_forward, _chunked_loss_backward)

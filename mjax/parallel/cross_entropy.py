@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mjax.parallel import mappings
-from mjax.parallel.layers import owned_rows
+from mjax.parallel.layers import local_rows
 
 
 @jax.custom_vjp
@@ -32,7 +32,7 @@ def vocab_parallel_cross_entropy(logits: Float[Array, "t v_local"], labels: Int[
 def _cross_entropy_forward(logits: Array, labels: Array):
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     highest = mappings.maximum(wide.max(-1))  # [t]
-    local, owned = owned_rows(labels, logits.shape[-1])
+    local, owned = local_rows(labels, logits.shape[-1])
     label_logit = jnp.take_along_axis(wide, local[..., None], -1)[..., 0]
     label_logit = jnp.where(owned, label_logit - highest, 0.0)
     exponentials = jnp.exp(wide - highest[..., None]).sum(-1)
@@ -45,7 +45,7 @@ def _cross_entropy_backward(residuals, gradient: Array):
     logits, log_normalizer, labels = residuals
     wide = logits.astype(log_normalizer.dtype)
     probabilities = jnp.exp(wide - log_normalizer[..., None])
-    local, owned = owned_rows(labels, logits.shape[-1])
+    local, owned = local_rows(labels, logits.shape[-1])
     column = jnp.arange(logits.shape[-1], dtype=local.dtype)
     is_label = owned[..., None] & (column == local[..., None])
     return ((probabilities - is_label) * gradient[..., None]).astype(logits.dtype), None

@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from mjax.config.axes import MODEL, holding
+from mjax.config.axes import MODEL, axes_sharing_weights
 from mjax.parallel import mappings
-from mjax.parallel.overlap import in_two_stages, widened
+from mjax.parallel.overlap import blockwise_sum, to_at_least_float32
 
 FORWARD = jnp.float8_e4m3fn
 """Of activations and weights: 4 significant bits, up to 448."""
@@ -54,7 +54,7 @@ class Float8:
     dtype: Any = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, values: Array, scale: Array) -> Float8:
+    def from_scaled(cls, values: Array, scale: Array) -> Float8:
         """The array scale · values."""
         return cls(jax.lax.bitcast_convert_type(values, jnp.uint8), scale, values.dtype)
 
@@ -64,43 +64,43 @@ class Float8:
         return jax.lax.bitcast_convert_type(self.bits, self.dtype)
 
 
-def rounded(x: Array, dtype, scale: Array | None = None) -> Float8:
+def quantize(x: Array, dtype, scale: Array | None = None) -> Float8:
     """`x` in float8; NaN and infinities stay visible, as NaN or infinity.
 
     Args:
       scale: from `scale_of`; by default that of this array, agreed between the ranks that hold its parts.
     """
-    scale = scale_of(x, dtype, (MODEL, *holding())) if scale is None else scale
-    wide = widened(x)
-    return Float8.of((wide * (1 / scale).astype(wide.dtype)).astype(dtype), scale)
+    scale = tensor_scale(x, dtype, (MODEL, *axes_sharing_weights())) if scale is None else scale
+    wide = to_at_least_float32(x)
+    return Float8.from_scaled((wide * (1 / scale).astype(wide.dtype)).astype(dtype), scale)
 
 
-def scales_of(x: Float[Array, ...], dtype, axes: tuple[str, ...], stacked: int) -> Float[Array, ...]:
+def weight_scales(x: Float[Array, ...], dtype, axes: tuple[str, ...], stacked: int) -> Float[Array, ...]:
     """The scale of each of the arrays that are stacked along the first `stacked` dims of `x`."""
-    one = partial(scale_of, dtype=dtype, axes=axes)
+    one = partial(tensor_scale, dtype=dtype, axes=axes)
     for _ in range(stacked):
         one = jax.vmap(one)
     return one(x)
 
 
-def restored(x: Float8, dtype) -> Array:
+def dequantize(x: Float8, dtype) -> Array:
     """The array that `x` stands for, exactly."""
     return x.values.astype(dtype) * x.scale.astype(dtype)
 
 
-def on_grid(x: Float[Array, "*dims"], dtype, scale: Array | None = None) -> Float[Array, "*dims"]:
+def fake_quantize(x: Float[Array, "*dims"], dtype, scale: Array | None = None) -> Float[Array, "*dims"]:
     """`x` with its values rounded to those of float8."""
-    return restored(rounded(x, dtype, scale), x.dtype)
+    return dequantize(quantize(x, dtype, scale), x.dtype)
 
 
-def scale_of(x: Float[Array, ...], dtype, axes: tuple[str, ...] = ()) -> Float[Array, ""]:
+def tensor_scale(x: Float[Array, ...], dtype, axes: tuple[str, ...] = ()) -> Float[Array, ""]:
     """The scale of `x` in a float8 dtype.
 
     Args:
       axes: mesh axes whose ranks hold parts of the array, if it varies over them.
     """
     axes = tuple(axis for axis in axes if axis in mappings.varying_axes(x))
-    largest = mappings.maximum(in_two_stages(jnp.abs(x), jnp.max).max().astype(jnp.float32), axes)
+    largest = mappings.maximum(blockwise_sum(jnp.abs(x), jnp.max).max().astype(jnp.float32), axes)
     # With largest = m · 2^e and the dtype's limit = M · 2^E: the smallest k with largest ≤ limit · 2^k. No division is
     # rounded. For zero and for what is not finite e is 0.
     most, limit = math.frexp(float(jnp.finfo(dtype).max))

@@ -121,7 +121,7 @@ def group(
     return grouping, jnp.zeros_like(row).at[order].set(row, unique_indices=True)
 
 
-def grouped_product(
+def grouped_matmul(
     x: Float[Array, "r _"], kernels: Float[Array, "_ _ f"], groups: Groups, kernel: str
 ) -> Float[Array, "r f"]:
     """y = x W[g] for the rows of each group g, in the dtype of x, with sums in float32 or wider.
@@ -155,7 +155,7 @@ def grouped_product(
     if kernel == STAND_IN:
         with jax.named_scope(scopes.GROUPED):
             return x @ kernels[0]
-    product, kernel_gradients = _of(kernel)
+    product, kernel_gradients = _implementation(kernel)
 
     def backward(saved, gradient):
         x, kernels, groups = saved
@@ -164,37 +164,37 @@ def grouped_product(
     return with_backward(lambda _, saved: product(*saved, False), backward, (), (x, kernels, groups))
 
 
-def _of(kernel: str) -> tuple[Callable, Callable]:
+def _implementation(kernel: str) -> tuple[Callable, Callable]:
     """The product and its gradient, with the arguments of `product_in_loops` and `kernel_gradients_in_loops`."""
     if kernel == "xla":
-        return product_in_loops, kernel_gradients_in_loops
+        return grouped_matmul_loop, kernel_gradients_in_loops
     interpret = {"pallas": False, INTERPRETED: True}[kernel]
-    return partial(product_in_pallas, interpret=interpret), partial(kernel_gradients_in_pallas, interpret=interpret)
+    return partial(grouped_matmul_pallas, interpret=interpret), partial(kernel_gradients_in_pallas, interpret=interpret)
 
 
 # --- The kernel `xla` -------------------------------------------------------------------------------------------------
 
 
-def product_in_loops(
+def grouped_matmul_loop(
     x: Float[Array, "r _"], kernels: Float[Array, "E h f"], groups: Groups, transposed: bool
 ) -> Float[Array, "r _"]:
     """y = x W[g], or x W[g]ᵀ: for each group, for each of its tiles."""
     rows, contracted = groups.rows, 1 if transposed else 0
 
-    def of_group(one, y):
+    def multiply_group(one, y):
         matrix = lax.dynamic_index_in_dim(kernels, one, keepdims=False)
 
-        def of_tile(tile, y):
+        def multiply_tile(tile, y):
             part = lax.dynamic_slice_in_dim(x, tile * rows, rows)
             part = lax.dot_general(
                 part, matrix, (((1,), (contracted,)), ((), ())), preferred_element_type=wide_type(x.dtype)
             )
             return lax.dynamic_update_slice_in_dim(y, part.astype(x.dtype), tile * rows, 0)
 
-        return lax.fori_loop(*_tiles(groups, one), of_tile, y)
+        return lax.fori_loop(*_tiles(groups, one), multiply_tile, y)
 
     y = jnp.zeros_like(x, shape=(x.shape[0], kernels.shape[2 - contracted]))
-    return lax.fori_loop(0, kernels.shape[0], of_group, y)
+    return lax.fori_loop(0, kernels.shape[0], multiply_group, y)
 
 
 def kernel_gradients_in_loops(
@@ -204,15 +204,15 @@ def kernel_gradients_in_loops(
     rows, wide = groups.rows, wide_type(x.dtype)
     shape = x.shape[1], gradient.shape[1]
 
-    def of_group(one, to_kernels):
-        def of_tile(tile, total):
+    def add_group(one, to_kernels):
+        def add_tile(tile, total):
             part, upstream = (lax.dynamic_slice_in_dim(array, tile * rows, rows) for array in (x, gradient))
             return total + lax.dot_general(part, upstream, (((0,), (0,)), ((), ())), preferred_element_type=wide)
 
-        total = lax.fori_loop(*_tiles(groups, one), of_tile, jnp.zeros_like(x, wide, shape))
+        total = lax.fori_loop(*_tiles(groups, one), add_tile, jnp.zeros_like(x, wide, shape))
         return lax.dynamic_update_index_in_dim(to_kernels, total.astype(x.dtype), one, 0)
 
-    return lax.fori_loop(0, len(groups.first), of_group, jnp.zeros_like(x, shape=(len(groups.first), *shape)))
+    return lax.fori_loop(0, len(groups.first), add_group, jnp.zeros_like(x, shape=(len(groups.first), *shape)))
 
 
 def _tiles(groups: Groups, one: Array) -> tuple[Array, Array]:
@@ -226,7 +226,7 @@ BLOCK = 128  # the most columns of a block
 MULTIPLE = 16  # of the rows of a tile, and of all sizes: Triton's smallest product
 
 
-def product_in_pallas(x: Array, kernels: Array, groups: Groups, transposed: bool, interpret: bool = False) -> Array:
+def grouped_matmul_pallas(x: Array, kernels: Array, groups: Groups, transposed: bool, interpret: bool = False) -> Array:
     """Compute `product_in_loops` in Pallas, for sizes that are multiples of 16 and tiles whose rows are a power of two
     from 16."""
     depth, width = reversed(kernels.shape[1:]) if transposed else kernels.shape[1:]
@@ -244,7 +244,7 @@ def product_in_pallas(x: Array, kernels: Array, groups: Groups, transposed: bool
         out_shape=_like(x, (x.shape[0], width)),
         compiler_params=_parameters(rows, block),
         interpret=interpret,
-        name="grouped_product_transposed" if transposed else "grouped_product",
+        name="grouped_product_transposed" if transposed else "grouped_matmul",
     )(groups.of_tile, groups.used[None], x, kernels)
 
 

@@ -22,10 +22,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.products import enter, leave, linear, linear_with_bias, rows_of, scores
+from mjax.parallel.products import enter, flatten_rows, leave, linear, linear_with_bias, scores
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.sums import add_bias, lookup
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import TokenLayout
 from mjax.parallel.weights import COLUMNS, IN, OUT, PART, ROWS, TOKEN, is_frozen, parameter
 
 
@@ -65,7 +65,7 @@ class ColumnParallelLinear(nnx.Module):
         self.bias = parameter(key, jax.nn.initializers.zeros, out, dims, dtype) if bias else None
 
     def __call__(
-        self, x: Float[Array, "t h"], tokens: Tokens, key: DropoutKey | None = None
+        self, x: Float[Array, "t h"], tokens: TokenLayout, key: DropoutKey | None = None
     ) -> Float[Array, " bs *out"]:
         """Map this rank's rows of the stream to the whole output, with out[split] / p, varying over `model`; `key` is
         that of the adapter's dropout masks."""
@@ -90,7 +90,7 @@ class ColumnParallelLinear(nnx.Module):
 
 def columns(
     x: Float[Array, "t h"],
-    tokens: Tokens,
+    tokens: TokenLayout,
     *layers: ColumnParallelLinear,
     whole: bool = False,
     key: DropoutKey | None = None,
@@ -137,9 +137,9 @@ class RowParallelLinear(nnx.Module):
         self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (OUT,), dtype) if bias else None
 
     def __call__(
-        self, x: Float[Array, " bs *into"], tokens: Tokens, key: DropoutKey | None = None
+        self, x: Float[Array, " bs *into"], tokens: TokenLayout, key: DropoutKey | None = None
     ) -> Float[Array, "t h"]:
-        y = linear(self.kernel[...], rows_of(x, tokens), x.ndim - 1, is_frozen(self.kernel))  # x_i A_i
+        y = linear(self.kernel[...], flatten_rows(x, tokens), x.ndim - 1, is_frozen(self.kernel))  # x_i A_i
         y = y if self.adapter is None else y + self.adapter(x, tokens, key)
         y = leave(y, tokens)  # g
         return y if self.bias is None else add_bias(y, self.bias[...])  # before the sum it would be added p times
@@ -158,35 +158,35 @@ class VocabParallelEmbedding(nnx.Module):
         self.vocabulary, self.rows = vocabulary, rows
         self.table = parameter(key, normal(std), (rows, width), (TOKEN, OUT), dtype)
 
-    def __call__(self, ids: Int[Array, "b s"], tokens: Tokens) -> Float[Array, "t h"]:
+    def __call__(self, ids: Int[Array, "b s"], tokens: TokenLayout) -> Float[Array, "t h"]:
         """Embed `ids`, the same on every rank of `model`, and return this rank's rows of the stream."""
         table = self.table[...]
-        local, owned = owned_rows(ids.reshape(-1), table.shape[0])
+        local, owned = local_rows(ids.reshape(-1), table.shape[0])
         return tokens.leave(jnp.where(owned[:, None], lookup(table, local), 0))
 
     def logits(
-        self, x: Float[Array, "t h"], tokens: Tokens, bias: Float[Array, " v_local"] | None = None
+        self, x: Float[Array, "t h"], tokens: TokenLayout, bias: Float[Array, " v_local"] | None = None
     ) -> Float[Array, "bs v_local"]:
         """Score this rank's rows against every row of the table, plus `bias`; varies over `model`."""
         table = self.table[...]
         bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
-        return without_padding(scores(x, table, bias, tokens, is_frozen(self.table)), self.tokens_of_rank(table))
+        return drop_padding(scores(x, table, bias, tokens, is_frozen(self.table)), self.rank_tokens(table))
 
-    def tokens_of_rank(self, table: Float[Array, "v_local h"]) -> Int[Array, ""] | None:
+    def rank_tokens(self, table: Float[Array, "v_local h"]) -> Int[Array, ""] | None:
         """The number of this rank's rows that are tokens; at most 0 if all are padding, None if none are."""
         if self.vocabulary == self.rows:
             return None
         return self.vocabulary - mappings.rank(MODEL) * table.shape[0]
 
 
-def without_padding(scores: Float[Array, "t v"], tokens: Int[Array, ""] | None) -> Float[Array, "t v"]:
+def drop_padding(scores: Float[Array, "t v"], tokens: Int[Array, ""] | None) -> Float[Array, "t v"]:
     """Scores with the lowest possible ones in all columns but the first `tokens`; None: all are tokens."""
     if tokens is None:
         return scores
     return jnp.where(jnp.arange(scores.shape[-1]) < tokens, scores, jnp.finfo(scores.dtype).min)
 
 
-def owned_rows(ids: Int[Array, " t"], rows: int) -> tuple[Int[Array, " t"], Bool[Array, " t"]]:
+def local_rows(ids: Int[Array, " t"], rows: int) -> tuple[Int[Array, " t"], Bool[Array, " t"]]:
     """Ids as row numbers of this rank's `rows` rows (0 where another rank owns them), and whether it owns them."""
     local = ids - mappings.rank(MODEL) * rows
     owned = (local >= 0) & (local < rows)

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
-from mjax.config.axes import CONTEXT, MODEL, PIPE, holding, splitting
+from mjax.config.axes import CONTEXT, MODEL, PIPE, axes_sharing_weights, axes_splitting
 
 Axes = str | tuple[str, ...]
 """A mesh axis, or several together, the first outermost."""
@@ -54,7 +54,7 @@ def rank(axis: str) -> Int[Array, ""]:
 
 def replica() -> Int[Array, ""]:
     """Index of this device's samples of the batch, varying over the axes that split it."""
-    first, *others = splitting("batch")
+    first, *others = axes_splitting("batch")
     number = rank(first)
     for axis in others:
         number = number * size(axis) + rank(axis)
@@ -63,7 +63,7 @@ def replica() -> Int[Array, ""]:
 
 def parts() -> int:
     """Number of parts of the batch: devices along all axes that split its samples or their positions."""
-    return math.prod(map(size, holding()))
+    return math.prod(map(size, axes_sharing_weights()))
 
 
 def size(axis: Axes) -> int:
@@ -131,30 +131,30 @@ def scatter_tokens(partial: Shaped[Array, " bs *dims"], axis: str = MODEL) -> Sh
 # --- Over context -----------------------------------------------------------------------------------------------------
 
 
-def balanced(x: Shaped[Array, "... s"]) -> Shaped[Array, "... s"]:
+def zigzag_permute(x: Shaped[Array, "... s"]) -> Shaped[Array, "... s"]:
     """Exchange half of the positions of every rank, so that causal attention costs all of them the same: of 2c chunks
     rank r has 2r and 2r + 1 before, r and 2c − 1 − r after."""
     ranks = size(CONTEXT)
-    even, odd = (lax.ppermute(half, CONTEXT, [(r, _rank_of_chunk(2 * r + i, ranks)) for r in range(ranks)])
+    even, odd = (lax.ppermute(half, CONTEXT, [(r, _chunk_rank(2 * r + i, ranks)) for r in range(ranks)])
                  for i, half in enumerate(jnp.split(x, 2, axis=-1)))  # fmt: skip
     is_even = rank(CONTEXT) % 2 == 0
     return jnp.concatenate([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], axis=-1)
 
 
-def _rank_of_chunk(chunk: int, ranks: int) -> int:
+def _chunk_rank(chunk: int, ranks: int) -> int:
     return min(chunk, 2 * ranks - 1 - chunk)
 
 
-def once(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
+def mask_to_first_context_rank(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     """`x` on rank 0 of `context` and 0 on the others: for what every rank has and a sum over ranks counts once."""
     return jnp.where(rank(CONTEXT) == 0, x, jnp.zeros_like(x)) if size(CONTEXT) > 1 else x
 
 
-def counted_once(count: int) -> Int[Array, ""] | int:
+def mask_count_to_first_context_rank(count: int) -> Int[Array, ""] | int:
     """`once` of a number that is the same for all parts of the batch, as `Model.counts` returns it."""
     if size(CONTEXT) == 1:
         return count
-    return vary(once(jnp.int32(count)), frozenset(splitting("batch")))
+    return vary(mask_to_first_context_rank(jnp.int32(count)), frozenset(axes_splitting("batch")))
 
 
 # --- Over pipe --------------------------------------------------------------------------------------------------------
@@ -186,17 +186,17 @@ def gather_shards(shard: Array, axis: Axes, dim: int) -> Array:
     return lax.all_gather(shard, axis, axis=dim % shard.ndim, tiled=True)
 
 
-def gather_whole(shard: Array, axis: Axes, dim: int) -> Array:
+def all_gather(shard: Array, axis: Axes, dim: int) -> Array:
     """Like `gather_shards`, but typed as replicated over `axis`: for programs without gradients."""
     return lax.all_gather(shard, axis, axis=dim % shard.ndim, tiled=True, to="invarying")
 
 
-def scatter_sum(x: Array, axis: Axes, dim: int) -> Array:
+def reduce_scatter(x: Array, axis: Axes, dim: int) -> Array:
     """Sum `x` over the ranks of `axis` and keep this rank's shard along `dim`: the transpose of `gather_shards`."""
     return lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True)
 
 
-def exchange(x: Array, axis: str, split: int, join: int) -> Array:
+def all_to_all(x: Array, axis: str, split: int, join: int) -> Array:
     """All-to-all: from a part of dim `join` of everything to the whole of it for this rank's part of dim `split`; with
     the two swapped, back."""
     return lax.all_to_all(x, axis, split_axis=split, concat_axis=join, tiled=True)

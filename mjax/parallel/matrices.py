@@ -34,7 +34,7 @@ from mjax.parallel import mappings
 
 
 @dataclass(frozen=True)
-class Matrices:
+class MatrixLayout:
     """The matrices of one weight on a mesh.
 
     Attributes:
@@ -88,7 +88,7 @@ class Matrices:
         return (*((axis, None) for axis in same), *split)
 
     @property
-    def per_rank(self) -> int:
+    def count_per_rank(self) -> int:
         """Whole matrices for a rank; the last ranks may get fewer."""
         count = self.count
         for axis, _ in self.moves:
@@ -112,15 +112,15 @@ class Matrices:
         order = [dim + shard.ndim for dim in self.numbers + self.rows + self.columns]
         local = shard.transpose(order)
 
-        def on_whole(x: Array) -> Array:
+        def apply_whole(x: Array) -> Array:
             return function(x.reshape(len(x), *self.size)).reshape(x.shape)
 
         stacked = local.reshape(self.count, *local.shape[len(self.numbers) :])
-        done = _divided(on_whole, stacked, self.moves).reshape(local.shape)
+        done = _apply_divided(apply_whole, stacked, self.moves).reshape(local.shape)
         return done.transpose([order.index(dim) for dim in range(shard.ndim)])
 
 
-def _divided(function: Callable[[Array], Array], x: Array, moves: tuple[tuple[str, int | None], ...]) -> Array:
+def _apply_divided(function: Callable[[Array], Array], x: Array, moves: tuple[tuple[str, int | None], ...]) -> Array:
     """`function` of `x` [count, …] by the ranks of the axes of `moves`, each on its part of the whole matrices."""
     if not moves:
         return function(x)
@@ -129,12 +129,12 @@ def _divided(function: Callable[[Array], Array], x: Array, moves: tuple[tuple[st
     per_rank = -(-count // ranks)
     padded = jnp.pad(x, [(0, per_rank * ranks - count)] + [(0, 0)] * (x.ndim - 1))
     if dim is not None:
-        done = _divided(function, mappings.exchange(padded, axis, split=0, join=dim), others)
-        return mappings.exchange(done, axis, split=dim, join=0)[:count]
+        done = _apply_divided(function, mappings.all_to_all(padded, axis, split=0, join=dim), others)
+        return mappings.all_to_all(done, axis, split=dim, join=0)[:count]
     first = mappings.rank(axis) * per_rank
-    done = _divided(function, jax.lax.dynamic_slice_in_dim(padded, first, per_rank), others)
+    done = _apply_divided(function, jax.lax.dynamic_slice_in_dim(padded, first, per_rank), others)
     if ranks <= count:
-        return mappings.gather_whole(done, axis, 0)[:count]
+        return mappings.all_gather(done, axis, 0)[:count]
     # Most ranks have none: a sum of zeros and one result sends less than a gather of all that padding.
     placed = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(padded), done, first, 0)
     return mappings.sum_over(placed[:count], frozenset({axis}))

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig, axes
 
-ROWS = axes.splitting("batch")
+ROWS = axes.axes_splitting("batch")
 """Axes over which the samples of a batch are split."""
 
 

@@ -67,7 +67,7 @@ def linear_map(forward: Callable, transpose: Callable, x, aux=()):
     return with_backward(forward, lambda aux, gradient: (transpose(gradient, aux), None), x, aux)
 
 
-def recomputed(function: Callable) -> Callable:
+def rematerialize(function: Callable) -> Callable:
     """`function` of arrays that keeps only its arguments: the backward pass recomputes everything else.
 
     Like `jax.checkpoint`, but an enclosing checkpoint cannot overrule it: the policy of the outer one also applies
@@ -88,7 +88,7 @@ def recomputed(function: Callable) -> Callable:
 # --- Sums over rows ---------------------------------------------------------------------------------------------------
 
 
-def in_two_stages(x: Float[Array, " t *out"], reduce: Callable = jnp.sum) -> Float[Array, "*out"]:
+def blockwise_sum(x: Float[Array, " t *out"], reduce: Callable = jnp.sum) -> Float[Array, "*out"]:
     """The sum over the first dim, or another reduction: of blocks of rows, and then of their results.
 
     On a GPU the kernel that computes x can reduce blocks as it writes, or instead of writing; over all rows it cannot,
@@ -99,7 +99,7 @@ def in_two_stages(x: Float[Array, " t *out"], reduce: Callable = jnp.sum) -> Flo
     return reduce(tie(reduce(x.reshape(-1, BLOCK, *x.shape[1:]), 1)), 0)
 
 
-def widened(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+def to_at_least_float32(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
     """`x` in float32, or as it is if that is wider; a bf16 is converted by its bits, the upper half of a float32.
 
     XLA drops a conversion to bf16 whose result is converted back. A sum of float32 values would then read them before

@@ -32,8 +32,8 @@ from jax import Array, lax
 from mjax.config.axes import PIPE
 from mjax.parallel import mappings, scopes
 from mjax.parallel.schedules import Schedule
-from mjax.parallel.sums import Means, add, at, means_and_gradients, weights_in_loss
-from mjax.parallel.weights import joined, split_trained, trained
+from mjax.parallel.sums import Means, means_and_gradients, tree_add, tree_index, weights_in_loss
+from mjax.parallel.weights import combine, partition_trainable, trainable_only
 
 Weights = Any  # a pytree of arrays
 
@@ -85,7 +85,7 @@ def pipeline_gradients(
         sums=_Sums(
             means=stage.zeros(stage.mean_types),
             shared=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), shared),
-            blocks=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), trained(blocks)),
+            blocks=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), trainable_only(blocks)),
         ),
     )
     state, _ = lax.scan(stage.tick, state, _column(schedule))
@@ -106,9 +106,9 @@ def pipeline_sums(schedule: Schedule, program: StageProgram, shared: Weights, bl
         def forward(x, total, aux):
             micro_batch = stage.micro_batch(slot)
             y, new = program.layers(stage.chunk(slot), stage.input(slot, x), micro_batch, slot["virtual_stage"])
-            with_head = lambda total: add(total, program.head(shared, y, micro_batch))  # noqa: E731
+            with_head = lambda total: tree_add(total, program.head(shared, y, micro_batch))  # noqa: E731
             total = branch(scopes.F_LAST, slot["last"], with_head, total)
-            return y, total, add(aux, new)
+            return y, total, tree_add(aux, new)
 
         y, *sums = branch(scopes.F, slot["on"], forward, activations[slot["message"]], total, aux)
         with jax.named_scope(scopes.PIPELINE):
@@ -171,7 +171,7 @@ class _Stage:
     ):
         self.schedule, self.program, self.accumulator = schedule, program, accumulator
         self.shared, self.blocks, self.micro_batches = shared, blocks, micro_batches
-        first = at(micro_batches, 0)
+        first = tree_index(micro_batches, 0)
         message = jax.eval_shape(program.embed, shared, first)
         self.message = zeros_like(message)
         self.mean_types = jax.eval_shape(program.head, shared, message, first)
@@ -179,11 +179,11 @@ class _Stage:
 
     def micro_batch(self, slot: dict):
         """The micro-batch of a slot."""
-        return at(self.micro_batches, slot["micro_batch"])
+        return tree_index(self.micro_batches, slot["micro_batch"])
 
     def chunk(self, slot: dict) -> Weights:
         """The layers of a slot's chunk, with one layer dim."""
-        return at(self.blocks, slot["chunk"]) if self.schedule.chunks > 1 else self.blocks
+        return tree_index(self.blocks, slot["chunk"]) if self.schedule.chunks > 1 else self.blocks
 
     def input(self, slot: dict, arrived: Array) -> Array:
         """The input of a slot's layers."""
@@ -213,7 +213,7 @@ class _Stage:
         )
         assert backward[1] == self.backward[1], "layers keep the same residuals in every tick"
         residuals = [put(buffer, slot["residual"], value) for buffer, value in zip(residuals, new, strict=True)]
-        return y, put(outputs, slot["output"], y), residuals, add(aux, means)
+        return y, put(outputs, slot["output"], y), residuals, tree_add(aux, means)
 
     def _backward(self, slot: dict, outputs: Array, residuals: list[Array], arrived: Array, sums: _Sums):
         """B: the gradient of the stage's input; those of weights are added to the sums."""
@@ -224,14 +224,14 @@ class _Stage:
             y = outputs[slot["output"]]
             run = lambda shared, y: self.program.head(shared, y, micro_batch)  # noqa: E731
             metrics, (new, dy) = means_and_gradients(self.program.loss_weights, run, self.shared, y)
-            return dy, add(means, metrics), add(to_shared, new)
+            return dy, tree_add(means, metrics), tree_add(to_shared, new)
 
         dy, means, to_shared = branch(scopes.B_LAST, slot["last"], head, arrived, sums.means, sums.shared)
         to_chunk, dx = self._pull_back(self.chunk(slot), residuals, dy)
 
         def embedding(to_shared):
             _, pullback = jax.vjp(lambda shared: self.program.embed(shared, micro_batch), self.shared)
-            return add(to_shared, pullback(dx)[0])
+            return tree_add(to_shared, pullback(dx)[0])
 
         to_shared = branch(scopes.B_FIRST, slot["first"], embedding, to_shared)
         return dx, _Sums(means, to_shared, self._add_to_chunk(sums.blocks, to_chunk, slot))
@@ -247,7 +247,9 @@ class _Stage:
         programs = []
 
         def forward(chunk, x):
-            _, means, residuals, backward = self._differentiate(chunk, x, at(self.micro_batches, 0), jnp.int32(0))
+            _, means, residuals, backward = self._differentiate(
+                chunk, x, tree_index(self.micro_batches, 0), jnp.int32(0)
+            )
             programs.append(backward)
             return residuals, means
 
@@ -257,10 +259,10 @@ class _Stage:
         """The stream after the layers, their parts of means, and the derivative of both in two parts: its residuals;
         and the backward program, the structure of the result of `jax.vjp` and which weight each of its leaves is
         (None: a residual)."""
-        own, frozen = split_trained(chunk)
+        own, frozen = partition_trainable(chunk)
 
-        def layers(own, x):
-            return self.program.layers(joined(own, frozen), x, micro_batch, virtual_stage)
+        def layers(weights, x):
+            return self.program.layers(combine(weights, frozen), x, micro_batch, virtual_stage)
 
         (y, means), pullback = jax.vjp(layers, own, x)
         leaves, structure = jax.tree.flatten(pullback)
@@ -280,7 +282,7 @@ class _Stage:
     def _add_to_chunk(self, sums: Weights, new: Weights, slot: dict) -> Weights:
         """Add the gradients of one chunk to those of the stage."""
         if self.schedule.chunks == 1:
-            return add(sums, new)
+            return tree_add(sums, new)
         index = slot["chunk"]
         return jax.tree.map(
             lambda total, gradient: put(total, index, total[index] + gradient.astype(total.dtype)), sums, new
@@ -368,7 +370,7 @@ def pipeline_decode(
         chunk = number // stages
 
         def run_chunk(x, caches):
-            x, cache = layers(blocks if chunks == 1 else at(blocks, chunk), x, at(caches, chunk))
+            x, cache = layers(blocks if chunks == 1 else tree_index(blocks, chunk), x, tree_index(caches, chunk))
             return x, jax.tree.map(lambda buffer, value: put(buffer, chunk, value), caches, cache)
 
         is_local = (mappings.rank(PIPE) == number % stages).astype(jnp.int32)

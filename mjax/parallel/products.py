@@ -20,7 +20,7 @@ from mjax.parallel import float8, mappings
 from mjax.parallel.float8 import Float8
 from mjax.parallel.overlap import linear_map, tie
 from mjax.parallel.sums import add_bias, sum_rows
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import TokenLayout
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +45,7 @@ Rows = Float[Array, " bs *into"] | Rounded
 # --- f and g ----------------------------------------------------------------------------------------------------------
 
 
-def enter(x: Float[Array, "t h"], kernels: tuple, tokens: Tokens, frozen: bool = False) -> tuple[Rows, tuple]:
+def enter(x: Float[Array, "t h"], kernels: tuple, tokens: TokenLayout, frozen: bool = False) -> tuple[Rows, tuple]:
     """f of x, in float8 for layers that multiply so. The kernels that x meets pass, so that the backward pass computes
     their gradients during its sum over the ranks; `frozen` ones have none."""
     if frozen:
@@ -54,30 +54,30 @@ def enter(x: Float[Array, "t h"], kernels: tuple, tokens: Tokens, frozen: bool =
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _enter(x: Array, kernels: tuple, tokens: Tokens) -> tuple[Rows, tuple]:
+def _enter(x: Array, kernels: tuple, tokens: TokenLayout) -> tuple[Rows, tuple]:
     return _enter_forward(x, kernels, tokens)[0]
 
 
-def _enter_forward(x: Array, kernels: tuple, tokens: Tokens):
+def _enter_forward(x: Array, kernels: tuple, tokens: TokenLayout):
     if not tokens.float8:
         entered, back = jax.vjp(tokens.enter, x)
         return (entered, kernels), back  # not by calling `_enter`: a checkpoint's policy would save what passes
-    narrow = float8.rounded(x, float8.FORWARD)
-    narrow = Float8.of(tokens.enter(narrow.values), narrow.scale)
-    return (Rounded(float8.restored(narrow, x.dtype), narrow, True), kernels), None
+    narrow = float8.quantize(x, float8.FORWARD)
+    narrow = Float8.from_scaled(tokens.enter(narrow.values), narrow.scale)
+    return (Rounded(float8.dequantize(narrow, x.dtype), narrow, True), kernels), None
 
 
-def _enter_backward(tokens: Tokens, back: Callable | None, gradients):
+def _enter_backward(tokens: TokenLayout, back: Callable | None, gradients):
     to_x, to_kernels = gradients
     if back is None:  # of float8 there is no gradient
-        return overlapped_sum(lambda gradient: (tokens.leave(gradient),), to_x.rows, to_kernels, tokens)
-    return overlapped_sum(back, to_x, to_kernels, tokens)
+        return reduce_overlapped(lambda gradient: (tokens.leave(gradient),), to_x.rows, to_kernels, tokens)
+    return reduce_overlapped(back, to_x, to_kernels, tokens)
 
 
 _enter.defvjp(_enter_forward, _enter_backward)
 
 
-def overlapped_sum(back: Callable, gradient: Array, products, tokens: Tokens) -> tuple[Array, Any]:
+def reduce_overlapped(back: Callable, gradient: Array, products, tokens: TokenLayout) -> tuple[Array, Any]:
     """`gradient` summed over the ranks by `back`, the backward pass of f, and `products`, computed during that sum.
 
     With sequence parallelism neither is used before both are there: left alone, XLA may compute the gradients of
@@ -88,14 +88,14 @@ def overlapped_sum(back: Callable, gradient: Array, products, tokens: Tokens) ->
     return tie((summed, products)) if tokens.split else (summed, products)
 
 
-def leave(partial: Float[Array, " bs *dims"], tokens: Tokens) -> Float[Array, " t *dims"]:
+def leave(partial: Float[Array, " bs *dims"], tokens: TokenLayout) -> Float[Array, " t *dims"]:
     """g, whose gradient is rounded before it is gathered for layers that multiply in float8."""
     if not tokens.float8:
         return tokens.leave(partial)
 
     def gather(gradient, _):
-        narrow = float8.rounded(gradient, float8.BACKWARD)
-        return float8.restored(Float8.of(tokens.enter(narrow.values), narrow.scale), gradient.dtype)
+        narrow = float8.quantize(gradient, float8.BACKWARD)
+        return float8.dequantize(Float8.from_scaled(tokens.enter(narrow.values), narrow.scale), gradient.dtype)
 
     return linear_map(lambda partial, _: tokens.leave(partial), gather, partial)
 
@@ -109,9 +109,9 @@ def linear(kernel: Array, x: Rows, dims: int = 1, frozen: bool = False) -> Float
     return linear_with_bias(x, kernel, None, dims, frozen, False)[0]
 
 
-def rows_of(x: Float[Array, " t *into"], tokens: Tokens) -> Rows:
+def flatten_rows(x: Float[Array, " t *into"], tokens: TokenLayout) -> Rows:
     """The operand of a product before g."""
-    return Rounded(x, float8.rounded(jax.lax.stop_gradient(x), float8.FORWARD), False) if tokens.float8 else x
+    return Rounded(x, float8.quantize(jax.lax.stop_gradient(x), float8.FORWARD), False) if tokens.float8 else x
 
 
 # The backward pass is written out for the order of dims in the weight's gradient: autodiff computes the transpose of
@@ -129,12 +129,12 @@ def _linear_forward(x: Rows, kernel: Array, bias: Array | None, dims: int, froze
     rows, operand, scale, saved, outputs = x, kernel, None, None if frozen else x, []
     if isinstance(x, Rounded):
         narrow, operand = tie((x.narrow, kernel))
-        scale = float8.scale_of(operand, float8.FORWARD, (MODEL,))
-        operand, saved = float8.on_grid(operand, float8.FORWARD, scale), replace(x, rows=None)
+        scale = float8.tensor_scale(operand, float8.FORWARD, (MODEL,))
+        operand, saved = float8.fake_quantize(operand, float8.FORWARD, scale), replace(x, rows=None)
     for part in range(operand.shape[1]) if by_part else [...]:
         if isinstance(x, Rounded):  # XLA joins small products of the same rows, and would not see that they are float8
             narrow = tie(narrow)
-            rows = float8.restored(narrow, x.rows.dtype)
+            rows = float8.dequantize(narrow, x.rows.dtype)
         y = _product(rows, operand[:, part], dims)
         outputs.append(y if bias is None else add_bias(y, bias[part]))
     return tuple(outputs), (saved, kernel, scale, bias)
@@ -142,11 +142,14 @@ def _linear_forward(x: Rows, kernel: Array, bias: Array | None, dims: int, froze
 
 def _linear_backward(dims: int, frozen: bool, by_part: bool, residuals, gradients):
     x, kernel, scale, bias = residuals
-    gradient = _joined(gradients) if by_part else gradients[0]
+    gradient = _stack_parts(gradients) if by_part else gradients[0]
     to_bias, rows = None if bias is None else sum_rows(gradient), x
     if isinstance(x, Rounded):
-        rows, kernel = float8.restored(x.narrow, gradient.dtype), float8.on_grid(tie(kernel), float8.FORWARD, scale)
-        gradient = float8.on_grid(gradient, float8.BACKWARD) if x.rounds_gradient else gradient
+        rows, kernel = (
+            float8.dequantize(x.narrow, gradient.dtype),
+            float8.fake_quantize(tie(kernel), float8.FORWARD, scale),
+        )
+        gradient = float8.fake_quantize(gradient, float8.BACKWARD) if x.rounds_gradient else gradient
     to_x = input_gradient(gradient, dims, kernel)
     to_kernel = None if frozen else _kernel_gradient(rows, gradient)
     return replace(x, rows=to_x, narrow=None) if isinstance(x, Rounded) else to_x, to_kernel, to_bias
@@ -178,7 +181,7 @@ def _matrix(x: Array, columns: int) -> Array:
     return x.reshape(math.prod(x.shape[: x.ndim - columns]), -1)
 
 
-def _joined(parts: tuple[Float[Array, " t *out"], ...]) -> Float[Array, "t parts *out"]:
+def _stack_parts(parts: tuple[Float[Array, " t *out"], ...]) -> Float[Array, "t parts *out"]:
     """The parts as one array: a sum of them with zeros around, which XLA joins and sums over rows in one
     kernel, as it does no concatenation."""
     zero, last = jnp.zeros((), parts[0].dtype), len(parts) - 1
@@ -198,24 +201,24 @@ def _joined(parts: tuple[Float[Array, " t *out"], ...]) -> Float[Array, "t parts
 # compute that gradient twice, and keep the logits for the second time.
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def scores(
-    x: Float[Array, "t h"], table: Array, bias: Float[Array, " v"] | None, tokens: Tokens, frozen: bool
+    x: Float[Array, "t h"], table: Array, bias: Float[Array, " v"] | None, tokens: TokenLayout, frozen: bool
 ) -> Float[Array, "bs v"]:
     """f(x) Eᵀ + b, for a table [v, h]."""
     return _scores_forward(x, table, bias, tokens, frozen)[0]
 
 
-def _scores_forward(x: Array, table: Array, bias: Array | None, tokens: Tokens, frozen: bool):
+def _scores_forward(x: Array, table: Array, bias: Array | None, tokens: TokenLayout, frozen: bool):
     x, back = jax.vjp(tokens.enter, x)
     y = x @ table.T
     return y if bias is None else y + bias, (None if frozen else x, back, table, bias)
 
 
-def _scores_backward(tokens: Tokens, frozen: bool, residuals, gradient: Array):
+def _scores_backward(tokens: TokenLayout, frozen: bool, residuals, gradient: Array):
     x, back, table, bias = residuals
     gradient = gradient if bias is None else tie(gradient)
     to_weights = None if frozen else gradient.T @ x, None if bias is None else sum_rows(gradient)
     products = gradient @ table, to_weights
-    to_x, to_weights = overlapped_sum(back, *(products if tokens.split else tie(products)), tokens)
+    to_x, to_weights = reduce_overlapped(back, *(products if tokens.split else tie(products)), tokens)
     return to_x, *to_weights
 
 

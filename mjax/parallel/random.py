@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from mjax.parallel.overlap import linear_map
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import TokenLayout
 
 # Sites of dropout; each has its own masks. The first and the last are outside the layers: they count as layer 0.
 EMBEDDING, ATTENTION, ATTENTION_OUTPUT, MLP_OUTPUT, HEAD = 0, 1, 2, 3, 4
@@ -35,7 +35,7 @@ def mix(x: UInt32[Array, "*dims"]) -> UInt32[Array, "*dims"]:
     return x ^ (x >> 16)
 
 
-def words_of(x: Shaped[Array, "*dims"]) -> UInt32[Array, "*words"]:
+def key_words(x: Shaped[Array, "*dims"]) -> UInt32[Array, "*words"]:
     """The bits of each number as one uint32, [*dims]; those of a 64-bit number as two, [*dims, 2]."""
     return jax.lax.bitcast_convert_type(x, f"uint{min(8 * x.dtype.itemsize, 32)}").astype(jnp.uint32)
 
@@ -54,7 +54,7 @@ class DropoutKey:
     samples: UInt32[Array, " b"]
 
     @classmethod
-    def of(cls, seed: int, step: Int[Array, ""], samples: Shaped[Array, " b"]) -> DropoutKey:
+    def make(cls, seed: int, step: Int[Array, ""], samples: Shaped[Array, " b"]) -> DropoutKey:
         """The key of a step, before any layer is folded in."""
         start = jnp.array([seed, seed ^ 0x9E3779B9], jnp.uint32)
         return cls(mix(start), samples.astype(jnp.uint32)).fold(step)
@@ -118,7 +118,9 @@ def dropout(
     return _dropout(x, (first, second), rate)
 
 
-def dropout_tokens(x: Float[Array, "t h"], rate: float, key: DropoutKey | None, tokens: Tokens) -> Float[Array, "t h"]:
+def dropout_tokens(
+    x: Float[Array, "t h"], rate: float, key: DropoutKey | None, tokens: TokenLayout
+) -> Float[Array, "t h"]:
     """`dropout` of a residual stream, whose rows `tokens` describes: the mask of [b, s, h], wherever the rows are."""
     if key is None or rate == 0.0:
         return x

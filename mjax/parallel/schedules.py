@@ -126,7 +126,7 @@ class Schedule:
                 counts[f"{name}_last"] = (slots.on * slots.last).sum(axis=0, dtype=np.int64)
         return counts
 
-    def in_flight(self, stage: int) -> int:
+    def max_in_flight(self, stage: int) -> int:
         """Maximum number of pairs of micro-batch and chunk whose F has run on `stage` and whose B has not finished."""
         if self.backward is None:
             return 0
@@ -165,7 +165,7 @@ def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) 
     return _table(name, forward, backward)
 
 
-def schedule_of(config: Config) -> Schedule:
+def find_schedule(config: Config) -> Schedule:
     """The schedule of a config that has a pipeline."""
     return build_schedule(config.mesh.schedule, config.mesh.pipe, config.micro_batches, config.mesh.chunks)
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from mjax.parallel import mappings
-from mjax.parallel.overlap import in_two_stages, linear_map, widened
+from mjax.parallel.overlap import blockwise_sum, linear_map, to_at_least_float32
 
 
 def wide_type(dtype):
@@ -41,7 +41,7 @@ def add_bias(y: Float[Array, " t *out"], bias: Float[Array, "*out"]) -> Float[Ar
 
 def sum_rows(x: Float[Array, " t *out"]) -> Float[Array, "*out"]:
     """Sum over the first dim, accumulated in float32 or wider and rounded to the dtype of x."""
-    return in_two_stages(widened(x)).astype(x.dtype)
+    return blockwise_sum(to_at_least_float32(x)).astype(x.dtype)
 
 
 def lookup(table: Float[Array, "rows h"], ids: Int[Array, " t"]) -> Float[Array, "t h"]:
@@ -86,11 +86,11 @@ def weights_in_loss(loss_weights: dict[str, float], means: Means | dict[str, jax
     }
 
 
-def at(tree, index):
+def tree_index(tree, index):
     """Entry `index` of the first dim of every leaf."""
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
-def add(sums, new):
+def tree_add(sums, new):
     """The sum of two trees, leaf by leaf, in the dtypes of the first."""
     return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, new)

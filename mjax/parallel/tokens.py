@@ -31,7 +31,7 @@ Across = Literal["heads", "gather"]
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenLayout:
     """The tokens in the rows of a residual stream.
 
     Attributes:
@@ -72,7 +72,7 @@ class Tokens:
     def cut(self, x: Shaped[Array, "... s"]) -> Shaped[Array, "... s"]:
         """The columns of a batch's array for the positions `position_ids`, from those that the mesh gives this rank."""
         with jax.named_scope(scopes.EMBEDDING):
-            return mappings.balanced(x) if self.across == "gather" else x
+            return mappings.zigzag_permute(x) if self.across == "gather" else x
 
     def all_positions(self, x: Shaped[Array, "b s ..."]) -> Shaped[Array, "b S ..."]:
         """An array of this rank's positions as one of those of all ranks, in order; its transpose sums, and keeps this
@@ -102,6 +102,6 @@ class Tokens:
         rank = mappings.rank(MODEL)
         return jax.lax.dynamic_slice_in_dim(rows, rank * count, count)
 
-    def by_sequence(self, rows: Shaped[Array, " bs *dims"]) -> Shaped[Array, "b s *dims"]:
+    def split_sequences(self, rows: Shaped[Array, " bs *dims"]) -> Shaped[Array, "b s *dims"]:
         """All rows by sequence and position."""
         return rows.reshape(self.sequences, self.positions, *rows.shape[1:])

@@ -64,7 +64,7 @@ def parameter(
     return nnx.Param(initializer(key, shape, dtype), out_sharding=spec, eager_sharding=False, dims=dims, **marks)
 
 
-def _dims_of(weight: nnx.Param, rank: int) -> Dims:
+def _weight_dims(weight: nnx.Param, rank: int) -> Dims:
     """The dims of a weight of this rank: by default a vector is an output, and of others nothing is known."""
     return weight.get_metadata().get("dims") or ((OUT,) if rank == 1 else (None,) * rank)
 
@@ -73,21 +73,21 @@ def add_layer_dim(stacked: nnx.Module) -> nnx.Module:
     """Put `layer` in front of the dims of all weights of a module that was made by `nnx.vmap`."""
     for _, weight in nnx.iter_graph(stacked):
         if isinstance(weight, nnx.Param):
-            weight.set_metadata(dims=(LAYER, *_dims_of(weight, weight.ndim - 1)))
+            weight.set_metadata(dims=(LAYER, *_weight_dims(weight, weight.ndim - 1)))
     return stacked
 
 
-def dims_of(weights) -> list[Dims]:
+def read_dims(weights) -> list[Dims]:
     """For each leaf of `weights` what its dims are; None: unknown."""
-    return [_dims_of(weight, jax.tree.leaves(weight)[0].ndim) for weight in _parameters(weights)]
+    return [_weight_dims(weight, jax.tree.leaves(weight)[0].ndim) for weight in _parameters(weights)]
 
 
 def are_stacked(weights) -> list[bool]:
     """For each leaf of `weights` whether it has a leading layer dim."""
-    return [LAYER in dims for dims in dims_of(weights)]
+    return [LAYER in dims for dims in read_dims(weights)]
 
 
-def metadata_of(weights, name: str) -> list:
+def weight_metadata(weights, name: str) -> list:
     """For each leaf of `weights`, in the order of `jax.tree.leaves`: what its `nnx.Param` has under this name, or
     None."""
     return [weight.get_metadata().get(name) for weight in _parameters(weights)]
@@ -107,7 +107,7 @@ def _parameters(weights) -> list[nnx.Param]:
 # --- What follows from dims -------------------------------------------------------------------------------------------
 
 
-def matrix_of(dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def matrix_dims(dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Rows and columns of the matrices of a weight, as dims counted from its end; None if it has none."""
     rows, columns = (tuple(i - len(dims) for i, dim in enumerate(dims) if dim in kind) for kind in (INPUTS, OUTPUTS))
     return (rows, columns) if rows and columns else None
@@ -115,8 +115,8 @@ def matrix_of(dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 def muon_matrices(weights) -> list[tuple[tuple[int, ...], tuple[int, ...]] | None]:
     """For each leaf of `weights`: `matrix_of` it, or None if Muon does not train it."""
-    cards = zip(dims_of(weights), metadata_of(weights, "muon"), strict=True)
-    return [None if muon is False else matrix_of(dims) for dims, muon in cards]
+    cards = zip(read_dims(weights), weight_metadata(weights, "muon"), strict=True)
+    return [None if muon is False else matrix_dims(dims) for dims, muon in cards]
 
 
 def decays(dims: Dims) -> bool:
@@ -132,19 +132,19 @@ def is_frozen(weight: nnx.Param) -> bool:
     return bool(weight.get_metadata().get("frozen"))
 
 
-def split_trained(weights) -> tuple:
+def partition_trainable(weights) -> tuple:
     """The weights that are trained and those that are frozen: two trees like that of all of them, each with None in
     place of the others; `joined` is the reverse. Also for a tree of something else in place of each weight."""
     leaves, structure = jax.tree.flatten(weights)
-    each = list(zip(leaves, map(bool, metadata_of(weights, "frozen")), strict=True))
+    each = list(zip(leaves, map(bool, weight_metadata(weights, "frozen")), strict=True))
     return tuple(structure.unflatten(leaf if of == frozen else None for leaf, of in each) for frozen in (False, True))
 
 
-def trained(weights):
+def trainable_only(weights):
     """The weights that are trained, with None in place of those that are frozen."""
-    return split_trained(weights)[0]
+    return partition_trainable(weights)[0]
 
 
-def joined(one, other):
+def combine(one, other):
     """All weights from the two trees of `split_trained`."""
     return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None)

@@ -37,9 +37,9 @@ from mjax.parallel import float8, mappings, scopes
 from mjax.parallel.float8 import Float8
 from mjax.parallel.mappings import Gathers
 from mjax.parallel.overlap import linear_map
-from mjax.parallel.weights import are_stacked, leaf_name, metadata_of
+from mjax.parallel.weights import are_stacked, leaf_name, weight_metadata
 
-REPLICAS = axes.holding()
+REPLICAS = axes.axes_sharing_weights()
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,17 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
     Returns:
       A tree like `shapes` of `Storage`.
     """
-    marks = [metadata_of(shapes, name) for name in ("grad_partial_over_model", "float8", "keep_fp32")]
+    marks = [weight_metadata(shapes, name) for name in ("grad_partial_over_model", "float8", "keep_fp32")]
     cards = zip(are_stacked(shapes), *marks, strict=True)
 
     def one(leaf, spec: P) -> Storage:
         stacked, partial, float8, keep_fp32 = map(bool, next(cards))
-        return replace(storage_of(stacked, leaf.shape, spec, mesh, partial), float8=float8, keep_fp32=keep_fp32)
+        return replace(plan_weight_storage(stacked, leaf.shape, spec, mesh, partial), float8=float8, keep_fp32=keep_fp32)
 
     return jax.tree.map(one, shapes, specs)
 
 
-def cut_into_chunks(model, mesh: MeshConfig):
+def split_into_virtual_stages(model, mesh: MeshConfig):
     """The model with its layers as [V, l / V, …] if a stage has V chunks."""
     if mesh.chunks == 1:
         return model
@@ -110,7 +110,7 @@ def layer_dims(mesh: MeshConfig) -> int:
     return 1 if mesh.chunks == 1 else 2
 
 
-def computed_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
+def compute_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
     """The module's `spec` of a weight on a mesh: a dim with fewer parts than `model` has ranks, such as key-value
     heads, is whole on each of them, and experts are whole on a mesh that does not split them."""
     entries = (None,) * (len(shape) - len(spec)) + tuple(spec)  # a chunk dim is not in the model's spec
@@ -121,11 +121,11 @@ def computed_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
     return P(*(None if is_whole(dim, entry) else entry for dim, entry in zip(shape, entries, strict=True)))
 
 
-def storage_of(stacked: bool, shape: tuple[int, ...], spec: P, mesh: MeshConfig, partial: bool = False) -> Storage:
+def plan_weight_storage(stacked: bool, shape: tuple[int, ...], spec: P, mesh: MeshConfig, partial: bool = False) -> Storage:
     """The storage of a weight with this whole shape and its module's `spec`; `stacked` and `partial` as in
     `Storage`."""
     layers = layer_dims(mesh) if stacked else 0
-    computed = computed_spec(shape, spec, mesh)
+    computed = compute_spec(shape, spec, mesh)
     partial = mesh.model > 1 and (partial or (MODEL in spec and MODEL not in computed))
     split_by: list[tuple[str, ...]] = [() if entry is None else (entry,) for entry in computed]
     gathers: list[tuple[tuple[str, ...], int]] = []
@@ -149,7 +149,7 @@ def _divisible_dim(shape, split_by, sizes: dict[str, int], names: tuple[str, ...
     return next((dim for dim in range(first, len(shape)) if local[dim] % ranks == 0), None)
 
 
-def add_whole(model, whole: dict[str, Array], plan, mesh: MeshConfig):
+def add_to_shards(model, whole: dict[str, Array], plan, mesh: MeshConfig):
     """This device's shards in `model`, plus its shards of `whole`: arrays by name of the weight, the same on every
     device, with layers as [l, …]. Weights without one stay as they are."""
 
@@ -189,15 +189,15 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False
     """
 
     def one(shard: Array, storage: Storage) -> Array:
-        summed = axes.summed(mesh) | ({MODEL} if storage.grad_partial_over_model else frozenset())
+        summed = axes.axes_of_gradient_sum(mesh) | ({MODEL} if storage.grad_partial_over_model else frozenset())
         if storage.gather_per_layer:  # over these axes their gradients are summed layer by layer
             return mappings.vary(shard, summed - {*axes.sharding()})
-        return mappings.vary(as_used(shard, storage, dtype, in_float8, layer_dims(mesh)), summed)
+        return mappings.vary(materialize_weight(shard, storage, dtype, in_float8, layer_dims(mesh)), summed)
 
     return jax.tree.map(one, model, plan)
 
 
-def as_used(
+def materialize_weight(
     shard: Array, storage: Storage, dtype, in_float8: bool = False, stacked: int = 0, gather=mappings.gather_shards
 ) -> Array:
     """The weight of the computation from the shard that is stored: cast, then gathered.
@@ -215,12 +215,12 @@ def as_used(
     kind, in_float8 = weight.dtype, in_float8 and storage.float8 and bool(storage.gathers)
     if in_float8:
         over = (MODEL, *(axis for names, _ in storage.gathers for axis in names))
-        scale = float8.scales_of(weight, float8.FORWARD, over, stacked)
+        scale = float8.weight_scales(weight, float8.FORWARD, over, stacked)
         scale = scale.reshape(*scale.shape, *[1] * (weight.ndim - stacked))
-        weight = float8.rounded(weight, float8.FORWARD, scale).values
+        weight = float8.quantize(weight, float8.FORWARD, scale).values
     for names, dim in storage.gathers:
         weight = gather(weight, names, dim)
-    return float8.restored(Float8.of(weight, scale), kind) if in_float8 else weight
+    return float8.dequantize(Float8.from_scaled(weight, scale), kind) if in_float8 else weight
 
 
 def gather_for_inference(model, plan, dtype):
@@ -228,7 +228,7 @@ def gather_for_inference(model, plan, dtype):
 
     def one(shard: Array, storage: Storage) -> Array:
         storage = replace(storage, gathers=()) if storage.gather_per_layer else storage
-        return as_used(shard, storage, dtype, gather=mappings.gather_whole)
+        return materialize_weight(shard, storage, dtype, gather=mappings.all_gather)
 
     return jax.tree.map(one, model, plan)
 
@@ -249,7 +249,7 @@ def layer_gather(plan, dtype, inference: bool = False, in_float8: bool = False) 
         if not storage.gather_per_layer:
             return shard
         if inference:
-            return as_used(shard, storage, dtype, gather=mappings.gather_whole)
+            return materialize_weight(shard, storage, dtype, gather=mappings.all_gather)
         return _gather_layer(shard, storage, dtype, in_float8)
 
     return lambda layer: jax.tree.map(one, plan, layer)
@@ -262,7 +262,7 @@ def _gather_layer(shard: Array, storage: Storage, dtype, in_float8: bool) -> Arr
 
     @jax.named_scope(scopes.WEIGHTS)
     def gather(shard, _):
-        return mappings.vary(as_used(shard, storage, dtype, in_float8), frozenset(REPLICAS))
+        return mappings.vary(materialize_weight(shard, storage, dtype, in_float8), frozenset(REPLICAS))
 
     def transpose(gradient, _):
         return _sum_layer(gradient.astype(jnp.promote_types(dtype, jnp.float32)), storage.gathers, stored)
@@ -275,7 +275,7 @@ def _sum_layer(gradient: Array, gathers: Gathers, stored: frozenset[str]) -> Arr
     """The part that this device stores of the sum over the replicas that hold a layer's weight, varying over
     `stored`."""
     for names, dim in gathers:  # at most one: layers are gathered over `data`, never over `pipe`
-        gradient = mappings.scatter_sum(gradient, names, dim)
+        gradient = mappings.reduce_scatter(gradient, names, dim)
     return mappings.sum_over(gradient, mappings.varying_axes(gradient) - stored)
 
 
@@ -301,7 +301,7 @@ def reduce_gradients(gradients, model, plan):
     def one(gradient: Array, shard: Array, storage: Storage) -> Array:
         if not storage.gather_per_layer:
             for names, dim in reversed(storage.gathers):
-                gradient = mappings.scatter_sum(gradient, names, dim)
+                gradient = mappings.reduce_scatter(gradient, names, dim)
         return mappings.sum_over(gradient, mappings.varying_axes(gradient) - mappings.varying_axes(shard))
 
     return jax.tree.map(one, gradients, model, plan)

@@ -201,7 +201,7 @@ def describe_bubble(schedule: Schedule, forward: float, backward: float) -> str:
 def describe_in_flight(schedule: Schedule) -> str:
     """Micro-batches that the first and the last stage hold at most."""
     last = schedule.stages - 1
-    return f"{schedule.in_flight(0)} on stage 0, {schedule.in_flight(last)} on stage {last}"
+    return f"{schedule.max_in_flight(0)} on stage 0, {schedule.max_in_flight(last)} on stage {last}"
 
 
 def display_name(schedule: Schedule) -> str:

@@ -70,16 +70,16 @@ class Curve:
     @property
     def last(self) -> float:
         """The end of the smoothed values."""
-        window = window_of(len(self.values))
-        return smoothed(self.values[-window:], window)[-1]
+        window = smoothing_window(len(self.values))
+        return smooth(self.values[-window:], window)[-1]
 
 
-def window_of(count: int) -> int:
+def smoothing_window(count: int) -> int:
     """Values that are averaged: about a thirtieth of the run, `WINDOW` at most."""
     return min(WINDOW, count // 30 + 1)
 
 
-def smoothed(values: Sequence[float], window: int) -> Sequence[float]:
+def smooth(values: Sequence[float], window: int) -> Sequence[float]:
     """Average over a window with each step in its middle.
 
     An average over earlier steps only would lag behind a falling loss and lie above it. Where the window exceeds an end
@@ -106,7 +106,7 @@ def smoothed(values: Sequence[float], window: int) -> Sequence[float]:
 OF_EXPERTS = ("expert_load", "router_entropy")
 
 
-def names_of(metrics: Sequence[Metric]) -> list[str]:
+def curve_names(metrics: Sequence[Metric]) -> list[str]:
     """The fields of metrics.jsonl that the pictures of a run may show.
 
     Args:
@@ -260,8 +260,8 @@ def _draw_raw(axes: Axes, curve: Curve, **style: Any) -> None:
 def _draw_smoothed(axes: Axes, curve: Curve, **style: Any) -> None:
     """The means of the bins, averaged over neighbors as far as bins are shorter than `WINDOW`."""
     bins = curve.bins()
-    window = min(WINDOW // curve.width, window_of(len(bins.means)))
-    axes.plot(bins.steps, smoothed(bins.means, window), **style)
+    window = min(WINDOW // curve.width, smoothing_window(len(bins.means)))
+    axes.plot(bins.steps, smooth(bins.means, window), **style)
 
 
 def _difference(curve: Curve, reference: Curve) -> tuple[np.ndarray, np.ndarray]:

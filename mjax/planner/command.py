@@ -24,27 +24,27 @@ from jax.experimental.topologies import get_topology_desc
 
 from mjax.cluster.hardware import Gpu, gpu_named
 from mjax.cluster.launch import host_memory
-from mjax.config import Config, MeshConfig, as_flag, differences
-from mjax.config.axes import PIPE, in_words
-from mjax.config.batch_size import in_units
+from mjax.config import Config, MeshConfig, differing_fields, to_flag
+from mjax.config.axes import PIPE, describe_mesh
+from mjax.config.batch_size import format_tokens
 from mjax.config.checks import can_run_layers, validate
-from mjax.config.kernels import HOPPER, capability_of, is_unrolled, resolved_on_gpu, with_unrolling
+from mjax.config.kernels import HOPPER, gpu_capability, is_unrolled, resolve_kernels, with_unrolling
 from mjax.errors import RunError, UsageError, suggestion
 from mjax.parallel.mesh import make_mesh
 from mjax.planner import Section, good_to, search
-from mjax.planner.layer import kinds_of, layer_forward
+from mjax.planner.layer import layer_forward, layer_kinds
 from mjax.planner.memory import HEADROOM, Memory, predict_memory, usable_memory
-from mjax.planner.search import Budget, Candidate, MemoryOf, SearchResult, Trial, describe
+from mjax.planner.search import Budget, Candidate, MemoryOf, SearchResult, TrialResult, describe
 from mjax.planner.time import Calibration, run_tokens
-from mjax.step.precision import in_float8
+from mjax.step.precision import uses_float8
 from mjax.step.step import build_program
-from mjax.utils.figures import GIB, named_rows, table
-from mjax.utils.packages import cuda_build, installed
+from mjax.utils.figures import GIB, format_rows, table
+from mjax.utils.packages import cuda_build, list_versions
 
 # Candidates in the table of a search.
 SHOWN = 10
 # The largest number of GPUs tried when looking for how many are enough.
-LARGEST = 16_384
+MAX_DEVICES = 16_384
 
 
 def run_search(
@@ -72,7 +72,7 @@ def run_search(
     return result.ranked[0].config, report(result, name, config, gpu)
 
 
-def about(section: Section, name: str, config: Config) -> str:
+def describe_config(section: Section, name: str, config: Config) -> str:
     """Docstring of the config that a search found: what it is and how it was chosen."""
     best, values = section.values["best"][0], section.values
     text = (
@@ -109,7 +109,7 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
     alone = replace(config.train, micro_batch=1, recompute="none")
     validate(replace(config, mesh=MeshConfig(), data=replace(config.data, mock=True), train=alone))
     if not any(search.candidates(config, devices, keep)):
-        counts = (*search.divisors(gpus_per_node)[:-1], *range(gpus_per_node, LARGEST, gpus_per_node))
+        counts = (*search.divisors(gpus_per_node)[:-1], *range(gpus_per_node, MAX_DEVICES, gpus_per_node))
         counts = [n for n in counts if any(search.candidates(config, n, keep))]
         sides = [n for n in counts if n < devices][-1:] + [n for n in counts if n > devices][:1]
         use = f"use --devices {' or '.join(map(str, sides))}" if sides else "use another --train.global-batch"
@@ -130,7 +130,7 @@ def refuse_too_big(
     """
     nearest, least = min(result.too_big, key=lambda pair: pair[1])
     enough = enough_devices(config, result.devices, memory_of, result.capacity, keep)
-    advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {LARGEST:,} is enough either"
+    advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {MAX_DEVICES:,} is enough either"
     what = f"takes {least / GIB:.1f} GiB of {result.capacity / GIB:.1f}, of which {HEADROOM:.0%} stay free"
     if 1 - least / result.capacity >= HEADROOM:
         what, advice = "needs more host memory than there is", "leave out --keep train.recompute"
@@ -151,7 +151,7 @@ def enough_devices(
     thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.chunks": 1}
     fixed = {name: value for name, value in thrifty.items() if name not in keep}
     small, count = search.with_values(config, fixed), 2 * devices
-    while count <= LARGEST:
+    while count <= MAX_DEVICES:
         ways = search.candidates(small, count, {*keep, *fixed})
         if any(memory_of(way).fits(capacity) for way in ways):
             return count
@@ -240,7 +240,7 @@ def _values(candidate: Candidate) -> dict[str, Any]:
     config, memory, time = candidate
     days, hours = _cost(candidate)
     return {
-        **{name: search.value_of(config, name) for name in search.SEARCHED},
+        **{name: search.field_value(config, name) for name in search.SEARCHED},
         "seconds": time.mean,
         "seconds_at_global_batch": time.total,
         "error": time.error,
@@ -296,12 +296,12 @@ def run_budget(
     Raises:
       UsageError: no model can be split, or none is trained in time.
     """
-    devices, gpu, rungs = budget.devices, budget.gpu, search.ladder(config)
+    devices, gpu, rungs = budget.devices, budget.gpu, search.size_grid(config)
     possible = [rung for rung in rungs if search.is_possible(rung.config, devices, keep)]
     check_searchable((possible or rungs)[-1].config, devices, gpu.gpus_per_node, keep)
-    ways = search.in_known_ways(devices, gpu, calibration, keep)
+    ways = search.search_known_settings(devices, gpu, calibration, keep)
     best, tried = search.largest_model(possible, budget, ways, partial(print, file=sys.stderr))
-    flags = (as_flag(field, new) for field, (_, new) in differences(base, best.best.config).items())
+    flags = (to_flag(field, new) for field, (_, new) in differing_fields(base, best.best.config).items())
     command = f"mjax train --config {name} {' '.join(flags)} --data.path PREFIX"
     time = best.best.time
     remarks = [f"* fits into {budget.days:g} days; the prediction: {good_to(time.error)}", *time.caveats]
@@ -329,20 +329,20 @@ def run_budget(
     return best.best.config, Section(f"Budget: {devices:,} × {gpu.name} for {budget.days:g} days", values, lines)
 
 
-def _trial_cells(trial: Trial, is_best: bool) -> dict[str, Any]:
+def _trial_cells(trial: TrialResult, is_best: bool) -> dict[str, Any]:
     model, cells = trial.config.model, _cells(trial.best) if trial.best else {}
     return {
         "parameters": f"{trial.parameters:,}" + " *" * is_best,
         "layers": model.layers,
         "hidden": model.hidden,
-        "tokens": in_units(trial.tokens),
+        "tokens": format_tokens(trial.tokens),
         "FLOPs": f"{trial.flops:.3g}",
         **{name: cells.get(name, "") for name in ("pipe", "data", "context", "model", "s/step", "MFU")},
         "days": trial.duration.removesuffix(" days"),
     }
 
 
-def _trial_values(trial: Trial) -> dict[str, Any]:
+def _trial_values(trial: TrialResult) -> dict[str, Any]:
     model = trial.config.model
     return {
         "model": {"layers": model.layers, "hidden": model.hidden, "heads": model.heads},
@@ -375,7 +375,7 @@ def check_float8(config: Config, gpu: str, capability: tuple[int, ...]) -> None:
     Raises:
       UsageError: one sentence, with what to change.
     """
-    if not in_float8(config.precision):
+    if not uses_float8(config.precision):
         return
     if capability < ADA:
         raise UsageError(
@@ -384,7 +384,7 @@ def check_float8(config: Config, gpu: str, capability: tuple[int, ...]) -> None:
         )
     tokens = config.train.micro_batch * config.model.sequences * config.model.sequence
     sizes = {f"--train.micro-batch {config.train.micro_batch} has {tokens} tokens": (tokens,)}
-    for _, of in kinds_of(config):
+    for _, of in layer_kinds(config):
         for weight in layer_forward(of).weights:
             sizes[f"a rank of --mesh.model {config.mesh.model} has a weight of {weight[0]} × {weight[1]}"] = weight
     for what, size in sizes.items():
@@ -395,7 +395,7 @@ def check_float8(config: Config, gpu: str, capability: tuple[int, ...]) -> None:
             )
 
 
-def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str], None]) -> None:
+def check_local_gpus(config: Config, name: str, force: bool, print_line: Callable[[str], None]) -> None:
     """Refuse what does not fit on the GPUs of this process, and warn if it barely fits, before compiling.
 
     On a CPU nothing is refused: its memory is shared with other processes and may be swapped. A wrong number of devices
@@ -416,16 +416,16 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
     usable = usable_memory(device)
     if usable is None or config.mesh.devices != jax.device_count():
         return
-    check_float8(config, device.device_kind, capability_of(device))
-    config = resolved_on_gpu(config, capability_of(device))
+    check_float8(config, device.device_kind, gpu_capability(device))
+    config = resolve_kernels(config, gpu_capability(device))
     try:
         host = host_memory() / (jax.local_device_count() * place_on_host()[1])
         if warning := check_memory(config, usable, device.device_kind, name, host):
-            say(f"memory  {warning}")
+            print_line(f"memory  {warning}")
     except UsageError as error:
         if not force:
             raise UsageError(f"{error}; --force tries it anyway") from None
-        say(f"memory  {error}; continuing because of --force")
+        print_line(f"memory  {error}; continuing because of --force")
 
 
 def check_memory(config: Config, usable: float, gpu: str, name: str = "this config", host: float | None = None) -> str:
@@ -483,7 +483,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
       gpu: the GPU it has to fit into.
       figure: output file of the plot.
     """
-    config = resolved_on_gpu(config, HOPPER if gpu is None else gpu.compute_capability)
+    config = resolve_kernels(config, HOPPER if gpu is None else gpu.compute_capability)
     memory = predict_memory(config)
     values: dict[str, Any] = {
         "total": memory.total,
@@ -517,14 +517,14 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
             lines += [f"  {change.flags}  →  {change.needs(config)}" for change in changes]
     if figure is not None:
         draw_modes(config, figure, gpu, name)
-    return Section("Memory", values, [*named_rows(rows), *lines])
+    return Section("Memory", values, [*format_rows(rows), *lines])
 
 
 def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, name: str = "") -> None:
     """Draw the memory of a validated config and of the same with each recomputation mode; `name` is for the title."""
     from mjax.pictures.plan import draw_memory  # matplotlib takes a second to import
 
-    config = resolved_on_gpu(config, HOPPER if gpu is None else gpu.compute_capability)
+    config = resolve_kernels(config, HOPPER if gpu is None else gpu.compute_capability)
     modes = {}
     for split in (False, True) if config.mesh.model > 1 else (False,):
         for recompute in search.RECOMPUTE:
@@ -533,7 +533,7 @@ def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, na
                 modes[recompute + ", sequence parallel" * split] = predict_memory(changed).parts
     heading = f"Memory of a device by recomputation mode{', for ' * bool(name)}{name}"
     micro_batch, attention = config.train.micro_batch, config.model.attention
-    about = f"{in_words(config.mesh, PIPE)}, micro-batches of {micro_batch}, attention by {attention}"
+    about = f"{describe_mesh(config.mesh, PIPE)}, micro-batches of {micro_batch}, attention by {attention}"
     draw_memory(modes, file, heading, about, gpu, HEADROOM)
 
 
@@ -641,7 +641,7 @@ def compile_step(
       UsageError: JAX or cuDNN does not support the config.
       RunError: XLA cannot compile the step.
     """
-    config = with_unrolling(resolved_on_gpu(config, gpu_named(gpu).compute_capability), on_gpu=True)
+    config = with_unrolling(resolve_kernels(config, gpu_named(gpu).compute_capability), on_gpu=True)
     devices = config.mesh.devices
     topology = get_topology_desc(
         platform="cuda",
@@ -685,7 +685,7 @@ def leave_out_compilation_cache() -> None:
 
 def compiler_versions() -> dict[str, str]:
     """Versions of the compiler: JAX, and its CUDA plugin."""
-    packages = installed()
+    packages = list_versions()
     return {name: packages[name] for name in ("jax", "jaxlib", f"jax-cuda{cuda_build()}-plugin") if name in packages}
 
 
@@ -713,7 +713,7 @@ def compile_section(compiled: Compilation, formula: Memory) -> Section:
     }
     if memory.host or formula.host:
         rows["host memory"] = f"{memory.host / GIB:.2f} GiB; the formula predicts {formula.host / GIB:.2f} GiB"
-    return Section(f"Compiled for {compiled.device_kind}", values, named_rows(rows))
+    return Section(f"Compiled for {compiled.device_kind}", values, format_rows(rows))
 
 
 def compile_for(config: Config, gpu: Gpu) -> Section:

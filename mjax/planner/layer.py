@@ -54,23 +54,23 @@ from jax import Array
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
-from mjax.cluster.hardware import gpu_of
+from mjax.cluster.hardware import find_gpu
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.config.kernels import FUSED, with_grouped
 from mjax.config.model import ModelConfig
-from mjax.config.pattern import stacks_of
+from mjax.config.pattern import layer_stacks
 from mjax.models.parts.flash import FLASH_STAND_IN
 from mjax.models.stack import run_blocks, runs_in
 from mjax.parallel.grouped import ROWS, tiles_at_most
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
 from mjax.parallel.mesh import abstract_mesh, batch_specs
-from mjax.parallel.weights import are_stacked, joined, metadata_of, split_trained
+from mjax.parallel.weights import are_stacked, combine, partition_trainable, weight_metadata
 from mjax.parallel.zero import gather_weights
-from mjax.planner.program import Product, Program, bytes_of, inner_jaxprs
+from mjax.planner.program import Product, Program, array_bytes, inner_jaxprs
 from mjax.step.forward import Forward
-from mjax.step.layout import Layout, lay_out
+from mjax.step.layout import Layout, build_layout
 from mjax.step.precision import COMPUTE_TYPES
-from mjax.step.step import micro_batches_of
+from mjax.step.step import split_micro_batches
 from mjax.utils.files import make_private, write_whole
 from mjax.utils.packages import source_hashes
 
@@ -96,17 +96,17 @@ class Layer(NamedTuple):
     weights: tuple[tuple[int, int], ...]
 
     @property
-    def of_weights(self) -> list[Product]:
+    def weight_products(self) -> list[Product]:
         """Products with a weight, in order."""
         return [product for branch in self.branches for product in branch]
 
     @property
-    def of_trained(self) -> list[Product]:
+    def trained_products(self) -> list[Product]:
         """Products with a weight that is trained."""
-        return [product for product in self.of_weights if product.trained]
+        return [product for product in self.weight_products if product.trained]
 
     @classmethod
-    def of_plain(cls, elements: int, branches: tuple, activations: tuple, sent: tuple, weights: tuple) -> Layer:
+    def from_json(cls, elements: int, branches: tuple, activations: tuple, sent: tuple, weights: tuple) -> Layer:
         """The layer of plain values."""
         return cls(elements, tuple(map(_products, branches)), _products(activations), sent, weights)
 
@@ -154,7 +154,7 @@ class Head(NamedTuple):
         return self.products[-1].m * self.products[-1].n if self.products else 0
 
     @classmethod
-    def of_plain(cls, products: tuple, *others) -> Head:
+    def from_json(cls, products: tuple, *others) -> Head:
         """The head of plain values."""
         return cls(_products(products), *others)
 
@@ -182,7 +182,7 @@ class Traced:
     kind: int | None = None
 
     @classmethod
-    def of(cls, config: Config) -> Traced:
+    def from_config(cls, config: Config) -> Traced:
         """The traced part of a config."""
         mesh = MeshConfig(
             data=config.mesh.expert,
@@ -192,7 +192,7 @@ class Traced:
             context_attention=config.across or "auto",
             sequence_parallel=config.mesh.splits_tokens,
         )
-        return cls(_undisturbed(config.model), _arrays_of(config.data), config.precision.compute, mesh)
+        return cls(_drop_dropout_and_barriers(config.model), _list_arrays(config.data), config.precision.compute, mesh)
 
     @property
     def scores(self) -> tuple[int, int]:
@@ -221,20 +221,20 @@ def expert_rows(of: Traced, samples: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _arrays_of(data: DataConfig) -> DataConfig:
+def _list_arrays(data: DataConfig) -> DataConfig:
     names = ("reset_positions", "reset_attention", "mask_eod_loss", "conversations")
     return DataConfig(mock=True, **{name: getattr(data, name) for name in names})
 
 
 @lru_cache(maxsize=64)
-def _undisturbed(model: ModelConfig) -> ModelConfig:
+def _drop_dropout_and_barriers(model: ModelConfig) -> ModelConfig:
     model = replace(with_grouped(model.without_dropout(), GROUPED_STAND_IN), attention="xla")
-    return model if len(stacks_of(model)) > 1 else replace(model, layers=1)
+    return model if len(layer_stacks(model)) > 1 else replace(model, layers=1)
 
 
-def kinds_of(config: Config) -> list[tuple[int, Traced]]:
+def layer_kinds(config: Config) -> list[tuple[int, Traced]]:
     """For each stack how many layers it has, in order, and what a layer of it depends on."""
-    of, stacks = Traced.of(config), stacks_of(config.model)
+    of, stacks = Traced.from_config(config), layer_stacks(config.model)
     if len(stacks) == 1:
         return [(config.model.layers, of)]
     return [(len(stack.numbers), replace(of, kind=number)) for number, stack in enumerate(stacks)]
@@ -272,10 +272,10 @@ def _record(of: Traced, kind: type, kernel: str = "xla", recompute: str = "none"
     """A `Layer`, a `Backward` or a `Head`, traced or kept from an earlier command; arguments as for `Traced.config`."""
     key = of, kind.__name__, kernel, recompute
     trace = lambda: _trace(of, of.config(kernel, recompute), _TRACERS[kind])  # noqa: E731
-    return traced_once(key, of.model, trace, lambda *plain: getattr(kind, "of_plain", kind)(*plain))
+    return trace_once(key, of.model, trace, lambda *plain: getattr(kind, "from_json", kind)(*plain))
 
 
-def traced_once(key: Any, model: ModelConfig, trace: Callable[[], Any], of_plain: Callable[..., Any]) -> Any:
+def trace_once(key: Any, model: ModelConfig, trace: Callable[[], Any], of_plain: Callable[..., Any]) -> Any:
     """The result of `trace`, or `of_plain` of what an earlier command has left of it under `key`, with tuples for
     lists."""
     if not _STORES or not type(model).__module__.startswith("mjax."):  # the sources of others are not in a file's name
@@ -284,11 +284,11 @@ def traced_once(key: Any, model: ModelConfig, trace: Callable[[], Any], of_plain
     if digest not in _STORES[-1]:
         _STORES[-1][digest] = trace()
         return _STORES[-1][digest]
-    return of_plain(*_as_tuples(_STORES[-1][digest]))
+    return of_plain(*_to_tuples(_STORES[-1][digest]))
 
 
-def _as_tuples(plain: Any) -> Any:
-    return tuple(map(_as_tuples, plain)) if isinstance(plain, list | tuple) else plain
+def _to_tuples(plain: Any) -> Any:
+    return tuple(map(_to_tuples, plain)) if isinstance(plain, list | tuple) else plain
 
 
 # Of `earlier_traces`: plain values of traces by a digest of what they depend on.
@@ -326,10 +326,10 @@ def _trace(of: Traced, config: Config, part: Callable) -> Any:
     rows = config.train.global_batch
     batch = {name: jax.ShapeDtypeStruct((rows, *shape), kind) for name, (shape, kind) in arrays.items()}
 
-    def on_device(model, batch):
+    def call_model(model, batch):
         weights = gather_weights(model, layout.plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
         forward = Forward(config, layout.plan, dict.fromkeys(model.counts(batch), 1.0), np.int32(0))
-        micro_batch = jax.tree.map(lambda rows: rows[0], micro_batches_of(config, batch))
+        micro_batch = jax.tree.map(lambda rows: rows[0], split_micro_batches(config, batch))
         x = forward.embed(weights, micro_batch)
         if of.kind is not None:
             weights.blocks = [stack for stacks in runs_in(weights.blocks) for stack in stacks][of.kind]
@@ -340,14 +340,16 @@ def _trace(of: Traced, config: Config, part: Callable) -> Any:
     with jax.enable_x64(config.precision.compute == "fp64"):
         layout = _layout(replace(config, train=TrainConfig(), mesh=replace(config.mesh, sequence_parallel=False)))
         specs = layout.specs, batch_specs(arrays, config.model.sequence)
-        jax.eval_shape(jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P()), layout.abstract_model, batch)
+        jax.eval_shape(
+            jax.shard_map(call_model, mesh=mesh, in_specs=specs, out_specs=P()), layout.abstract_model, batch
+        )
     return results[0]
 
 
 @lru_cache(maxsize=256)
 def _layout(config: Config) -> Layout:
     """The trace of the weights, which depends on neither samples nor recomputation."""
-    return lay_out(config, abstract_mesh(config.mesh))
+    return build_layout(config, abstract_mesh(config.mesh))
 
 
 def _run(forward: Forward, blocks, x: Array, micro_batch) -> Array:
@@ -358,7 +360,7 @@ def _run(forward: Forward, blocks, x: Array, micro_batch) -> Array:
 def _forward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> Layer:
     jaxpr = jax.make_jaxpr(lambda blocks, x: _run(forward, blocks, x, micro_batch))(weights.blocks, x).jaxpr
     (scan,) = _scans(jaxpr)
-    stored = zip(jaxpr.invars[:-1], metadata_of(weights.blocks, "frozen"), strict=True)
+    stored = zip(jaxpr.invars[:-1], weight_metadata(weights.blocks, "frozen"), strict=True)
     frozen = {variable for variable, is_frozen in stored if is_frozen}
     frozen = {i for i, v in enumerate(scan.invars) if not isinstance(v, Literal) and v in frozen}
     program, (constants, _) = Program(scan.params["jaxpr"]), _constants_and_carried(scan)
@@ -375,7 +377,7 @@ def _forward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> La
             activations.append(product)
         elif product is not None:
             weights.append((product.k, product.n))
-            product = _of_assignments(of, product)
+            product = _scale_to_assignments(of, product)
             factors = operation.inputs[0], program.source(operation.inputs[1]) not in frozen
             if factors == last:  # such as queries, keys and values: the backward pass has them as one
                 product = product._replace(n=product.n + branches[-1].pop().n)
@@ -390,7 +392,7 @@ def _forward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> La
     )
 
 
-def _of_assignments(of: Traced, product: Product) -> Product:
+def _scale_to_assignments(of: Traced, product: Product) -> Product:
     """A product with the rows of all tiles as that of the rows that assignments need, as many for each group: of all
     experts of a rank, or of fewer if their number does not divide the rows."""
     if not product.grouped:
@@ -404,8 +406,8 @@ def _backward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> B
     """The stacked layers run in a scan: its body is one layer, and what it stacks is what a layer keeps."""
 
     def gradients(blocks, x, gradient):
-        own, frozen = split_trained(blocks)
-        y, backward = jax.vjp(lambda own, x: _run(forward, joined(own, frozen), x, micro_batch), own, x)
+        own, frozen = partition_trainable(blocks)
+        y, backward = jax.vjp(lambda own, x: _run(forward, combine(own, frozen), x, micro_batch), own, x)
         return y, backward(gradient)
 
     first, backward = _scans(jax.make_jaxpr(gradients)(weights.blocks, x, x).jaxpr)
@@ -432,19 +434,19 @@ def _backward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> B
 
 
 def _head(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> Head:
-    own, frozen = split_trained(weights)
+    own, frozen = partition_trainable(weights)
 
-    def differentiated(own, frozen, x):
-        loss = lambda own, x: sum(forward.loss(joined(own, frozen), x, micro_batch).values())  # noqa: E731
-        return jax.vjp(loss, own, x)
+    def loss(trained, frozen, x):
+        loss = lambda trained, x: sum(forward.loss(combine(trained, frozen), x, micro_batch).values())  # noqa: E731
+        return jax.vjp(loss, trained, x)
 
-    jaxpr = jax.make_jaxpr(differentiated)(own, frozen, x).jaxpr
+    jaxpr = jax.make_jaxpr(loss)(own, frozen, x).jaxpr
     # One array may be kept for several backward passes; inputs are kept by whoever made them.
     kept = [v for v in dict.fromkeys(jaxpr.outvars[1:]) if not isinstance(v, Literal) and v not in jaxpr.invars]
     every, tokens = [op.product for op in Program(jaxpr).operations if op.product is not None], micro_batch["tokens"]
     products = tuple(product for product in every if product.of_weight and product.m == tokens.size)
     logits = products[-1].m * products[-1].n if products else 0
-    others = [bytes_of(variable.aval) for variable in kept if variable.aval.size != logits]
+    others = [array_bytes(variable.aval) for variable in kept if variable.aval.size != logits]
     trained = not all(are_stacked(own))
     return Head(products, sum(others) + max(others, default=0), sum(product.flops for product in every), trained)
 
@@ -486,7 +488,7 @@ def model_flops(config: Config, causal: bool = False) -> float:
       config: validated.
       causal: count the half of the attention that a causal model needs; a model that is not causal needs all of it.
     """
-    end, (weights, frozen, attention) = head(_whole(Traced.of(config))), _layers(config, causal)
+    end, (weights, frozen, attention) = head(_whole(Traced.from_config(config))), _layers(config, causal)
     forward = weights + attention + end.flops
     frozen += 0.0 if end.trained else end.flops
     return config.train.global_batch * (3 * forward - frozen)
@@ -497,14 +499,14 @@ def hardware_flops(config: Config, causal: bool = False) -> float:
     again."""
     train, (weights, _, attention) = config.train, _layers(config, causal)
     again = {"none": 0.0, "selective": attention}.get(train.recompute, weights + attention)
-    scores = head(_whole(Traced.of(config))).products[-1].flops if train.loss_chunks > 1 else 0.0
+    scores = head(_whole(Traced.from_config(config))).products[-1].flops if train.loss_chunks > 1 else 0.0
     return model_flops(config, causal) + train.global_batch * (again + scores)
 
 
 def _layers(config: Config, causal: bool) -> tuple[float, float, float]:
     """Forward FLOPs of the layers per sample: of all weights, of frozen weights, and of scores and weighted sums."""
-    products = [(n, p) for n, of in kinds_of(config) for p in layer_forward(_whole(of)).of_weights]
-    attention = sum(n * p.flops for n, of in kinds_of(config) for p in layer_forward(_whole(of)).of_activations)
+    products = [(n, p) for n, of in layer_kinds(config) for p in layer_forward(_whole(of)).weight_products]
+    attention = sum(n * p.flops for n, of in layer_kinds(config) for p in layer_forward(_whole(of)).of_activations)
     weights, frozen = (sum(n * p.flops for n, p in products if not (only and p.trained)) for only in (False, True))
     return weights, frozen, attention / (2 if causal and config.model.causal else 1)
 
@@ -521,6 +523,6 @@ def peak_tflops(device_kind: str, compute: str) -> float | None:
       device_kind: as named by JAX. `mjax/cluster/hardware.py` has the table, and describes how to add a device.
       compute: compute dtype of the config; fp8 has the peak of bf16 (`Gpu.mfu_peak`).
     """
-    gpu = gpu_of(device_kind)
+    gpu = find_gpu(device_kind)
     peak = None if gpu is None else gpu.mfu_peak(compute)
     return None if peak is None else peak / 1e12

@@ -31,9 +31,9 @@ from mjax.config import Config
 from mjax.config.axes import NAMES
 from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh
-from mjax.parallel.schedules import Schedule, schedule_of
-from mjax.planner.layer import traced_once
-from mjax.planner.program import axes_of, inner_jaxprs
+from mjax.parallel.schedules import Schedule, find_schedule
+from mjax.planner.layer import trace_once
+from mjax.planner.program import collective_axes, inner_jaxprs
 from mjax.step.step import build_program
 
 OPERATIONS = {
@@ -125,34 +125,34 @@ class Ledger:
 
     records: tuple[Collective, ...]
 
-    def over(self, *axes: str) -> Ledger:
+    def filter_axes(self, *axes: str) -> Ledger:
         """The collectives over exactly these mesh axes."""
         return Ledger(tuple(record for record in self.records if set(record.axes) == set(axes)))
 
-    def grouped(self, *names: str) -> dict[Any, Ledger]:
+    def group_by(self, *names: str) -> dict[Any, Ledger]:
         """A ledger for each value of these attributes of its records, in the order of the program."""
         groups: dict[Any, list[Collective]] = {}
         for record in self.records:
             groups.setdefault(attrgetter(*names)(record), []).append(record)
         return {value: Ledger(tuple(records)) for value, records in groups.items()}
 
-    def by_axis(self) -> dict[tuple[str, ...], float]:
+    def bytes_by_axis(self) -> dict[tuple[str, ...], float]:
         """Bytes a device sends in a step over each axis, or axes together, on the stage that sends most."""
-        return {axes: part.sent for axes, part in self.grouped("axes").items()}
+        return {axes: part.sent for axes, part in self.group_by("axes").items()}
 
-    def in_program(self) -> dict[tuple[tuple[str, ...], str, str], tuple[int, int]]:
+    def count_in_program(self) -> dict[tuple[tuple[str, ...], str, str], tuple[int, int]]:
         """Calls and bytes as in the text of a program, with every branch taken, by (axes, operation, dtype)."""
         return {
             key: (sum(one.calls for one in part.records), sum(one.calls * one.operand_bytes for one in part.records))
-            for key, part in self.grouped("axes", "operation", "dtype").items()
+            for key, part in self.group_by("axes", "operation", "dtype").items()
         }
 
     def pieces(self) -> dict[str, dict[tuple[str, str], float]]:
         """Bytes by axes in words, and by part and phase, on the stage that sends most over these axes."""
         by_axes = {}
-        for axes, those in self.grouped("axes").items():
+        for axes, those in self.group_by("axes").items():
             sent = {
-                key: sum(one.sent for one in group.records) for key, group in those.grouped("part", "phase").items()
+                key: sum(one.sent for one in group.records) for key, group in those.group_by("part", "phase").items()
             }
             stage = int(np.argmax(sum(sent.values())))
             by_axes[axes_name(axes)] = {key: float(size[stage]) for key, size in sent.items()}
@@ -182,10 +182,10 @@ def ledger(config: Config) -> Ledger:
         with jax.enable_x64(config.precision.compute == "fp64"):
             program = build_program(config, abstract_mesh(config.mesh))
             step = program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr
-        schedule = schedule_of(config) if config.mesh.pipe > 1 else None
+        schedule = find_schedule(config) if config.mesh.pipe > 1 else None
         return [astuple(record) for record in read_collectives(step, schedule)]
 
-    records = traced_once(("ledger", config), config.model, trace, lambda *records: records)
+    records = trace_once(("ledger", config), config.model, trace, lambda *records: records)
     return Ledger(tuple(Collective(*record) for record in records))
 
 
@@ -205,7 +205,7 @@ def read_collectives(jaxpr, schedule: Schedule | None = None) -> tuple[Collectiv
     used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     runs, stages = ({}, 1) if schedule is None else (schedule.runs(), schedule.stages)
     alike: dict[Collective, list[Collective]] = {}
-    for record in _read(used, runs, _Place("", {}, np.ones(stages, np.int64), 1)):
+    for record in _read(used, runs, _ProgramPosition("", {}, np.ones(stages, np.int64), 1)):
         if record.ranks > 1:
             alike.setdefault(replace(record, counts=(), calls=0), []).append(record)
     return tuple(
@@ -218,7 +218,7 @@ def read_collectives(jaxpr, schedule: Schedule | None = None) -> tuple[Collectiv
     )
 
 
-def source_of(name_stack: str) -> tuple[str, str]:
+def find_source(name_stack: str) -> tuple[str, str]:
     """Part of the model and phase from a name: a JAX name stack, or `op_name` in a compiled program.
 
     >>> source_of("jit(step)/transpose(jvp(layer))/while/body/rematted_computation/psum")
@@ -246,7 +246,7 @@ def axes_name(axes: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ProgramPosition:
     """A place in the program: names so far, loops, and how often it runs."""
 
     stack: str
@@ -257,7 +257,7 @@ class _Place:
     outside: np.ndarray = field(default_factory=lambda: np.ones(1, np.int64))  # counts before the innermost loop
 
 
-def _read(jaxpr, runs: dict[str, np.ndarray], place: _Place) -> Iterator[Collective]:
+def _read(jaxpr, runs: dict[str, np.ndarray], place: _ProgramPosition) -> Iterator[Collective]:
     """The collectives of a program at `place`; `runs` says how often the schedule takes each of its conditionals."""
     for equation in jaxpr.eqns:
         name, inner = equation.primitive.name, list(inner_jaxprs(equation))
@@ -265,8 +265,8 @@ def _read(jaxpr, runs: dict[str, np.ndarray], place: _Place) -> Iterator[Collect
         if name in OPERATIONS:
             yield from _records(equation, here)
         elif not inner:
-            if name not in SILENT and axes_of(equation):
-                raise ValueError(f"the ledger does not know what {name} sends over {axes_of(equation)}")
+            if name not in SILENT and collective_axes(equation):
+                raise ValueError(f"the ledger does not know what {name} sends over {collective_axes(equation)}")
         elif name == "while":
             if any(True for body in inner for _ in _read(body, runs, here)):
                 raise ValueError(f"a collective is in a loop of unknown length, at {here.stack}")
@@ -283,7 +283,9 @@ def _read(jaxpr, runs: dict[str, np.ndarray], place: _Place) -> Iterator[Collect
                 yield from _read(body, runs, here)
 
 
-def _conditional(equation, branches: list, runs: dict[str, np.ndarray], place: _Place) -> Iterator[Collective]:
+def _conditional(
+    equation, branches: list, runs: dict[str, np.ndarray], place: _ProgramPosition
+) -> Iterator[Collective]:
     """A conditional of the pipeline counts by the schedule's table; all branches of any other must be equal."""
     name = str(equation.source_info.name_stack).rsplit("/", 1)[-1]
     if name in runs:
@@ -297,14 +299,14 @@ def _conditional(equation, branches: list, runs: dict[str, np.ndarray], place: _
         raise ValueError(f"a collective is in a conditional that runs an unknown number of times: {place.stack}")
 
 
-def _records(equation, place: _Place) -> Iterator[Collective]:
+def _records(equation, place: _ProgramPosition) -> Iterator[Collective]:
     """A record for each operand of a collective."""
     # An axis of one rank has no communication, and is not in a compiled program.
-    names = [axis for axis in axes_of(equation) if place.sizes[axis] > 1]
+    names = [axis for axis in collective_axes(equation) if place.sizes[axis] > 1]
     axes = tuple(sorted(names, key=lambda axis: NAMES.index(axis) if axis in NAMES else len(NAMES)))
     groups = equation.params.get("axis_index_groups")
     ranks = len(groups[0]) if groups else math.prod(place.sizes[axis] for axis in axes)
-    part, phase = source_of(place.stack)
+    part, phase = find_source(place.stack)
     operation, counts = OPERATIONS[equation.primitive.name], tuple(place.counts.tolist())
     for operand in equation.invars:
         shape, dtype = tuple(operand.aval.shape), str(operand.aval.dtype)

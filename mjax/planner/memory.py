@@ -47,14 +47,14 @@ from mjax.config import Config, MeshConfig, axes
 from mjax.config.axes import copies, shards
 from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu, is_unrolled
 from mjax.config.model import ModelConfig
-from mjax.config.pattern import stack_of, stacks_of
+from mjax.config.pattern import find_stack, layer_stacks
 from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, weight_dims
-from mjax.parallel.chunked_cross_entropy import rows_of_chunks
-from mjax.parallel.matrices import Matrices
+from mjax.parallel.chunked_cross_entropy import split_rows
+from mjax.parallel.matrices import MatrixLayout
 from mjax.parallel.weights import LAYER, OUT, TOKEN, Dims
-from mjax.parallel.zero import Storage, computed_spec, storage_of
+from mjax.parallel.zero import Storage, compute_spec, plan_weight_storage
 from mjax.planner import layer as trace
-from mjax.planner.layer import traced_once
+from mjax.planner.layer import trace_once
 from mjax.planner.program import Product, Program
 from mjax.step.muon import ITERATE_IN, newton_schulz
 
@@ -64,7 +64,7 @@ WIDTHS = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 HEADROOM = 0.05
 # Live copies of this rank's rows of the residual stream while a layer is differentiated: the layer's input and the
 # stream after attention, sliced from what is kept; the incoming gradient, and those of the branches.
-STREAMS_IN_HAND = 6
+LIVE_RESIDUAL_STREAMS = 6
 # Live temporaries of a layer's backward pass, as multiples of the largest array that a kernel writes, and of the
 # scores of attention. Fitted to every second row of `compiled_memory.json`.
 LARGEST, LARGEST_SCORES = 3.5, 2.5
@@ -167,14 +167,14 @@ class _Sizes:
     def __init__(self, config: Config, kernel: str):
         mesh, train, model, recompute = config.mesh, config.train, config.model, config.train.recompute
         self.config, self.unrolled = config, is_unrolled(config, on_gpu=True)
-        self.weights, self.trained = (weights_of_device(model, mesh, trained=trained) for trained in (False, True))
+        self.weights, self.trained = (device_weights(model, mesh, trained=trained) for trained in (False, True))
         self.width = WIDTHS[config.precision.compute]
         self.master = max(4, self.width)
         self.layers = []
-        for count, of in trace.kinds_of(config):
-            of_kind = (weights_of_device(model, mesh, of.kind, trained) for trained in (False, True))
-            sample = _sizes_of(of, kernel, recompute, train.micro_batch)
-            self.layers.append(_Kind(of.kind, count // (mesh.pipe * mesh.chunks), mesh.chunks, *of_kind, sample))
+        for count, of in trace.layer_kinds(config):
+            of_kind = (device_weights(model, mesh, of.kind, trained) for trained in (False, True))
+            sample = _measure_sizes(of, kernel, recompute, train.micro_batch)
+            self.layers.append(_LayerGroup(of.kind, count // (mesh.pipe * mesh.chunks), mesh.chunks, *of_kind, sample))
         of_kinds = [kind.sample for kind in self.layers]
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it during one of them, so its probabilities exist twice.
@@ -182,27 +182,27 @@ class _Sizes:
         masks = (config.model.attention_dropout > 0) + self.width * twice
         sample = max(of_kinds, key=lambda sample: sample.work + masks * sample.scores)
         self.stream = sample.stream
-        self.kept = self.of_layers(self._kept)
-        self.host = self.of_layers(lambda kind: kind.sample.offloaded)
+        self.kept = self.sum_layers(self._residual_bytes)
+        self.host = self.sum_layers(lambda kind: kind.sample.offloaded)
         self.work = sample.work + masks * sample.scores
         rows = config.model.padded_vocabulary // mesh.model
-        self.logits = sample.logits * rows_of_chunks(rows, config.train.loss_chunks)[0].stop / rows
+        self.logits = sample.logits * split_rows(rows, config.train.loss_chunks)[0].stop / rows
         self.heads = sample.heads
         arrays = sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in config.batch_arrays().values())
         self.batch = arrays * train.global_batch / copies(mesh)
         self.accumulates = mesh.pipe > 1 or config.micro_batches > 1
         self.sharded = mesh.pipe > 1 or (mesh.zero > 0 and shards(mesh) > 1)
-        self.masters = self.stored(self.weights.stored, self.trained.stored)
-        self.computed, self.sums = _computed(self), _sums(self)
+        self.masters = self.bytes_in_storage(self.weights.stored, self.trained.stored)
+        self.computed, self.sums = _compute_copies(self), _sums(self)
         self.activations = _activations(self)
         # Buffers of a pipeline: activations and gradients that have arrived and are sent, streams for the head.
         self.messages = 8 * self.stream if mesh.pipe > 1 else 0.0
 
-    def of_layers(self, bytes_of: Callable[[_Kind], float]) -> float:
+    def sum_layers(self, bytes_of: Callable[[_LayerGroup], float]) -> float:
         """The sum of something over the layers of a chunk."""
         return sum(kind.layers * bytes_of(kind) for kind in self.layers)
 
-    def _kept(self, kind: _Kind) -> float:
+    def _residual_bytes(self, kind: _LayerGroup) -> float:
         """Residuals of a layer on the device."""
         mesh, train = self.config.mesh, self.config.train
         if not self.unrolled:
@@ -211,23 +211,23 @@ class _Sizes:
         if mesh.splits_tokens and train.recompute != "none":
             kept += kind.sample.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
         # Without a loop the shards of a layer that are gathered again are kept from the forward pass.
-        kept += self.stored(kind.weights.gathered_shards, kind.trained.gathered_shards) / kind.of_device
+        kept += self.bytes_in_storage(kind.weights.gathered_shards, kind.trained.gathered_shards) / kind.device_layers
         if mesh.zero == 0 and mesh.model == 1 and copies(mesh) > 1:
             # XLA computes the gradients of weights after those of all streams, beside the sums over `data`.
             kept = max(kept, kind.sample.factors)
         return kept
 
-    def stored(self, weights: float, trained: float) -> float:
+    def bytes_in_storage(self, weights: float, trained: float) -> float:
         """Bytes of these elements, of which some are trained, as they are stored."""
         return self.master * trained + self.width * (weights - trained)
 
     @property
-    def of_layer(self) -> float:
+    def layer_elements(self) -> float:
         """Elements of the trained weights of one layer, as used in the computation; of the kind with most."""
-        return max(kind.trained.layers / kind.of_device for kind in self.layers)
+        return max(kind.trained.layers / kind.device_layers for kind in self.layers)
 
 
-class _Kind(NamedTuple):
+class _LayerGroup(NamedTuple):
     """Layers of one kind (`trace.kinds_of`) on a device: how many in each of its chunks, the weights of all, those of
     them that are trained, and sizes of one layer."""
 
@@ -236,15 +236,15 @@ class _Kind(NamedTuple):
     chunks: int
     weights: DeviceWeights
     trained: DeviceWeights
-    sample: _Sample
+    sample: _PerSample
 
     @property
-    def of_device(self) -> int:
+    def device_layers(self) -> int:
         """Layers in all chunks."""
         return self.layers * self.chunks
 
 
-class _Sample(NamedTuple):
+class _PerSample(NamedTuple):
     """For some samples: attributes of `_Sizes`, and elements of attention's scores."""
 
     stream: float
@@ -259,27 +259,27 @@ class _Sample(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _sizes_of(of: trace.Traced, kernel: str, recompute: str, samples: int) -> _Sample:
+def _measure_sizes(of: trace.Traced, kernel: str, recompute: str, samples: int) -> _PerSample:
     """The sizes of a layer and the head for the samples of a micro-batch."""
     layer, backward, head = trace.layer_forward(of), trace.layer_backward(of, kernel, recompute), trace.head(of)
     width, rows = WIDTHS[of.compute], trace.expert_rows(of, samples)
     more_rows = rows * backward.kept_rows / max(trace.expert_rows(of, 1), 1) - samples * backward.kept_rows
     scores = (product.batch * product.m * product.n for product in layer.of_activations if kernel not in FUSED)
     temporaries = samples * max(LARGEST * backward.largest, LARGEST_SCORES * backward.scores)
-    if experts := [product for product in layer.of_weights if product.grouped]:
+    if experts := [product for product in layer.weight_products if product.grouped]:
         # Of each product the dispatched rows and their gradients, and one more array between them or at their end: XLA
         # dispatches tokens and gradients together, and computes gradients of weights after those of rows.
         up, down = experts
         temporaries = width * rows * (up.k + up.n + down.n + up.n + max(down.k, up.k))
     # The stream, or keys and values of all positions, whose gradients are whole too.
     gathered = (4 if of.mesh.context_attention == "gather" else 2) * backward.gathered
-    return _Sample(
+    return _PerSample(
         stream=samples * backward.stream,
         kept=samples * backward.kept + more_rows,
         offloaded=samples * backward.stream if recompute == "offload" else 0,
         kept_unrolled=samples * backward.kept_unrolled + more_rows,
-        factors=samples * width * sum(p.batch * p.m * (p.k + p.n) for p in layer.of_trained),
-        work=samples * (STREAMS_IN_HAND * backward.stream + gathered) + temporaries,
+        factors=samples * width * sum(p.batch * p.m * (p.k + p.n) for p in layer.trained_products),
+        work=samples * (LIVE_RESIDUAL_STREAMS * backward.stream + gathered) + temporaries,
         scores=samples * max(scores, default=0),
         logits=samples * width * head.logits,
         heads=samples * head.kept,
@@ -289,14 +289,14 @@ def _sizes_of(of: trace.Traced, kernel: str, recompute: str, samples: int) -> _S
 # --- Residuals --------------------------------------------------------------------------------------------------------
 
 
-def kept_by_layer(config: Config) -> float:
+def layer_residual_bytes(config: Config) -> float:
     """Bytes that a layer keeps on the device for one micro-batch from its forward to its backward pass; their mean,
     where layers differ."""
     sizes = _Sizes(config, attention_on_gpu(config))
     return sizes.kept / sum(kind.layers for kind in sizes.layers)
 
 
-def _in_flight(config: Config) -> int:
+def _chunks_in_flight(config: Config) -> int:
     """Chunks' activations waiting for their backward pass on the stage with most.
 
     The slots of `schedules.build_schedule`, in closed form.
@@ -309,7 +309,7 @@ def _in_flight(config: Config) -> int:
 # --- The three points -------------------------------------------------------------------------------------------------
 
 
-def _computed(sizes: _Sizes) -> tuple[float, float]:
+def _compute_copies(sizes: _Sizes) -> tuple[float, float]:
     """Bytes of the copies used in the computation: of the layers, and of everything else."""
     mesh, weights, own = sizes.config.mesh, sizes.weights, sizes.trained
     if sizes.width == sizes.master and not sizes.sharded:
@@ -335,7 +335,7 @@ def _layer_gradients(sizes: _Sizes) -> float:
     """Bytes of the gradients that one backward pass through a chunk's layers stacks."""
     weights, chunks = sizes.trained, sizes.config.mesh.chunks
     if sizes.unrolled and weights.gathered:  # those of the layer that is last there
-        return sizes.master * sizes.layers[0].trained.gathered_shards / sizes.layers[0].of_device
+        return sizes.master * sizes.layers[0].trained.gathered_shards / sizes.layers[0].device_layers
     return (sizes.width * (weights.layers - weights.gathered) + sizes.master * weights.gathered_shards) / chunks
 
 
@@ -343,22 +343,24 @@ def _activations(sizes: _Sizes) -> float:
     if sizes.config.mesh.pipe == 1:
         return sizes.kept
     # The backward pass reads its slot of the ring buffer into a separate array.
-    return sizes.kept * (_in_flight(sizes.config) + 1)
+    return sizes.kept * (_chunks_in_flight(sizes.config) + 1)
 
 
-def _weights_in_hand(sizes: _Sizes) -> float:
+def _live_weights(sizes: _Sizes) -> float:
     """Bytes of the weights that a turn of a scan has sliced from the stack, or gathered, and of their gradients; and of
     the copy of a chunk's weights, if a stage has several."""
     chunks = sizes.config.mesh.chunks
 
-    def of_layer(kind: _Kind) -> float:
+    def live_layer_weights(kind: _LayerGroup) -> float:
         weights, own, narrow, wide = kind.weights, kind.trained, sizes.width, sizes.master
         # Reduce-scatter of float32 gradients whose shards are not contiguous: a copy in another order.
-        return (narrow * (weights.layers + weights.gathered) + wide * (own.gathered + own.transposed)) / kind.of_device
+        return (
+            narrow * (weights.layers + weights.gathered) + wide * (own.gathered + own.transposed)
+        ) / kind.device_layers
 
     of_loops = Counter()
-    for kind, stack in zip(sizes.layers, stacks_of(sizes.config.model), strict=True):
-        of_loops[stack.run] += of_layer(kind)
+    for kind, stack in zip(sizes.layers, layer_stacks(sizes.config.model), strict=True):
+        of_loops[stack.run] += live_layer_weights(kind)
     return max(of_loops.values()) + (sizes.width * sizes.weights.layers / chunks if chunks > 1 else 0.0)
 
 
@@ -374,11 +376,11 @@ def _backward(sizes: _Sizes) -> Memory:
     layers, shared = sizes.computed
     # The gradient of the embedding as output layer waits for that as input; in a pipeline it is accumulated at once.
     waiting = sizes.width * sizes.trained.table if sizes.config.mesh.pipe == 1 else 0.0
-    of_layers = _layer_gradients(sizes)
+    layer_mesh = _layer_gradients(sizes)
     if sizes.unrolled and copies(sizes.config.mesh) == 1 and not sizes.accumulates:
-        of_layers = sizes.width * sizes.of_layer  # in no stack: each takes less than what its layer kept, free then
-    gradients = of_layers + sizes.sums + waiting
-    work = sizes.work + _weights_in_hand(sizes) + sizes.messages + sizes.batch
+        layer_mesh = sizes.width * sizes.with_layer  # in no stack: each takes less than what its layer kept, free then
+    gradients = layer_mesh + sizes.sums + waiting
+    work = sizes.work + _live_weights(sizes) + sizes.messages + sizes.batch
     computed = layers + (shared if sizes.accumulates else 0.0)  # the next micro-batch needs the embedding
     return _memory(sizes, "backward", computed, gradients, activations=sizes.activations, workspace=work)
 
@@ -446,7 +448,7 @@ class DeviceWeights:
     transposed: int = 0
 
 
-def weights_of_device(
+def device_weights(
     model: ModelConfig, mesh: MeshConfig, kind: int | None = None, trained: bool = False
 ) -> DeviceWeights:
     """Elements of `model` that one device of `mesh` holds, or of those that are `trained`; with `kind`
@@ -454,7 +456,7 @@ def weights_of_device(
     return _elements(model, STORED_BY(mesh), kind, trained and _has_frozen(model))
 
 
-def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
+def muon_matrices(model: ModelConfig, mesh: MeshConfig) -> tuple[MatrixLayout, ...]:
     """The matrices of `model` on `mesh`, one entry a weight."""
     return _matrices(model, STORED_BY(mesh))
 
@@ -480,11 +482,11 @@ class Weight(NamedTuple):
 
     def storage(self, mesh: MeshConfig) -> Storage:
         """How it is stored on a mesh."""
-        return storage_of(LAYER in self.dims, self.shape, P(*self.spec), mesh)
+        return plan_weight_storage(LAYER in self.dims, self.shape, P(*self.spec), mesh)
 
 
 @lru_cache(maxsize=64)
-def weights_of(model: ModelConfig) -> tuple[Weight, ...]:
+def measure_weights(model: ModelConfig) -> tuple[Weight, ...]:
     """All weights of a model, traced or kept from an earlier command."""
 
     def trace() -> tuple[Weight, ...]:
@@ -494,29 +496,29 @@ def weights_of(model: ModelConfig) -> tuple[Weight, ...]:
             for name, (shape, spec) in abstract_weights(model).items()
         )
 
-    return traced_once(("weights", model), model, trace, lambda *weights: tuple(Weight(*each) for each in weights))
+    return trace_once(("weights", model), model, trace, lambda *weights: tuple(Weight(*each) for each in weights))
 
 
 @lru_cache(maxsize=64)
 def _has_frozen(model: ModelConfig) -> bool:
-    return not all(weight.trained for weight in weights_of(model))
+    return not all(weight.trained for weight in measure_weights(model))
 
 
-def parameters_of(model: ModelConfig) -> int:
+def count_weights(model: ModelConfig) -> int:
     """Number of parameters of a model, as `count_parameters`, from the traces of earlier commands."""
-    return sum(math.prod(weight.shape) for weight in weights_of(model))
+    return sum(math.prod(weight.shape) for weight in measure_weights(model))
 
 
 @lru_cache(maxsize=8192)
 def _elements(model: ModelConfig, stored_by: tuple[int, ...], kind: int | None, trained: bool) -> DeviceWeights:
     mesh = _mesh(*stored_by)
     total: Counter[str] = Counter()
-    for weight in weights_of(model):
+    for weight in measure_weights(model):
         if (trained and not weight.trained) or (
-            kind is not None and stack_of(model, weight.name) != stacks_of(model)[kind]
+            kind is not None and find_stack(model, weight.name) != layer_stacks(model)[kind]
         ):
             continue
-        storage, computed_as = weight.storage(mesh), computed_spec(weight.shape, P(*weight.spec), mesh)
+        storage, computed_as = weight.storage(mesh), compute_spec(weight.shape, P(*weight.spec), mesh)
         stored, computed = _local(weight.shape, storage.spec, mesh), _local(weight.shape, computed_as, mesh)
         total["stored"] += stored
         total["matrices"] += stored if weight.matrix else 0
@@ -538,11 +540,11 @@ def _elements(model: ModelConfig, stored_by: tuple[int, ...], kind: int | None, 
 
 
 @lru_cache(maxsize=4096)
-def _matrices(model: ModelConfig, stored_by: tuple[int, ...]) -> tuple[Matrices, ...]:
+def _matrices(model: ModelConfig, stored_by: tuple[int, ...]) -> tuple[MatrixLayout, ...]:
     mesh = _mesh(*stored_by)
     return tuple(
-        Matrices(weight.shape, weight.storage(mesh).spec, *weight.matrix, mesh)
-        for weight in weights_of(model)
+        MatrixLayout(weight.shape, weight.storage(mesh).spec, *weight.matrix, mesh)
+        for weight in measure_weights(model)
         if weight.matrix
     )
 
@@ -564,13 +566,13 @@ def muon_width(config: Config) -> int:
 def muon_workspace(config: Config) -> float:
     """Bytes of the temporaries of the largest weight."""
 
-    def elements(matrices: Matrices) -> int:
+    def elements(matrices: MatrixLayout) -> int:
         # Of an iteration x, its product, the next x and a copy, and three squares; what is sent and received.
         whole, squares = math.prod(matrices.size), min(matrices.size) ** 2
         moved = math.prod(matrices.shape) // math.prod(axes.sizes(matrices.mesh)[axis] for axis in matrices.splits)
-        return matrices.per_rank * (4 * whole + 3 * squares) + (2 * moved if matrices.moves else 0)
+        return matrices.count_per_rank * (4 * whole + 3 * squares) + (2 * moved if matrices.moves else 0)
 
-    return muon_width(config) * max(map(elements, matrices_of(config.model, config.mesh)), default=0)
+    return muon_width(config) * max(map(elements, muon_matrices(config.model, config.mesh)), default=0)
 
 
 @lru_cache(maxsize=4096)

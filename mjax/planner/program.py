@@ -70,7 +70,7 @@ class Program:
         self.values, self.operations = [], []
         self._views: dict[int, int] = {}
         self.inputs = [self._new(v) for v in jaxpr.invars]
-        self.outputs = [self._viewed(value) for value in self._inline(jaxpr, self.inputs)]
+        self.outputs = [self._resolve_view(value) for value in self._inline(jaxpr, self.inputs)]
 
     def source(self, value: int | None) -> int | None:
         """The input of the program that a value is all or a part of, scaled or cast; None if it depends on several."""
@@ -88,7 +88,7 @@ class Program:
 
     def bytes(self, value: int) -> int:
         """Bytes of a value."""
-        return bytes_of(self.values[value])
+        return array_bytes(self.values[value])
 
     def shape(self, value: int) -> tuple[int, ...]:
         """Shape of a value."""
@@ -102,7 +102,7 @@ class Program:
         self.values.append(variable.aval)
         return len(self.values) - 1
 
-    def _viewed(self, value: int | None) -> int | None:
+    def _resolve_view(self, value: int | None) -> int | None:
         while value in self._views:
             value = self._views[value]
         return value
@@ -126,9 +126,9 @@ class Program:
                 if inputs and inputs[0] is not None and self._is_view(name, inputs[0], results[0]):
                     self._views[results[0]] = inputs[0]
                 else:
-                    product = product_of(equation) if name == "dot_general" else None
-                    viewed = tuple(map(self._viewed, inputs))
-                    self.operations.append(Operation(name, viewed, results, axes_of(equation), product))
+                    product = read_product(equation) if name == "dot_general" else None
+                    viewed = tuple(map(self._resolve_view, inputs))
+                    self.operations.append(Operation(name, viewed, results, collective_axes(equation), product))
             numbers |= dict(zip(equation.outvars, results, strict=True))
         return [number(variable) for variable in jaxpr.outvars]
 
@@ -136,7 +136,7 @@ class Program:
         """True if an operation gives all of its first input, or restores what float8 values or their bits stand for."""
         if name in RESIZING:
             return self.values[value].size == self.values[result].size
-        dtype = self.values[self._viewed(value)].dtype
+        dtype = self.values[self._resolve_view(value)].dtype
         return name in VIEWS or (name in RESTORING and (dtype == np.uint8 or dtype.name.startswith("float8")))
 
 
@@ -149,14 +149,14 @@ def inner_jaxprs(equation) -> Iterator[Any]:
                 yield item
 
 
-def axes_of(equation) -> tuple[str, ...]:
+def collective_axes(equation) -> tuple[str, ...]:
     """The mesh axes that an equation names."""
     names = equation.params.get("axes", equation.params.get("axis_name", ()))
     names = names if isinstance(names, (tuple, list)) else (names,)
     return tuple(name for name in names if isinstance(name, str))
 
 
-def bytes_of(value) -> int:
+def array_bytes(value) -> int:
     """Bytes of an abstract value."""
     return math.prod(value.shape) * value.dtype.itemsize
 
@@ -182,7 +182,7 @@ class Product(NamedTuple):
         return 2.0 * self.batch * self.m * self.n * self.k
 
 
-def product_of(equation) -> Product:
+def read_product(equation) -> Product:
     """The product of a `dot_general`."""
     (contracting, _), (batch, _) = equation.params["dimension_numbers"]
     left, right = (variable.aval.shape for variable in equation.invars)

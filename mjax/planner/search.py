@@ -41,8 +41,8 @@ from typing import Any, NamedTuple, get_args
 from mjax.cluster.hardware import Gpu
 from mjax.config import Config, MeshConfig, axes, marks
 from mjax.config.axes import shards
-from mjax.config.batch_size import BatchSizes, in_units
-from mjax.config.checks import can_run_layers, shorter_warmup, validate
+from mjax.config.batch_size import BatchSizes, format_tokens
+from mjax.config.checks import can_run_layers, clip_warmup, validate
 from mjax.config.kernels import is_unrolled, ways_across
 from mjax.config.marks import fields_with
 from mjax.config.model import ModelConfig
@@ -51,7 +51,7 @@ from mjax.config.run import Recompute
 from mjax.errors import UsageError
 from mjax.models.build import mixing_class, scores_in_chunks
 from mjax.planner.layer import model_flops
-from mjax.planner.memory import HEADROOM, Memory, parameters_of, predict_memory
+from mjax.planner.memory import HEADROOM, Memory, count_weights, predict_memory
 from mjax.planner.time import Calibration, StepTime, TimePredictor
 from mjax.utils.figures import GIB
 from mjax.utils.progress import progress
@@ -68,7 +68,7 @@ WITHIN = 1.1
 SERVER = 8
 
 # Positions of a rank of `context`, at least: with fewer, its products and collectives are small.
-LEAST_POSITIONS = 4096
+MIN_POSITIONS = 4096
 
 # Chunks of the loss that are proposed. The logits then take less than the gradient of the table that scores them; more
 # chunks save little.
@@ -85,7 +85,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
       devices: number of devices.
       keep: fields of `SEARCHED` that stay as in `config`.
     """
-    fixed = {name: value_of(config, name) for name in keep}
+    fixed = {name: field_value(config, name) for name in keep}
     zeros = (1, 3) if "mesh.replica" in fixed else (3,)  # ZeRO-1 gathers once a step: groups save it little
     mesh_of = cache(MeshConfig)  # what depends on a mesh is found again sooner if it is the same object
     train_of, recomputations = cache(partial(replace, config.train)), cache(partial(_recomputations, config))
@@ -157,16 +157,16 @@ def meshes(config: Config, devices: int, context: int | None = None) -> Iterator
     for tensor in (n for n in divisors(math.gcd(devices, matrices)) if n <= most and model.splits(n)):
         for pipe in divisors(math.gcd(devices // tensor, model.layers // stage_unit(model))):
             rest = devices // (tensor * pipe)
-            for part in _parts_of_sequence(model) if context is None else [context]:
+            for part in _sequence_splits(model) if context is None else [context]:
                 if rest % part == 0 and unit % (rest // part) == 0 and model.sequence % part == 0:
                     yield pipe, rest // part, part, tensor
 
 
-def _parts_of_sequence(model: ModelConfig) -> Iterator[int]:
+def _sequence_splits(model: ModelConfig) -> Iterator[int]:
     """Ranks of `context` that leave each `LEAST_POSITIONS`."""
     yield 1  # the others need a trace of the model
-    if model.sequence >= 2 * LEAST_POSITIONS and not mixing_class(model):
-        yield from (n for n in divisors(model.sequence)[1:] if n * LEAST_POSITIONS <= model.sequence)
+    if model.sequence >= 2 * MIN_POSITIONS and not mixing_class(model):
+        yield from (n for n in divisors(model.sequence)[1:] if n * MIN_POSITIONS <= model.sequence)
 
 
 def with_loss_chunks(config: Config, memory: Memory) -> list[Config]:
@@ -178,7 +178,7 @@ def with_loss_chunks(config: Config, memory: Memory) -> list[Config]:
 
 def batch_unit(config: Config) -> int:
     """The largest number of sequences that divides every global batch size of the run."""
-    return math.gcd(*BatchSizes.of(config).sizes())
+    return math.gcd(*BatchSizes.from_config(config).sizes())
 
 
 def divisors(n: int) -> list[int]:
@@ -304,7 +304,7 @@ def rank(candidate: Candidate) -> tuple:
     )
 
 
-def value_of(config: Config, name: str) -> Any:
+def field_value(config: Config, name: str) -> Any:
     """The field with a dotted name: mesh.pipe."""
     return attrgetter(name)(config)
 
@@ -392,7 +392,7 @@ def _changes(config: Config, factor: int, unused: Collection[str]) -> Iterator[t
     smaller = [(SMALLER_MICRO_BATCH * int(math.log2(size // n)), {"train.micro_batch": n}) for n in divisors(size)]
     options = []
     for name in (name for name in PRICES if name not in unused):
-        now = PRICES[name].get(value_of(config, name), math.inf)
+        now = PRICES[name].get(field_value(config, name), math.inf)
         options.append([(0, {}), *((cost - now, {name: value}) for value, cost in PRICES[name].items() if cost > now)])
     options.append([(price, values) if price else (0, {}) for price, values in smaller])
     wider = [(times, axis) for axis in ("pipe", "context", "model") for times in divisors(replicas)[1:]]
@@ -410,7 +410,7 @@ def _can_run(changed: Config, config: Config, values: Collection[str]) -> bool:
     mesh, sequence = changed.mesh, config.model.sequence
     if "mesh.model" in values and mesh.model > max(SERVER, config.mesh.model):
         return False
-    if "mesh.context" in values and sequence // mesh.context < LEAST_POSITIONS:
+    if "mesh.context" in values and sequence // mesh.context < MIN_POSITIONS:
         return False
     try:
         validate(replace(changed, data=replace(config.data, mock=True)))
@@ -468,13 +468,13 @@ def longest(
         loss_chunks=max(CHUNKS, config.train.loss_chunks) if scores_in_chunks(config.model) else 1,
     )
 
-    def at(steps: int, mesh: MeshConfig) -> Config:
+    def make_config(steps: int, mesh: MeshConfig) -> Config:
         model = replace(config.model, sequence=steps * STEP * devices)
         return replace(config, model=model, mesh=mesh, train=train)
 
     def share(mesh: MeshConfig, steps: int) -> float:
         """The share of the memory of device and host that a sequence needs."""
-        memory = memory_of(at(steps, mesh))
+        memory = memory_of(make_config(steps, mesh))
         return max(memory.total / ((1 - HEADROOM) * capacity), memory.host / host if host else 0.0)
 
     def reach(mesh: MeshConfig) -> float:
@@ -483,15 +483,15 @@ def longest(
         return FIRST * (1 + (1 - near) / (far - near)) if far > near else FIRST
 
     keep = set(SEARCHED) - {"mesh.model", "mesh.sequence_parallel", "mesh.context", "mesh.context_attention"}
-    ways = dict.fromkeys(way.mesh for way in candidates(at(FIRST, MeshConfig(zero=3)), devices, keep))
+    ways = dict.fromkeys(way.mesh for way in candidates(make_config(FIRST, MeshConfig(zero=3)), devices, keep))
     reaches = {way: reach(way) for way in ways if way.data == 1 and way.model <= gpus_per_node}
     if not reaches:
         return None
-    best = max(reaches, key=lambda mesh: (int(reaches[mesh]), -time_of(at(FIRST, mesh)).mean))
+    best = max(reaches, key=lambda mesh: (int(reaches[mesh]), -time_of(make_config(FIRST, mesh)).mean))
     steps = largest(partial(share, best), 1.0, max(int(reaches[best]), 1))
     if not steps:
         return None
-    longest_run = at(steps, best)
+    longest_run = make_config(steps, best)
     return Candidate(longest_run, memory_of(longest_run), time_of(longest_run))
 
 
@@ -526,7 +526,7 @@ def largest(size: Callable[[int], float], limit: float, first: int = FIRST, most
 # too.
 
 
-WIDEST = 4  # times the width of the config: 64 times its parameters, and more with the deeper rungs
+MAX_WIDTH_FACTOR = 4  # times the width of the config: 64 times its parameters, and more with the deeper rungs
 
 
 class Budget(NamedTuple):
@@ -542,14 +542,14 @@ class Budget(NamedTuple):
         return self.devices * self.gpu.peak_tflops.get(config.precision.compute, math.inf) * 1e12
 
 
-class Rung(NamedTuple):
+class ModelSize(NamedTuple):
     """A model of the ladder: its config, of any length, and its parameters."""
 
     config: Config
     parameters: int
 
 
-class Trial(NamedTuple):
+class TrialResult(NamedTuple):
     """A rung with the length of its training, and the fastest way to run it; None if none fits or divides.
 
     Attributes:
@@ -579,7 +579,7 @@ class Trial(NamedTuple):
         )
 
 
-def ladder(config: Config) -> list[Rung]:
+def size_grid(config: Config) -> list[ModelSize]:
     """The model of `config` in other sizes, smallest first, with its head size, ratio of widths and vocabulary.
 
     The number of heads is a multiple of that of key-value heads, or of 8 where each head has its own; for each number
@@ -590,15 +590,15 @@ def ladder(config: Config) -> list[Rung]:
     unit = getattr(model, "kv_heads", None) or math.gcd(model.heads, 8)
     depth = 4 if model.layers % 4 == 0 else 1
     widths = [name for name in ("hidden", "feed_forward") if getattr(model, name, None) is not None]
-    sizes: dict[ModelConfig, int] = {model: parameters_of(model)}
-    for heads in range(unit, WIDEST * model.heads + 1, unit):
+    sizes: dict[ModelConfig, int] = {model: count_weights(model)}
+    for heads in range(unit, MAX_WIDTH_FACTOR * model.heads + 1, unit):
         wide = replace(model, heads=heads, **{name: getattr(model, name) * heads // model.heads for name in widths})
         least = max(round(model.layers * heads / model.heads / depth), 1)
         # All layers of a width have the same number of parameters: two models tell the size of the rest.
-        first, second = (parameters_of(replace(wide, layers=depth * n)) for n in (least, least + 1))
+        first, second = (count_weights(replace(wide, layers=depth * n)) for n in (least, least + 1))
         for n in range(least, max(7 * least // 4, least + 1)):
             sizes[replace(wide, layers=depth * n)] = first + (n - least) * (second - first)
-    return [Rung(replace(config, model=scaled), sizes[scaled]) for scaled in sorted(sizes, key=sizes.__getitem__)]
+    return [ModelSize(replace(config, model=scaled), sizes[scaled]) for scaled in sorted(sizes, key=sizes.__getitem__)]
 
 
 def is_possible(config: Config, devices: int, keep: Collection[str]) -> bool:
@@ -610,7 +610,7 @@ def is_possible(config: Config, devices: int, keep: Collection[str]) -> bool:
     return any(candidates(config, devices, keep))
 
 
-def in_known_ways(
+def search_known_settings(
     devices: int, gpu: Gpu, calibration: Calibration, keep: tuple[str, ...] = ()
 ) -> Callable[[Config], SearchResult]:
     """A search for one rung after the other, among the settings that were the fastest for the first."""
@@ -621,15 +621,15 @@ def in_known_ways(
         result = find(config, devices, gpu, calibration, SEARCHED, among=tuple(known))
         if not result.ranked:
             result = find(config, devices, gpu, calibration, keep)
-            fastest[:] = [{name: value_of(way.config, name) for name in SEARCHED} for way in result.ranked[:10]]
+            fastest[:] = [{name: field_value(way.config, name) for name in SEARCHED} for way in result.ranked[:10]]
         return result
 
     return ways
 
 
 def largest_model(
-    rungs: list[Rung], budget: Budget, search: Callable[[Config], SearchResult], say: Callable[[str], None]
-) -> tuple[Trial, list[Trial]]:
+    rungs: list[ModelSize], budget: Budget, search: Callable[[Config], SearchResult], print_line: Callable[[str], None]
+) -> tuple[TrialResult, list[TrialResult]]:
     """The largest rung that is trained within the days, and all that were tried, smallest first.
 
     Args:
@@ -641,12 +641,14 @@ def largest_model(
     Raises:
       UsageError: not even the smallest is.
     """
-    tried: dict[int, Trial] = {}
+    tried: dict[int, TrialResult] = {}
 
     def order(number: int) -> float:
         """The logarithm of the days of a rung, counted from 1: about proportional to the number."""
         tried[number] = trial = attempt(rungs[number - 1], budget, search)
-        say(f"{in_units(trial.parameters)} parameters on {in_units(trial.tokens)} tokens: {trial.duration}")
+        print_line(
+            f"{format_tokens(trial.parameters)} parameters on {format_tokens(trial.tokens)} tokens: {trial.duration}"
+        )
         return math.log(trial.days if trial.best else max(2 * trial.days_at_peak, 1.01 * budget.days))
 
     # Tokens grow with parameters, so days with their square: at first as by arXiv 2203.15556 at half of the peak.
@@ -656,29 +658,29 @@ def largest_model(
     if not best:
         raise UsageError(
             f"{budget.devices} × {budget.gpu.name} in {budget.days:g} days train no model of this ladder: the least, "
-            f"{in_units(tried[1].parameters)} parameters on {in_units(tried[1].tokens)} tokens, takes "
+            f"{format_tokens(tried[1].parameters)} parameters on {format_tokens(tried[1].tokens)} tokens, takes "
             f"{tried[1].duration}; give more --days or --devices, or fewer --tokens-per-parameter"
         )
     return tried[best], [tried[number] for number in sorted(tried)]
 
 
-def attempt(rung: Rung, budget: Budget, search: Callable[[Config], SearchResult]) -> Trial:
+def attempt(rung: ModelSize, budget: Budget, search: Callable[[Config], SearchResult]) -> TrialResult:
     """A rung with its length and the fastest way to run it; not searched if peak speed would not be enough."""
     config = with_tokens(rung.config, math.ceil(budget.tokens_per_parameter * rung.parameters))
-    samples = BatchSizes.of(config).samples_before(config.train.steps)
+    samples = BatchSizes.from_config(config).samples_before(config.train.steps)
     flops = model_flops(config) * samples / config.train.global_batch
     days_at_peak = flops / budget.peak(config) / 86_400
     ranked = search(config).ranked if days_at_peak <= budget.days else []
     tokens = samples * config.model.sequences * config.model.sequence
-    return Trial(config, rung.parameters, tokens, flops, days_at_peak, ranked[0] if ranked else None)
+    return TrialResult(config, rung.parameters, tokens, flops, days_at_peak, ranked[0] if ranked else None)
 
 
 def with_tokens(config: Config, tokens: int) -> Config:
     """`config` with the steps for this many tokens, and a schedule that ends with them."""
-    steps = BatchSizes.of(config).steps_for(-(-tokens // (config.model.sequences * config.model.sequence)))
+    steps = BatchSizes.from_config(config).steps_for(-(-tokens // (config.model.sequences * config.model.sequence)))
     optimizer = replace(config.optimizer, decay_steps=None, wsd_decay_steps=None)
     shorter = replace(config, train=replace(config.train, steps=steps), optimizer=optimizer)
-    warmup = shorter_warmup(shorter, config)
+    warmup = clip_warmup(shorter, config)
     return shorter if warmup is None else replace(shorter, optimizer=replace(optimizer, warmup_steps=warmup))
 
 
@@ -689,7 +691,7 @@ def describe(config: Config) -> str:
     """A candidate in words: 'pipe 4 × data 16 × model 8, …'."""
     mesh, train = config.mesh, config.train
     words = (
-        axes.in_words(mesh, axes.PIPE),
+        axes.describe_mesh(mesh, axes.PIPE),
         f"{mesh.schedule} with {mesh.chunks} chunks" if mesh.pipe > 1 else "",
         f"micro-batches of {train.micro_batch}",
         f"recomputation {train.recompute}",

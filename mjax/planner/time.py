@@ -63,11 +63,11 @@ from mjax.parallel.grouped import ROWS
 from mjax.planner import Section, good_to
 from mjax.planner import layer as trace
 from mjax.planner.layer import hardware_flops, model_flops
-from mjax.planner.memory import WIDTHS, matrices_of, muon_products, muon_width, weights_of_device
+from mjax.planner.memory import WIDTHS, device_weights, muon_matrices, muon_products, muon_width
 from mjax.planner.program import Product
 from mjax.step.muon import ITERATE_IN
-from mjax.step.precision import in_float8
-from mjax.utils.figures import named_rows, table
+from mjax.step.precision import uses_float8
+from mjax.utils.figures import format_rows, table
 from mjax.utils.files import read_json, write_whole
 
 # Rows of a tile of experts' products.
@@ -81,9 +81,9 @@ FORMAT = "mjax calibration 3"
 RATES = ("matmul", "inner", "attention", "memory", "launch", "node", "network", "collective")
 # Rates that are fractions of a data sheet, and their upper limits: some GPUs run slightly above their data sheet.
 FRACTIONS, LARGEST = ("matmul", "memory", "node", "network"), 1.2
-MOST = 1e15  # above any number in a calibration
+MAX_VALUE = 1e15  # above any number in a calibration
 Fraction = Annotated[float, Bounds(gt=0, le=LARGEST)]
-RateOrZero = Annotated[float, Bounds(ge=0, le=MOST)]
+RateOrZero = Annotated[float, Bounds(ge=0, le=MAX_VALUE)]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Calibration:
     date: str = ""
     versions: dict[str, str] = field(default_factory=dict, hash=False)
 
-    def error_of(self, config: Config, gpu: Gpu) -> tuple[float | None, tuple[str, ...]]:
+    def relative_error(self, config: Config, gpu: Gpu) -> tuple[float | None, tuple[str, ...]]:
         """The error bar of a prediction, and what is outside the calibration.
 
         Beyond the lengths that the error bar was found on, and for float8, there is no error bar: None.
@@ -205,7 +205,7 @@ def read_calibration(file: Path) -> Calibration:
         raise UsageError(f"{error}; {advice}") from None
     rows, (low, high) = calibration.attention, calibration.sequences
     fractions = [fraction for row in rows for fraction in row[2:]]
-    if not (rows and min(map(min, rows)) > 0 and max(fractions) <= LARGEST and 0 < low <= high <= MOST):
+    if not (rows and min(map(min, rows)) > 0 and max(fractions) <= LARGEST and 0 < low <= high <= MAX_VALUE):
         raise UsageError(
             f"{file}: attention has rows of a head size, positions, and two fractions of the peak of at most {LARGEST},"
             f" sequences the shortest and the longest, all above 0; they are {list(map(list, rows))} and {[low, high]}"
@@ -262,7 +262,7 @@ class Rates:
     def product_rate(self, m: float, n: float, k: float, float8: bool = False) -> float:
         """FLOP/s of a product with m rows in all that is not bound by memory: less if its tiles leave multiprocessors
         idle, or its inner dim is short."""
-        filled, calibration = filled_share(m, n, self.gpu.multiprocessors), self.calibration
+        filled, calibration = tile_efficiency(m, n, self.gpu.multiprocessors), self.calibration
         largest = self.float8_peak * calibration.float8 if float8 else self.peak * calibration.matmul
         return largest * filled * k / (k + calibration.inner)
 
@@ -327,7 +327,7 @@ class Rates:
 
 
 @lru_cache(maxsize=65536)
-def filled_share(m: float, n: float, multiprocessors: int) -> float:
+def tile_efficiency(m: float, n: float, multiprocessors: int) -> float:
     """The share of the multiprocessors' time that the tiles of a product fill, with the best tile."""
 
     def share(rows: int, columns: int, rate: float) -> float:
@@ -415,7 +415,7 @@ def mjax_traffic(layer: LayerTime) -> Traffic:
     stream = len(branches) * run.stream
     rows = stream / (mesh.model if mesh.splits_tokens else 1)
     # Experts: each row is dispatched, and combined with the others of its token.
-    moved = 2 * layer.samples * sum(p.batch * p.m * min(p.k, p.n) for p in layer.layer.of_weights if p.grouped)
+    moved = 2 * layer.samples * sum(p.batch * p.m * min(p.k, p.n) for p in layer.layer.weight_products if p.grouped)
     local, parallel, again = outputs + inputs + moved + STREAM * rows, mesh.model > 1, recompute != "none"
     factor, kernels = REPEATED if again else BACKWARD, 4 * len(branches)
     # The gradients of experts are sums over their rows, written for each micro-batch.
@@ -423,7 +423,7 @@ def mjax_traffic(layer: LayerTime) -> Traffic:
     operands, weights, launches = 0.0, 0.0, 0
     if run.float8:
         operands, weights = OPERAND * (outputs + inputs + 2 * rows), WEIGHT * layer.weights
-        launches = SCALES * len(layer.layer.of_weights)
+        launches = SCALES * len(layer.layer.weight_products)
     scores = run.element * layer.samples * max((p.batch * p.m * p.n for p in layer.layer.of_activations), default=0)
     kept = {
         "none": outputs + inputs + 2 * moved + stream + 1.5 * rows + (not run.flash) * SCORES[0] * scores / element,
@@ -441,7 +441,7 @@ def mjax_traffic(layer: LayerTime) -> Traffic:
 
 
 @dataclass(frozen=True)
-class Software:
+class FrameworkModel:
     """A training program; by default mjax's own.
 
     Attributes:
@@ -470,7 +470,7 @@ class Software:
     sums_stacks: bool = True
 
 
-MJAX = Software()
+MJAX = FrameworkModel()
 
 
 def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
@@ -493,7 +493,9 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
 # --- Layers -----------------------------------------------------------------------------------------------------------
 
 
-def over_replicas(mesh: MeshConfig, collective: Callable, width: float, weights: float, experts: float = 0.0) -> float:
+def replica_collective(
+    mesh: MeshConfig, collective: Callable, width: float, weights: float, experts: float = 0.0
+) -> float:
     """A collective of `width` bytes for each of `weights`, over all replicas of a group; but of those of `experts`,
     which `expert` splits, over those that share them."""
     seconds = collective(shards(mesh), mesh.model, width * (weights - experts))
@@ -516,14 +518,18 @@ class LayerTime:
         self.run, self.config, self.rates, self.software = run, run.config, run.rates, run.software
         self.samples, self.layer = run.samples, trace.layer_forward(of)
         mesh, of_stage = run.config.mesh, layers / run.config.mesh.pipe
-        weights = weights_of_device(run.config.model, mesh, of.kind)
+        weights = device_weights(run.config.model, mesh, of.kind)
         self.weights, self.experts = weights.layers / of_stage, weights.experts / of_stage
-        self.trained = weights_of_device(run.config.model, mesh, of.kind, trained=True).layers / of_stage
+        self.trained = device_weights(run.config.model, mesh, of.kind, trained=True).layers / of_stage
 
     @cached_property
     def passes(self) -> list[dict[str, float]]:
         """The parts: the forward pass, and the halves of the backward pass: inputs, weights."""
-        return [self._forward(), self._backward_inputs(), {"matmul": self._weight_gradients(self.layer.of_trained)}]
+        return [
+            self._forward(),
+            self._backward_inputs(),
+            {"matmul": self._weight_gradients(self.layer.trained_products)},
+        ]
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -536,13 +542,13 @@ class LayerTime:
             "attention": self._attention(backward=False),
             "elementwise": self.rates.traffic(*self.traffic.forward),
         }
-        gathers = self._over_data(self.run.gathered)
+        gathers = self._data_collectives(self.run.gathered)
         forward = {
             **work,
             "model": len(self.layer.branches) * self.run.layer_sum,
-            "context": sum(self._over_context),
-            "expert": sum(self._over_experts),
-            "data": self.run.exposed_zero(gathers, sum(work.values())),
+            "context": sum(self._context_collectives),
+            "expert": sum(self._expert_collectives),
+            "data": self.run.expose_zero(gathers, sum(work.values())),
         }
         return forward | {"host": max(0.0, self._to_host - sum(forward.values()))}
 
@@ -556,7 +562,7 @@ class LayerTime:
     def _backward_inputs(self) -> dict[str, float]:
         """A layer's backward pass without its weight gradients, including recomputation."""
         recompute, run, overlap = self.config.train.recompute, self.run, self.run.overlap
-        to_inputs = sum(self._product(product, product.k, product.n) for product in self.layer.of_weights)
+        to_inputs = sum(self._product(product, product.k, product.n) for product in self.layer.weight_products)
         whole, attention = recompute in ("full", "offload"), recompute != "none"
         repeated, split = 0.0, self.config.mesh.splits_tokens
         if whole and split:  # of a layer's gathers and scatters only the last scatter can be dead code
@@ -570,20 +576,24 @@ class LayerTime:
             "attention": self._attention(backward=True) + attention * self._attention(backward=False),
             "elementwise": self.rates.traffic(*self.traffic.backward) + self._loop,
         }
-        stored = self._over_data(run.gathered) + self._over_data(self.software.gradient_bytes, self.trained)
-        overlapped = sum(work.values()) + self._weight_gradients(self.layer.of_trained)
+        stored = self._data_collectives(run.gathered) + self._data_collectives(
+            self.software.gradient_bytes, self.trained
+        )
+        overlapped = sum(work.values()) + self._weight_gradients(self.layer.trained_products)
         return {
             **work,
             "model": self._exposed_backward + repeated,
-            "context": sum(self._over_context) + attention * self._over_context[0] + whole * self._over_context[1],
-            "expert": sum(self._over_experts) + attention * self._over_experts[0],
-            "data": run.exposed_zero(stored, overlapped),
+            "context": sum(self._context_collectives)
+            + attention * self._context_collectives[0]
+            + whole * self._context_collectives[1],
+            "expert": sum(self._expert_collectives) + attention * self._expert_collectives[0],
+            "data": run.expose_zero(stored, overlapped),
             "host": self._to_host,
         }
 
     @cached_property
     def _forward_products(self) -> float:
-        return sum(self._product(product, product.n, product.k) for product in self.layer.of_weights)
+        return sum(self._product(product, product.n, product.k) for product in self.layer.weight_products)
 
     def _weight_gradients(self, products: Iterable[Product]) -> float:
         rows = ((product, *self._rows(product)) for product in products)
@@ -600,7 +610,7 @@ class LayerTime:
         return (TILE * math.ceil(rows / TILE), product.batch) if product.grouped else (rows, 1)
 
     @cached_property
-    def _over_experts(self) -> tuple[float, float]:
+    def _expert_collectives(self) -> tuple[float, float]:
         """A layer's gathers over `expert` in its forward pass, and its reduce-scatters; each is the other's transpose
         in the backward pass, and recomputation gathers again."""
         mesh = self.config.mesh
@@ -609,7 +619,7 @@ class LayerTime:
         return gathers, scatters
 
     @cached_property
-    def _over_context(self) -> tuple[float, float]:
+    def _context_collectives(self) -> tuple[float, float]:
         """A layer's collectives over `context` in its forward pass, before attention and after it; the backward pass
         has the transpose of each, and recomputation those before again."""
         seconds = [time for _, time in self._sent(CONTEXT, self.config.mesh.context, self.config.mesh.model)]
@@ -654,12 +664,12 @@ class LayerTime:
         columns = ([product for product in branch[:-1] if product.trained] for branch in self.layer.branches)
         return sum(run.layer_sum - min(hidden, overlapped) for overlapped in map(self._weight_gradients, columns))
 
-    def _over_data(self, width: float, weights: float | None = None) -> float:
+    def _data_collectives(self, width: float, weights: float | None = None) -> float:
         """ZeRO-3: a gather of a layer's weights, or a scatter of some gradients, of `width` bytes per element."""
         if self.config.mesh.zero != 3:
             return 0.0
         weights = self.weights if weights is None else weights
-        return over_replicas(self.config.mesh, self.rates.gather, width, weights, min(self.experts, weights))
+        return replica_collective(self.config.mesh, self.rates.gather, width, weights, min(self.experts, weights))
 
 
 # --- A step -----------------------------------------------------------------------------------------------------------
@@ -742,14 +752,14 @@ def mean_over_run(config: Config, seconds_of: Callable[[int], dict[str, float]],
     if train.batch_rampup is None or train.steps < 1:
         return total
     seconds, sequences = 0.0, config.mesh.data * train.micro_batch
-    for count, size in BatchSizes.of(config).stretches(train.steps):
+    for count, size in BatchSizes.from_config(config).stretches(train.steps):
         step = total if size == train.global_batch else sum(seconds_of(size // sequences).values())
         seconds += count * step
     return seconds / train.steps
 
 
 def predict_time(
-    config: Config, gpu: Gpu, calibration: Calibration | None = None, software: Software = MJAX
+    config: Config, gpu: Gpu, calibration: Calibration | None = None, software: FrameworkModel = MJAX
 ) -> StepTime:
     """Predict the time of a step.
 
@@ -775,7 +785,7 @@ WORK = attrgetter(
 class TimePredictor:
     """Predicts the time of steps; arguments as for `predict_time`. Configs share what they have in common."""
 
-    def __init__(self, gpu: Gpu, calibration: Calibration | None = None, software: Software = MJAX):
+    def __init__(self, gpu: Gpu, calibration: Calibration | None = None, software: FrameworkModel = MJAX):
         self.gpu, self.calibration, self.software = gpu, calibration or default_calibration(gpu), software
         self._works: dict[tuple, _MicroBatch] = {}
 
@@ -784,7 +794,7 @@ class TimePredictor:
         step = self._step(config)
         return mean_over_run(config, step.seconds, sum(step.seconds(config.micro_batches).values()))
 
-    def _step(self, config: Config) -> _Step:
+    def _step(self, config: Config) -> _StepTime:
         """The step, with the work of a micro-batch, which configs share."""
         mesh = config.mesh
         fsdp = (mesh.data, mesh.replica) if mesh.zero == 3 else None
@@ -792,7 +802,7 @@ class TimePredictor:
         if key not in self._works:
             rates = Rates(self.gpu, self.calibration, config.precision.compute)
             self._works[key] = _MicroBatch(config, rates, self.software)
-        return _Step(config, self._works[key])
+        return _StepTime(config, self._works[key])
 
     def __call__(self, config: Config) -> StepTime:
         """The time of a step of `config`."""
@@ -827,18 +837,18 @@ class _MicroBatch:
       layers: of a stage, and one of them, for each kind.
     """
 
-    def __init__(self, config: Config, rates: Rates, software: Software):
+    def __init__(self, config: Config, rates: Rates, software: FrameworkModel):
         self.config, self.rates, self.software = config, rates, software
         model, mesh = config.model, config.mesh
         self.overlap = software.overlap or mjax_overlap(config, jax.__version_info__)
-        self.element, self.float8 = WIDTHS[config.precision.compute], in_float8(config.precision)
+        self.element, self.float8 = WIDTHS[config.precision.compute], uses_float8(config.precision)
         self.gathered = 1 if self.float8 else self.element
         self.samples = config.train.micro_batch
         self.tokens = self.samples * model.sequences * model.sequence // mesh.context
         self.kernel = attention_on_gpu(config, rates.gpu.compute_capability)
         self.flash = software.flash and self.kernel in FUSED
         self.looped = software.sums_stacks and not is_unrolled(config, on_gpu=True)
-        kinds = trace.kinds_of(config)
+        kinds = trace.layer_kinds(config)
         self.stream = self.samples * trace.layer_forward(kinds[0][1]).elements
         self.end = trace.head(kinds[0][1])
         self.layers = [(n // mesh.pipe, LayerTime(self, n, of)) for n, of in kinds]
@@ -858,7 +868,7 @@ class _MicroBatch:
     def layer_gather(self) -> float:
         return self.rates.gather(self.config.mesh.model, 1, self.gathered * self.stream)
 
-    def exposed_zero(self, seconds: float, work: float) -> float:
+    def expose_zero(self, seconds: float, work: float) -> float:
         """Exposed seconds of ZeRO's collectives that take `seconds` and overlap `work`."""
         return seconds - min(self.overlap.weights * seconds, work)
 
@@ -873,7 +883,7 @@ class _MicroBatch:
         return passes
 
     @cached_property
-    def of_passes(self) -> list[float]:
+    def pass_times(self) -> list[float]:
         """The seconds of each of `passes`."""
         return [sum(parts.values()) for parts in self.passes]
 
@@ -908,7 +918,7 @@ class _MicroBatch:
         return seconds * (2 if self.config.mesh.pipe == 1 else 1)
 
 
-class _Step:
+class _StepTime:
     """The rest of a step of one device; every method returns seconds.
 
     Attributes:
@@ -919,8 +929,8 @@ class _Step:
     def __init__(self, config: Config, work: _MicroBatch):
         self.config, self.work, self.rates, self.software = config, work, work.rates, work.software
         self.element, self.gathered = work.element, work.gathered
-        self.weights = weights_of_device(config.model, config.mesh)
-        self.trained = weights_of_device(config.model, config.mesh, trained=True)
+        self.weights = device_weights(config.model, config.mesh)
+        self.trained = device_weights(config.model, config.mesh, trained=True)
 
     def seconds(self, m: int) -> dict[str, float]:
         """The parts of a step of `m` micro-batches on each replica."""
@@ -935,7 +945,7 @@ class _Step:
             message = self._message()
             # One activation and one gradient of each chunk; and two for each stage to fill.
             seconds["pipe"] = m * (work.seconds["pipe"] + 2 * mesh.chunks * message)
-            seconds["bubble"] += bubble(mesh, sum(work.of_passes) / mesh.chunks + 2 * message)
+            seconds["bubble"] += bubble(mesh, sum(work.pass_times) / mesh.chunks + 2 * message)
         return seconds
 
     def _message(self) -> float:
@@ -963,9 +973,9 @@ class _Step:
         trained = own_shared if mesh.zero == 3 else own.layers + own_shared
         # A traced program sums the gradients of several micro-batches behind the loop over them.
         hidden = self.work.overlap.gradients and not self.work.looped and (m == 1 or not software.sums_stacks)
-        overlapped = hidden * sum(self.work.of_passes[1:])
+        overlapped = hidden * sum(self.work.pass_times[1:])
         if not mesh.zero:
-            whole = over_replicas(mesh, rates.sum, software.gradient_bytes, trained, own.experts)
+            whole = replica_collective(mesh, rates.sum, software.gradient_bytes, trained, own.experts)
             # A traced program sums each stack as one; the last of them and the embedding have nothing beside them.
             last = (own_shared + own.largest) * software.sums_stacks
             alone = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
@@ -973,7 +983,7 @@ class _Step:
         narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
         seconds += rates.sum(mesh.replica, stage // mesh.replica, software.gradient_bytes * own.stored)
         experts = 0.0 if mesh.zero == 3 else across(self.weights.experts, own.experts)
-        return seconds + over_replicas(mesh, rates.gather, 1, across(weights, trained) - narrow, experts)
+        return seconds + replica_collective(mesh, rates.gather, 1, across(weights, trained) - narrow, experts)
 
     def optimizer(self, m: int) -> float:
         """Accumulation of the gradients of `m` micro-batches, and the update of this device's shards."""
@@ -998,8 +1008,8 @@ def muon_iteration_seconds(config: Config, rates: Rates) -> float:
     rates = Rates(rates.gpu, rates.calibration, ITERATE_IN[config.precision.compute])
     return sum(
         rates.product(product.m, product.n, product.k, product.batch)
-        for matrices in matrices_of(config.model, config.mesh)
-        for product in muon_products(matrices.per_rank, *matrices.size)
+        for matrices in muon_matrices(config.model, config.mesh)
+        for product in muon_products(matrices.count_per_rank, *matrices.size)
     )
 
 
@@ -1008,7 +1018,7 @@ def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
     axis that splits a matrix, which sends as much as a gather; and a gather, or a sum, of results over one that does
     not."""
     sizes, seconds = axes.sizes(config.mesh), dict.fromkeys(axes.NAMES, 0.0)
-    for matrices in matrices_of(config.model, config.mesh):
+    for matrices in muon_matrices(config.model, config.mesh):
         count, part = matrices.count, math.prod(matrices.size)  # elements of a matrix that a device has
         part //= math.prod(sizes[axis] for axis, dim in matrices.moves if dim is not None)
         for axis, dim in matrices.moves:
@@ -1047,7 +1057,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     """
     calibration = calibration or default_calibration(gpu)
     step, devices, compute = predict_time(config, gpu, calibration), config.mesh.devices, config.precision.compute
-    peak, of_bf16 = gpu.mfu_peak(compute), " of bf16" if in_float8(config.precision) else ""
+    peak, of_bf16 = gpu.mfu_peak(compute), " of bf16" if uses_float8(config.precision) else ""
     run_seconds, tokens, between = config.train.steps * step.mean, run_tokens(config), step.between(step.total)
     values = {
         "gpu": gpu.name,
@@ -1081,9 +1091,13 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "the run": f"{run_seconds / 86_400:,.3g} days for {tokens:,} tokens in {config.train.steps:,} steps, "
         f"{run_seconds * devices / 3600:,.0f} GPU-hours",
     }
-    return Section(f"Time on {gpu.name}, predicted", values, [*table(("", "ms", "share"), cells), *named_rows(rows)])
+    return Section(f"Time on {gpu.name}, predicted", values, [*table(("", "ms", "share"), cells), *format_rows(rows)])
 
 
 def run_tokens(config: Config) -> int:
     """Tokens of all steps of the run."""
-    return BatchSizes.of(config).samples_before(config.train.steps) * config.model.sequences * config.model.sequence
+    return (
+        BatchSizes.from_config(config).samples_before(config.train.steps)
+        * config.model.sequences
+        * config.model.sequence
+    )

@@ -9,7 +9,7 @@ from mjax.errors import UsageError
 MAX_STEPS = 100  # a trace grows by megabytes a step
 
 
-def profiled_steps(text: str, last: int) -> range:
+def parse_steps(text: str, last: int) -> range:
     """The steps that START:END names: from START up to END - 1, as in a slice.
 
     Args:

@@ -52,7 +52,7 @@ class Recorder(Callback):
         self.close()
         self._say = run.say
         if self.steps and run.step >= self.steps.start:
-            run.say(f"note: the run continues after step {run.step}, and --profile records later steps only")
+            run.print_once(f"note: the run continues after step {run.step}, and --profile records later steps only")
 
     def needs_state(self, run: Run, step: int) -> bool:
         """Return True before the first step to profile, and after the last: no step may be in flight."""
@@ -69,19 +69,19 @@ class Recorder(Callback):
     def on_step(self, run: Run, step: int, metrics: Record) -> None:
         """Report after the last step."""
         if self._first is not None and run.step == step and (run.ends or step == self.steps[-1]):
-            with self._reported():
+            with self._report_failures():
                 self._report(self._stop(), step, run.folder)
 
     def close(self) -> None:
         """Leave nothing recording, however the steps end."""
         if self._first is not None:
-            self._say(f"the profile that began with step {self._first} is abandoned")
-            with self._reported():
+            self._print_line(f"the profile that began with step {self._first} is abandoned")
+            with self._report_failures():
                 self._stop()
                 shutil.rmtree(self._folder)
 
     def _begin(self, run: Run, step: int) -> None:
-        with self._reported():
+        with self._report_failures():
             arguments = run.state, *run.arguments
             self._compiled = run.programs[run.size].train_step.lower(*arguments).compile()  # shared with the step
             self._folder = run.folder / "profile" / f"steps_{step}_to_{self.steps[-1]}"
@@ -122,14 +122,14 @@ class Recorder(Callback):
         ]
         write_whole(self._folder / "table.txt", "\n".join(lines) + "\n")
         for line in lines:
-            self._say(line)
-        self._say(f"trace       tensorboard --logdir {run}, with the package xprof")
-        self._say(f"            https://ui.perfetto.dev opens {trace.parent / 'perfetto_trace.json.gz'}")
-        self._say(f"memory      pprof -http=: {self._folder / 'memory.pprof'}")
+            self._print_line(line)
+        self._print_line(f"trace       tensorboard --logdir {run}, with the package xprof")
+        self._print_line(f"            https://ui.perfetto.dev opens {trace.parent / 'perfetto_trace.json.gz'}")
+        self._print_line(f"memory      pprof -http=: {self._folder / 'memory.pprof'}")
 
     @contextlib.contextmanager
-    def _reported(self) -> Iterator[None]:
+    def _report_failures(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # of a full disk, a profiler in use, a trace in an unknown form
-            self._say(f"the profile failed ({first_line(error)}): the run continues")
+            self._print_line(f"the profile failed ({first_line(error)}): the run continues")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from jax.profiler import ProfileData
 
 from mjax.parallel import scopes
-from mjax.planner.ledger import source_of
+from mjax.planner.ledger import find_source
 from mjax.utils.figures import table
 
 WINDOW = "profiled steps"  # the event that spans them
@@ -117,21 +117,21 @@ def _kernels(events: Iterable[tuple], program: str) -> Iterator[Kernel]:
         if WITHOUT_KERNEL.fullmatch(opcode):
             continue
         stem, operation = re.sub(r"[._]?\d+$", "", name)[:48], re.split(r"[/:()]+", source.rstrip("):/"))[-1]
-        part, label = " ".join(filter(None, source_of(source))), stem
+        part, label = " ".join(filter(None, find_source(source))), stem
         if operation and operation != stem:
             label = f"{operation} ({stem})"
-        kind, label = kind_of(f"{event.name} {name} {opcode}", source), f"{part}: {label}" if part else label
+        kind, label = operation_kind(f"{event.name} {name} {opcode}", source), f"{part}: {label}" if part else label
         if module != train_step:
             kind, label = ELSEWHERE, f"{module}: {name}"
         yield Kernel(device, event.start_ns, event.end_ns, kind, part, label)
 
 
 @cache
-def kind_of(names: str, source: str) -> str:
+def operation_kind(names: str, source: str) -> str:
     """The kind of a kernel, by the names of the kernel, its instruction and opcode, and by its source."""
     texts = {kind: names if kind in (COLLECTIVES, COPIES) else f"{names} {source}" for kind, _ in BY_NAME}
     kind = next((kind for kind, words in BY_NAME if re.search(words, texts[kind], re.IGNORECASE)), OTHER)
-    if kind != COLLECTIVES and source_of(source)[0] == scopes.OPTIMIZER:
+    if kind != COLLECTIVES and find_source(source)[0] == scopes.OPTIMIZER:
         return OPTIMIZER
     words = re.findall("[a-z]+", GENERIC.sub("", names.split(" ")[-2])) or re.findall("[a-z]+", source.split("/")[-1])
     return COPIES if kind == OTHER and words and all(map(MOVES.fullmatch, words)) else kind

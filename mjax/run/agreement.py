@@ -34,11 +34,11 @@ from mjax.checkpoint.mirror import read_folder
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
 from mjax.config.datasets import parse_blend
-from mjax.config.marks import BLEND, PER_PROCESS, marks_of
-from mjax.data.sources import TrainingData, digest_of_folder
-from mjax.errors import UsageError, shortened
-from mjax.run.continuing import Origin, digests_of
-from mjax.utils.packages import installed, source_hashes
+from mjax.config.marks import BLEND, PER_PROCESS, field_marks
+from mjax.data.sources import TrainingData, folder_digest
+from mjax.errors import UsageError, shorten_list
+from mjax.run.continuing import Origin, compute_digests
+from mjax.utils.packages import list_versions, source_hashes
 
 PACKAGES = re.compile(
     r"(jax|nvidia).*|flax|optax|orbax-checkpoint|tensorstore|ml-dtypes|numpy|sentencepiece|tokenizers"
@@ -47,7 +47,7 @@ JAX_SETTINGS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
 )  # fmt: skip
 PATIENCE = 15.0  # seconds until a file is visible on all hosts that share a folder
-MOST_SHOWN = 6  # differences, and processes in a group
+MAX_SHOWN = 6  # differences, and processes in a group
 
 Facts = dict[str, tuple[str, str]]  # by name: the value compared, and the value shown
 
@@ -58,12 +58,12 @@ def agree(watchdog: Watchdog, facts: Facts) -> None:
     Raises:
       UsageError: there are differences; in every process.
     """
-    refusal = watchdog.ask_first({"host": socket.gethostname(), "facts": facts}, disagreement)
+    refusal = watchdog.decide_on_first({"host": socket.gethostname(), "facts": facts}, disagreement)
     if refusal:
         raise UsageError(refusal)
 
 
-def facts_of(config: Config, data: TrainingData | None = None, origin: Origin | None = None) -> Facts:
+def collect_facts(config: Config, data: TrainingData | None = None, origin: Origin | None = None) -> Facts:
     """The facts that have to be the same in every process.
 
     Args:
@@ -102,13 +102,13 @@ def disagreement(given: Sequence[dict[str, Any]]) -> str:
         found.append(f"{name} {', '.join(parts)}, {shown[most]} on {rest}")
     if not found:
         return ""
-    shown = "; ".join(shortened(found, MOST_SHOWN, "more differences"))
+    shown = "; ".join(shorten_list(found, MAX_SHOWN, "more differences"))
     return f"the processes of this run do not agree: {shown}; start all with the same flags, files and software"
 
 
 def _processes(indices: Sequence[int], hosts: Sequence[str]) -> str:
     """`process 2 on node7`, `processes 2 on node7 and 5 on node9`, …"""
-    named = shortened([f"{index} on {hosts[index]}" for index in indices], MOST_SHOWN)
+    named = shorten_list([f"{index} on {hosts[index]}" for index in indices], MAX_SHOWN)
     return f"process{'es' * (len(indices) > 1)} {' and '.join(named)}"
 
 
@@ -122,7 +122,7 @@ def config_facts(config: Config) -> Facts:
         values = getattr(config, section.name)
         for knob in dataclasses.fields(values):
             name, value = f"{section.name}.{knob.name}", getattr(values, knob.name)
-            if marks_of(config, name).isdisjoint({PER_PROCESS, BLEND}):
+            if field_marks(config, name).isdisjoint({PER_PROCESS, BLEND}):
                 shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
                 facts["--" + name.replace("_", "-")] = json.dumps(value), shown
     return facts
@@ -132,9 +132,9 @@ def data_facts(config: Config, data: TrainingData) -> Facts:
     """Digests of the data: a process may have its copy elsewhere, such as on a local disk."""
     facts = {}
     if data.tokenizer is not None:
-        digest = digest_of_folder(data.tokenizer)
+        digest = folder_digest(data.tokenizer)
         facts["tokenizer"] = digest, f"{data.tokenizer} ({digest[:8]})"
-    for field, digests in digests_of(config.data).items():
+    for field, digests in compute_digests(config.data).items():
         values = getattr(config.data, field)
         shown = " ".join(values) + f" (tokens {'+'.join(digest[:8] for digest in digests)})"
         facts[f"--data.{field.replace('_', '-')}"] = json.dumps([parse_blend(values).weights, digests]), shown
@@ -156,7 +156,7 @@ def software_facts() -> Facts:
 def dependencies() -> dict[str, str]:
     """Versions of the packages that affect the computation, in package metadata: another one of NVIDIA's libraries that
     LD_LIBRARY_PATH puts first is not seen."""
-    return {name: version for name, version in sorted(installed().items()) if PACKAGES.fullmatch(name)}
+    return {name: version for name, version in sorted(list_versions().items()) if PACKAGES.fullmatch(name)}
 
 
 # --- The run folder ---------------------------------------------------------------------------------------------------
@@ -176,11 +176,11 @@ def check_shared(watchdog: Watchdog, folder: Path) -> None:
         file.touch()
         return file.name
 
-    token = folder / watchdog.ask_first(None, put_token)
+    token = folder / watchdog.decide_on_first(None, put_token)
     mine = {"host": socket.gethostname(), "folder": str(folder), "sees": _sees(token)}
     mine["facts"] = {"the newest checkpoint is": (newest_checkpoint(folder),) * 2}
     try:
-        refusal = watchdog.ask_first(mine, _not_shared)
+        refusal = watchdog.decide_on_first(mine, _not_shared)
     finally:
         if watchdog.index == 0:
             token.unlink(missing_ok=True)

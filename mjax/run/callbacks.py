@@ -93,7 +93,7 @@ KINDS = {
 EVERY = 60.0  # seconds between two writes: what a run that is killed does not know of itself
 
 
-class Start(TypedDict):
+class RunStart(TypedDict):
     """An entry of goodput.json: when a start of the run began and was last seen, its steps, and seconds by activity."""
 
     began: str
@@ -116,14 +116,14 @@ class Goodput(Callback):
         self.file: Path | None = None
         self.seconds: Counter[str] = Counter()
         self._began, self._doing, self._since = _now(), STARTING, time.monotonic()
-        self._starts: list[Start] = []
+        self._starts: list[RunStart] = []
         self._first = self._last = self._done = 0
         self._written = self._since
 
-    def begin(self, folder: Path, step: int, say: Callable[[str], None] = print) -> None:
+    def begin(self, folder: Path, step: int, print_line: Callable[[str], None] = print) -> None:
         """Write to the run `folder` from now on; the run continues after `step`; `say` reports a damaged file."""
         self.file, self._first, self._last = folder / GOODPUT, step, step
-        self._starts = read_starts(Start, self.file, say)
+        self._starts = read_starts(RunStart, self.file, print_line)
         self._done = max((start["last"] for start in self._starts), default=0)
 
     def on_start(self, run: Run) -> None:
@@ -150,33 +150,33 @@ class Goodput(Callback):
         self._since = now
         seconds = {name: round(self.seconds[name], 3) for name in KINDS if name in self.seconds}
         last = max(self._done, self._last)
-        entry = Start(began=self._began, seen=_now(), first=self._first, last=last, seconds=seconds)
+        entry = RunStart(began=self._began, seen=_now(), first=self._first, last=last, seconds=seconds)
         try:
             write_whole(self.file, json.dumps([*self._starts, entry], indent=1) + "\n")
         except OSError:
             self.file = None
 
 
-def read_starts(kind: type, file: Path, say: Callable[[str], None]) -> list[Any]:
+def read_starts(kind: type, file: Path, print_line: Callable[[str], None]) -> list[Any]:
     """The list to which each start of a run adds an entry of a `kind`; a damaged file is set aside, and `say` told."""
     try:
         return read(list[kind], file, "") if file.exists() else []
     except UsageError:
-        say(f"{file} is damaged: kept as {set_aside(file).name}, started a new one")
+        print_line(f"{file} is damaged: kept as {set_aside(file).name}, started a new one")
         return []
 
 
-def read_goodput(folder: Path) -> list[Start]:
+def read_goodput(folder: Path) -> list[RunStart]:
     """The entries of a run's goodput.json; none if it has no such file.
 
     Raises:
       UsageError: it is damaged.
     """
     file = folder / GOODPUT
-    return read(list[Start], file, "remove it to count from the next start") if file.exists() else []
+    return read(list[RunStart], file, "remove it to count from the next start") if file.exists() else []
 
 
-def summed(starts: list[Start]) -> dict[str, float]:
+def sum_activities(starts: list[RunStart]) -> dict[str, float]:
     """Seconds by activity over all starts, and `between` them, when the run did not exist.
 
     Raises:

@@ -22,19 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from mjax.checkpoint.folders import checkpoint_steps
-from mjax.config import Config, DataConfig, MeshConfig, as_flag, differences, read_config, read_settings
+from mjax.config import Config, DataConfig, MeshConfig, differing_fields, read_config, read_settings, to_flag
 from mjax.config.batch_size import BatchSizes, training_samples
 from mjax.config.checks import check_batch_sizes
 from mjax.config.datasets import parse_blend
-from mjax.config.marks import FILE_ONLY, FREE, NEW_RUN, RATE, TUNING, in_use, marks_of, names_with
-from mjax.config.model import ModelConfig, kind_of
-from mjax.config.model_file import change_of_file, new_run_flags
+from mjax.config.marks import FILE_ONLY, FREE, NEW_RUN, RATE, TUNING, effective_value, field_marks, names_with
+from mjax.config.model import ModelConfig, model_kind
+from mjax.config.model_file import describe_change, new_run_flags
 from mjax.config.plain_values import read
 from mjax.config.run import BLENDS
 from mjax.errors import UsageError, either
 from mjax.step.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
 from mjax.utils.files import write_whole
-from mjax.utils.stores import resolved
+from mjax.utils.stores import to_absolute
 
 OPTIMIZER = "optimizer.name"
 DIGESTS = "data.json"
@@ -59,28 +59,28 @@ def changes_since(
     if not steps:
         return []
     before = read_config(folder / "config.json")
-    changed = differences(before, config)
+    changed = differing_fields(before, config)
     for name, (old, new) in changed.items():
         if name == OPTIMIZER and steps != [0]:
             raise UsageError(
                 f"{folder} was trained with {old}, whose moments {new} cannot use; type --{OPTIMIZER} {old} to "
                 f"continue it, or --init {folder} --name NEW for a new run from its weights"
             )
-        if name.startswith("model.") and marks_of(config, name).isdisjoint({FREE, TUNING}):
+        if name.startswith("model.") and field_marks(config, name).isdisjoint({FREE, TUNING}):
             raise UsageError(
                 f"{folder} holds a run of another model ({name} {old}, now {new}); "
                 "choose another --name, or leave the model as it was"
             )
-    rates_kept = _rates_are_kept(before, config, steps[-1] if step is None else step)
+    rates_kept = _same_rates(before, config, steps[-1] if step is None else step)
     if not allow and steps != [0]:  # checkpoint 0 has weights that no step of this run produced
         refused = [
-            f"{name} {_shown(old)}, now {_shown(new)}"
+            f"{name} {_quote(old)}, now {_quote(new)}"
             for name, (old, new) in changed.items()
-            if FREE not in marks_of(config, name)
+            if FREE not in field_marks(config, name)
             and _meaning(before, name) != _meaning(config, name)
-            and not (rates_kept and RATE in marks_of(config, name))
+            and not (rates_kept and RATE in field_marks(config, name))
         ]
-        refused = [*refused, *_changed_data(folder, before.data, config.data)]
+        refused = [*refused, *_find_changed_data(folder, before.data, config.data)]
         if refused:
             other = f"{new_run_flags(folder, config.model)} instead of --run" if resumed else "--name NEW"
             raise UsageError(
@@ -88,7 +88,7 @@ def changes_since(
                 f"for a new run type {other}, and to continue this one with the change --allow-change"
             )
     shown = (name for name in changed if name != "train.taken")
-    note = change_of_file(folder, type(config.model))
+    note = describe_change(folder, type(config.model))
     return [
         *filter(None, [note]),
         *(f"changed {name}: {changed[name][0]} → {changed[name][1]}" for name in shown),
@@ -116,10 +116,10 @@ def after_steps_taken(config: Config, folder: Path, step: int | None = None) -> 
         return replace(config, train=replace(config.train, taken=()))
     check_batch_sizes(replace(config, mesh=MeshConfig(), train=replace(config.train, micro_batch=1)))
     before, last = read_config(folder / "config.json"), steps[-1] if step is None else step
-    taken = BatchSizes.of(before).stretches(last)
+    taken = BatchSizes.from_config(before).stretches(last)
     for known in ((), before.train.taken, tuple(taken)):
         config = replace(config, train=replace(config.train, taken=known))
-        if BatchSizes.of(config).stretches(last) == taken:
+        if BatchSizes.from_config(config).stretches(last) == taken:
             break
     return config
 
@@ -142,7 +142,7 @@ def with_positions(config: Config, folder: Path, init: Path | None) -> Config:
 
 def save_digests(folder: Path, data: DataConfig) -> None:
     """Save digests of the run's data in the run folder."""
-    write_whole(folder / DIGESTS, json.dumps(digests_of(data), indent=2) + "\n")
+    write_whole(folder / DIGESTS, json.dumps(compute_digests(data), indent=2) + "\n")
 
 
 def _meaning(config: Config, name: str) -> Any:
@@ -157,14 +157,14 @@ def _meaning(config: Config, name: str) -> Any:
         case "optimizer", "wsd_decay_steps":
             return wsd_decay_steps(config)
         case section, knob:
-            return in_use(getattr(config, section), knob)
+            return effective_value(getattr(config, section), knob)
 
 
 def _notes(before: Config, config: Config, begun: bool) -> list[str]:
     """Side effects of a longer or shorter run, which has `begun` unless it is an import."""
     notes, old, new = [], before.optimizer, config.optimizer
     if before.train.taken != config.train.taken and config.train.taken:
-        sizes = BatchSizes.of(config)
+        sizes = BatchSizes.from_config(config)
         notes.append(
             f"note: the batch is {sizes.size(sizes.begin)} from step {sizes.begin + 1} on, which begins at sample "
             f"{sizes.samples_before(sizes.begin):,}, where the run is"
@@ -185,11 +185,11 @@ def _notes(before: Config, config: Config, begun: bool) -> list[str]:
     return notes
 
 
-def _rates_are_kept(before: Config, config: Config, step: int) -> bool:
+def _same_rates(before: Config, config: Config, step: int) -> bool:
     """True if both schedules have the same learning rate at each of the first `step` steps."""
     import numpy as np
 
-    sizes = BatchSizes.of(before)
+    sizes = BatchSizes.from_config(before)
     taken = np.unique(np.linspace(0, max(step - 1, 0), 2000).astype(int))
     samples = np.array([sizes.samples_before(int(number)) for number in taken])
     return np.array_equal(*(learning_rate(schedule, samples, np) for schedule in (before, config)))
@@ -200,7 +200,7 @@ def _note_on_decay(before: Config, config: Config, steps: list[int], step: int |
     now, last = steps[-1] if step is None else step, decay_start(before)
     if {before.optimizer.schedule, config.optimizer.schedule} != {"wsd"} or now <= last:
         return []
-    if _rates_are_kept(before, config, now):
+    if _same_rates(before, config, now):
         return []
     stable = [number for number in steps if 0 < number <= last]
     way = f"--step {stable[-1]} continues from before it" if stable else "no checkpoint from before it is left"
@@ -210,7 +210,7 @@ def _note_on_decay(before: Config, config: Config, steps: list[int], step: int |
 # --- Data -------------------------------------------------------------------------------------------------------------
 
 
-def digests_of(data: DataConfig) -> dict[str, list[str]]:
+def compute_digests(data: DataConfig) -> dict[str, list[str]]:
     """Digests of the datasets of each blend, in its order: {'path': ['5d41…']}."""
     from mjax.data.indexed import IndexedDataset
 
@@ -221,25 +221,25 @@ def digests_of(data: DataConfig) -> dict[str, list[str]]:
     }
 
 
-def _changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str]:
+def _find_changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str]:
     """Datasets with other tokens, or with other weights in the blend, than those of the run."""
     file, changed = folder / DIGESTS, []
     advice = "remove it to continue without comparing the data with those of the run"
     saved = read(dict[str, list[str]], file, advice) if file.exists() else {}
-    current = digests_of(now) if saved else {}
+    current = compute_digests(now) if saved else {}
     for name in BLENDS:
         old, new = getattr(before, name), getattr(now, name)
         same_tokens = old == new  # of synthetic ones, or if digests are missing
         if name in saved and name in current:
             same_tokens = saved[name] == current[name]
         if old == new:
-            changed += [] if same_tokens else [f"data.{name} {_shown(old)}, with other tokens than before"]
+            changed += [] if same_tokens else [f"data.{name} {_quote(old)}, with other tokens than before"]
         elif not same_tokens or parse_blend(old).weights != parse_blend(new).weights:
-            changed.append(f"data.{name} {_shown(old)}, now {_shown(new)}")
+            changed.append(f"data.{name} {_quote(old)}, now {_quote(new)}")
     return changed
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
 
 
@@ -274,7 +274,7 @@ class Origin:
         return f"{self.run}{step}" + (f" ({changed})" if changed else "")
 
 
-def origin_of(folder: Path) -> Origin | None:
+def read_origin(folder: Path) -> Origin | None:
     """The origin that a run folder keeps; None: its weights were drawn at random or converted.
 
     Raises:
@@ -317,17 +317,17 @@ def choose_origin(folder: Path, config: Config, init: Path | None, step: int | N
         )
     if step is not None and step not in steps:
         raise UsageError(f"--step {step}: {init} has no such checkpoint; use {either(steps)}")
-    return Origin(resolved(init), step, _changed(init, config))
+    return Origin(to_absolute(init), step, _non_default_fields(init, config))
 
 
 def _check_same(folder: Path, init: Path, step: int | None) -> None:
     """Refuse another origin than that of the run in `folder`, which has checkpoints."""
-    if resolved(init) == resolved(folder):
+    if to_absolute(init) == to_absolute(folder):
         raise UsageError(
             f"--init {init} is the folder of this run; add --name NEW for a new run, or leave --init out to continue it"
         )
-    origin = origin_of(folder)
-    if origin is None or origin.run != resolved(init) or step not in (None, origin.step):
+    origin = read_origin(folder)
+    if origin is None or origin.run != to_absolute(init) or step not in (None, origin.step):
         began = "with weights of its own" if origin is None else f"from {origin}"
         asked = f"{init}, checkpoint {step}" if step is not None else init
         raise UsageError(
@@ -336,21 +336,21 @@ def _check_same(folder: Path, init: Path, step: int | None) -> None:
         )
 
 
-def _changed(init: Path, config: Config) -> dict[str, tuple[str, str]]:
+def _non_default_fields(init: Path, config: Config) -> dict[str, tuple[str, str]]:
     """The fields of the model that differ, with the value there and here.
 
     Raises:
       UsageError: the weights would not fit, or would mean something else.
     """
     saved = read_settings(init / "config.json")
-    if kind_of(saved.model) != kind_of(config.model):
+    if model_kind(saved.model) != model_kind(config.model):
         raise UsageError(
             f"--init {init} holds {saved.model.title} and this config describes {config.model.title}; choose a config "
             f"of the same model, or type {new_run_flags(init, saved.model)} for its own"
         )
     saved = read_config(init / "config.json")
     if saved.model.lora_rank and not config.model.lora_rank:
-        flags = " ".join(as_flag(f"model.{name}", value) for name, value in saved.model.lora_settings().items())
+        flags = " ".join(to_flag(f"model.{name}", value) for name, value in saved.model.lora_settings().items())
         raise UsageError(
             f"--init {init} holds adapters, and this run trains all weights; type {flags} to train the adapters on, or "
             f"make a model of them: mjax convert to-hf {init} DIR --merged"
@@ -358,13 +358,13 @@ def _changed(init: Path, config: Config) -> dict[str, tuple[str, str]]:
     if not saved.model.lora_rank:  # the adapters of this run are new
         saved = replace(saved, model=replace(saved.model, **config.model.lora_settings()))
     changed = {}
-    for section, _, name in (field.partition(".") for field in differences(saved, config)):
+    for section, _, name in (field.partition(".") for field in differing_fields(saved, config)):
         if section == "model" and name != "attention":
-            values = in_use(saved.model, name), in_use(config.model, name)
+            values = effective_value(saved.model, name), effective_value(config.model, name)
             changed |= {name: values} if values[0] != values[1] else {}
     if wrong := [name for name in changed if not _may_differ(name, saved.model, config)]:
         values = "; ".join(f"model.{name} {changed[name][0]}, here {changed[name][1]}" for name in wrong)
-        flags = " ".join(as_flag(f"model.{name}", changed[name][0]) for name in wrong) + ", or "
+        flags = " ".join(to_flag(f"model.{name}", changed[name][0]) for name in wrong) + ", or "
         if set(names_with(FILE_ONLY, type(saved.model))).intersection(wrong):
             flags = ""
         if "vocabulary" in wrong:  # the data's ids would not fit the smaller vocabulary
@@ -385,4 +385,4 @@ def _may_differ(name: str, saved: ModelConfig, config: Config) -> bool:
         return not model.learned_positions or saved.max_positions == model.max_positions
     if name in ("vocabulary", "vocabulary_multiple"):
         return saved.padded_vocabulary == model.padded_vocabulary
-    return not marks_of(config, f"model.{name}").isdisjoint({NEW_RUN, TUNING})
+    return not field_marks(config, f"model.{name}").isdisjoint({NEW_RUN, TUNING})

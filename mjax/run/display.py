@@ -22,13 +22,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 from mjax.config import Config, axes
-from mjax.config.batch_size import BatchSizes, in_units
+from mjax.config.batch_size import BatchSizes, format_tokens
 from mjax.config.marks import Metric
-from mjax.config.model import is_own, kind_of
-from mjax.config.model_file import file_of, run_flags
+from mjax.config.model import is_user_defined, model_kind
+from mjax.config.model_file import run_flags, source_file
 from mjax.data.sources import TrainingData
 from mjax.models.build import count_parameters
-from mjax.parallel.schedules import schedule_of, slot_times
+from mjax.parallel.schedules import find_schedule, slot_times
 from mjax.planner.layer import peak_tflops
 from mjax.run.callbacks import Callback
 from mjax.run.metrics import Record
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class Lasting:
+class NonFatalStream:
     """A stream that may fail: the first failure is reported on stderr, and never ends the program that writes to it.
 
     Writing is always tried again: a full disk may have space later.
@@ -87,9 +87,11 @@ class Lasting:
                 os.write(2, f"{self._stream.name} cannot be written ({error}): continuing without it\n".encode())
 
 
-def lasting_console(stream: TextIO | None, shown: bool = True) -> Console:
+def non_fatal_console(stream: TextIO | None, shown: bool = True) -> Console:
     """A console on `stream` that never ends a run; None, if a process was started without one, shows nothing."""
-    return Console(file=stream and Lasting(stream), highlight=False, soft_wrap=True, quiet=not shown or stream is None)
+    return Console(
+        file=stream and NonFatalStream(stream), highlight=False, soft_wrap=True, quiet=not shown or stream is None
+    )
 
 
 class Display(Callback):
@@ -99,7 +101,7 @@ class Display(Callback):
     """
 
     def __init__(self, steps: int, console: Console | None = None, shown: bool = True, metrics: Sequence[Metric] = ()):
-        self.console = console or lasting_console(sys.stdout, shown)
+        self.console = console or non_fatal_console(sys.stdout, shown)
         self.steps, self.metrics = steps, metrics
         self._progress: Progress | None = None
 
@@ -137,13 +139,13 @@ class Display(Callback):
         """Show the metrics, and what is wrong with the step."""
         self.show(metrics)
         if metrics.unhealthy:
-            self.say(f"step {step} {metrics.unhealthy}")
+            self.print_line(f"step {step} {metrics.unhealthy}")
 
     def on_end(self, run: Run) -> None:
         """End the line before the results."""
         self.close()
 
-    def say(self, message: str) -> None:
+    def print_line(self, message: str) -> None:
         """Print a separate line."""
         self.console.print(with_addresses(message), markup=False)
 
@@ -156,7 +158,7 @@ class Display(Callback):
         if now - self._last_line >= SECONDS_BETWEEN_LINES or record.step in (self._start + 1, self.steps):
             self._last_line = now
             line = f"{summary(record, self.metrics)}{self._time_left(record.step, now)}"
-            self.say(f"step {record.step}/{self.steps}  {line}")
+            self.print_line(f"step {record.step}/{self.steps}  {line}")
 
     def _time_left(self, step: int, now: float) -> str:
         if self._timed_from is None:  # the first step includes compilation and is not representative
@@ -174,7 +176,7 @@ def summary(record: Record, shown: Sequence[Metric] = ()) -> str:
     parts += [f"lr {record.learning_rate:.2e}", f"{record.tokens_per_second:,.0f} tok/s"]
     if record.mfu is not None:
         parts.append(f"MFU {record.mfu:.1%}")
-    return "  ".join([*parts, f"{record.tflops:.3g} TFLOP/s", f"{in_units(record.tokens)} tokens"])
+    return "  ".join([*parts, f"{record.tflops:.3g} TFLOP/s", f"{format_tokens(record.tokens)} tokens"])
 
 
 def losses(loss: float, metrics: dict[str, float], shown: Sequence[Metric] = ()) -> str:
@@ -229,7 +231,7 @@ def announce_start(display: Display, config: Config, data: TrainingData, folder:
     """Print the model, mesh, data, steps and folder of a run."""
     model, mesh, train = config.model, config.mesh, config.train
     kind = jax.devices()[0].device_kind
-    batches = BatchSizes.of(config)
+    batches = BatchSizes.from_config(config)
     tokens = batches.samples_before(train.steps) * model.sequence
     sizes = [size for first_step, _, size in batches.pieces if first_step < train.steps]
     size = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
@@ -240,15 +242,15 @@ def announce_start(display: Display, config: Config, data: TrainingData, folder:
     choices += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""
     own = count_parameters(model, trained=True)
     choices += "" if own == parameters else f"; {own:,} of them are trained, {own / parameters:.2%}"
-    display.say(f"model   {parameters:,} parameters, {compute}, attention by {model.attention}{choices}")
-    display.say(f"mesh    {describe_mesh(config)} on {mesh.devices} × {kind}")
-    display.say(f"data    {data.summary}")
+    display.print_line(f"model   {parameters:,} parameters, {compute}, attention by {model.attention}{choices}")
+    display.print_line(f"mesh    {describe_mesh(config)} on {mesh.devices} × {kind}")
+    display.print_line(f"data    {data.summary}")
     for note in data.notes:
-        display.say(f"        {note}")
-    display.say(f"plan    {train.steps:,} steps of {size} × {model.sequence} tokens, {tokens:,} in total")
-    display.say(f"run     {folder}" + (f", continued after step {start}" if start else ""))
+        display.print_line(f"        {note}")
+    display.print_line(f"plan    {train.steps:,} steps of {size} × {model.sequence} tokens, {tokens:,} in total")
+    display.print_line(f"run     {folder}" + (f", continued after step {start}" if start else ""))
     if kind != "cpu" and peak_tflops(kind, config.precision.compute) is None:
-        display.say(
+        display.print_line(
             f"mfu     not shown: no {config.precision.compute} peak is known for {kind}; "
             "mjax/cluster/hardware.py describes how to add it"
         )
@@ -258,10 +260,10 @@ def describe_mesh(config: Config) -> str:
     """`pipe 4 (1f1b, 2 chunks, bubble 18.8%) × data 2 × model 2, sequence parallel, ZeRO-1`."""
     mesh, words = config.mesh, ""
     if mesh.pipe > 1:
-        bubble = schedule_of(config).bubble(*slot_times(config))
+        bubble = find_schedule(config).bubble(*slot_times(config))
         chunks = f", {mesh.chunks} chunks" if mesh.chunks > 1 else ""
         words = f"pipe {mesh.pipe} ({mesh.schedule}{chunks}, bubble {bubble:.1%}) × "
-    words += axes.in_words(replace(mesh, pipe=1))
+    words += axes.describe_mesh(replace(mesh, pipe=1))
     words += ", sequence parallel" if mesh.splits_tokens else ""
     return words + (f", ZeRO-{mesh.zero}" if mesh.zero else "")
 
@@ -272,17 +274,17 @@ def announce_results(display: Display, result: Result, folder: Path, config: Con
         sequences = config.train.eval_batches * config.train.global_batch
         shown = config.model.metrics
         for line in verdict(result.validation_loss, result.validation_metrics, sequences, shown):
-            display.say(line)
-    display.say(f"curve       {folder / 'loss.png'}")
+            display.print_line(line)
+    display.print_line(f"curve       {folder / 'loss.png'}")
     if config.model.experts:
-        display.say(f"experts     {folder / 'experts.png'}")
-    display.say(f"checkpoint  {folder / 'checkpoints' / str(result.step)}")
+        display.print_line(f"experts     {folder / 'experts.png'}")
+    display.print_line(f"checkpoint  {folder / 'checkpoints' / str(result.step)}")
     if not config.model.causal or not (folder / "tokenizer").is_dir():
         return
-    if is_own(type(config.model)) and file_of(type(config.model)) is None:
-        display.say(
-            f'more text   mjax.generate({str(folder)!r}, "…") in Python, where {kind_of(config.model)!r} is defined'
+    if is_user_defined(type(config.model)) and source_file(type(config.model)) is None:
+        display.print_line(
+            f'more text   mjax.generate({str(folder)!r}, "…") in Python, where {model_kind(config.model)!r} is defined'
         )
     else:
         flags = run_flags(folder, config.model) + " --chat" * config.data.conversations
-        display.say(f'more text   mjax generate {flags} --prompt "…"')
+        display.print_line(f'more text   mjax generate {flags} --prompt "…"')

@@ -48,18 +48,18 @@ from jax.sharding import PartitionSpec as P
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.cluster.processes import from_first, is_first
 from mjax.config import Config, HealthConfig
-from mjax.config.axes import NAMES, holding
+from mjax.config.axes import NAMES, axes_sharing_weights
 from mjax.config.model_file import run_flags
 from mjax.config.plain_values import check, read
-from mjax.errors import UnhealthyError, and_more, shortened
+from mjax.errors import UnhealthyError, join_shortened, shorten_list
 from mjax.parallel import mappings
-from mjax.parallel.random import words_of
+from mjax.parallel.random import key_words
 from mjax.parallel.weights import leaf_name
 from mjax.run.callbacks import Callback
 from mjax.run.metrics import Record, finite_or_none
-from mjax.run.start import own_state
+from mjax.run.start import checkpoint_state
 from mjax.step.losses import StepMetrics
-from mjax.step.precision import SMALLEST_LOSS_SCALE
+from mjax.step.precision import MIN_LOSS_SCALE
 from mjax.utils.files import write_whole
 
 if TYPE_CHECKING:
@@ -70,12 +70,12 @@ HEALTHY, SETTLING, SKIPPED, SPIKE = "healthy", "settling", "skipped", "spike"
 
 WINDOW = 100  # steps of the running mean; more than half of them unhealthy end the run
 DEVIATIONS = 6.0  # a loss so many standard deviations above its running mean is a spike
-MOST_SKIPPED = 20  # steps in a row: then the run ends
+MAX_SKIPPED_STEPS = 20  # steps in a row: then the run ends
 CHECK_EVERY = 100  # steps between comparisons of the replicas, and checks of weights and moments
-FAR = 10.0  # times the mean: a spike if too few losses are known for a deviation, or in an evaluation
+MAX_RATIO_TO_MEAN = 10.0  # times the mean: a spike if too few losses are known for a deviation, or in an evaluation
 GOOD_AFTER = 10  # healthy steps after a checkpoint (fewer if the next one comes earlier) that make it the last good one
-LEAST_DEVIATION = 0.01  # of the mean: a nearly constant loss has no spikes of a few thousandths
-MOST_REWINDS = 3  # to one checkpoint
+MIN_DEVIATION = 0.01  # of the mean: a nearly constant loss has no spikes of a few thousandths
+MAX_REWINDS = 3  # to one checkpoint
 REWIND_BATCHES = 10  # skipped by a rewind, up to and including that of the spike
 PASSED_OVER, UNHEALTHY = "passed_over.json", "unhealthy.json"
 
@@ -166,7 +166,7 @@ class Health:
 
     def observe_validation(self, loss: float) -> bool:
         """Return True if the loss of an evaluation after the last step is plausible; if not, the step is unhealthy."""
-        sound = math.isfinite(loss) and not (self._losses and loss > FAR * _mean(self._losses) > 0)
+        sound = math.isfinite(loss) and not (self._losses and loss > MAX_RATIO_TO_MEAN * _mean(self._losses) > 0)
         if not sound and self._unhealthy:
             self._unhealthy[-1] = 1
         return sound
@@ -188,7 +188,7 @@ class Health:
         Args:
           ended: whether there are no more steps; for a short run the share is then that of the whole run.
         """
-        if self.skipped_in_a_row >= MOST_SKIPPED:
+        if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
             return f"{self.skipped_in_a_row} steps in a row were skipped"
         bad, steps = sum(self._unhealthy), len(self._unhealthy)
         if (steps == WINDOW or ended) and 2 * bad > steps:
@@ -200,14 +200,14 @@ class Health:
             return math.inf
         mean = _mean(self._losses)
         if len(self._losses) < WINDOW // 4:
-            limit = FAR * mean if mean > 0 else math.inf
+            limit = MAX_RATIO_TO_MEAN * mean if mean > 0 else math.inf
         else:
             limit = mean + DEVIATIONS * self._deviation(mean)
         return float(np.float32(limit)) if limit < 1e38 else math.inf  # as the compiled step compares it
 
     def _deviation(self, mean: float) -> float:
         variance = _mean((loss - mean) ** 2 for loss in self._losses)
-        return max(math.sqrt(variance), LEAST_DEVIATION * abs(mean)) or math.inf
+        return max(math.sqrt(variance), MIN_DEVIATION * abs(mean)) or math.inf
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -238,10 +238,14 @@ class Guard(Callback):
     """
 
     def __init__(
-        self, config: Config, checkpoints: Checkpoints, say: Callable[[str], None], continued_from: int | None = None
+        self,
+        config: Config,
+        checkpoints: Checkpoints,
+        print_line: Callable[[str], None],
+        continued_from: int | None = None,
     ):
         """Nothing is read before `begin`."""
-        self.config, self.checkpoints, self.say = config, checkpoints, say
+        self.config, self.checkpoints, self.say = config, checkpoints, print_line
         self.folder = checkpoints.folder.parent
         self.health = Health(config.health)
         self.passed_over: list[Rewind] = []
@@ -275,7 +279,7 @@ class Guard(Callback):
         saves = waits and (run.ends or run.saves or self.saves(step))
         run.saves = run.saves and not waits
         if saves:
-            run.at(step, "saving")
+            run.begin_activity(step, "saving")
         if waits and (saves or self.needs_state(run, step)):
             self._check(run, step)
         self._nonfinite = metrics.nonfinite is not None
@@ -283,7 +287,7 @@ class Guard(Callback):
             self.give_up(problem)
         if saves:
             begun = time.perf_counter()
-            if self.save(step, own_state(run.state), run.ends, metrics.val_loss):
+            if self.save(step, checkpoint_state(run.state), run.ends, metrics.val_loss):
                 run.blocked = time.perf_counter() - begun
 
     def _check(self, run: Run, step: int) -> None:
@@ -306,10 +310,10 @@ class Guard(Callback):
         self.spike, self._put_off, self._healthy_since = None, False, 0
         self._candidate = start if there and start > 0 and not known.get("suspect") else None
         if known.get("suspect"):
-            self.say(f"checkpoint {start} was saved while the run was unhealthy; {self._last_good()}")
+            self.print_once(f"checkpoint {start} was saved while the run was unhealthy; {self._last_good()}")
         for entry in self.passed_over:
             if entry["steps"][1] > start:
-                self.say(_told(entry))
+                self.print_once(_describe(entry))
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
@@ -329,7 +333,7 @@ class Guard(Callback):
         state = self.health.observe(record.step, record.loss, record.nonfinite is not None, settling)
         wrong = None
         if passed_over:
-            wrong = f"passed over: {_told(passed_over)}"
+            wrong = f"passed over: {_describe(passed_over)}"
         elif record.nonfinite is not None:
             scale = f" at loss scale {record.loss_scale:g}" if self.config.precision.compute == "fp16" else ""
             wrong = f"skipped{scale}: {record.nonfinite}"
@@ -355,7 +359,7 @@ class Guard(Callback):
         It falls after gradients that are not finite; a loss alone that is not finite is none of its effects.
         """
         precision = self.config.precision
-        return record.grad_norm is None and precision.compute == "fp16" and record.loss_scale > SMALLEST_LOSS_SCALE
+        return record.grad_norm is None and precision.compute == "fp16" and record.loss_scale > MIN_LOSS_SCALE
 
     def _follow(self, state: str) -> None:
         """Update the candidate checkpoint from the state of a step."""
@@ -397,7 +401,7 @@ class Guard(Callback):
         suspect = self.health.suspect
         if suspect and not ends:
             if not self._put_off:
-                self.say(f"checkpoint {step} is postponed until the run is healthy; {self._last_good()}")
+                self.print_once(f"checkpoint {step} is postponed until the run is healthy; {self._last_good()}")
             self._put_off = True
             return False
         if self._candidate is not None and self._healthy_since > 0:
@@ -429,14 +433,14 @@ class Guard(Callback):
         (step, loss), good = self.spike, self.good
         if good is None:
             self.give_up("the loss spiked, and the checkpoint to rewind to could not be saved")
-        if sum(entry["from"] == good for entry in self.passed_over) >= MOST_REWINDS:
-            self.give_up(f"the loss spiked again after {MOST_REWINDS} rewinds to checkpoint {good}")
+        if sum(entry["from"] == good for entry in self.passed_over) >= MAX_REWINDS:
+            self.give_up(f"the loss spiked again after {MAX_REWINDS} rewinds to checkpoint {good}")
         self.checkpoints.abandon(after=good)
         first = max(good + 1, step - REWIND_BATCHES + 1)
         entry: Rewind = {"steps": (first, step), "spike": step, "loss": loss, "from": good}
         if is_first():
             write_whole(self.folder / PASSED_OVER, json.dumps([*self.passed_over, entry], indent=1) + "\n")
-        self.say(f"rewinding to checkpoint {good}")
+        self.print_once(f"rewinding to checkpoint {good}")
         self.passed_over = [*self.passed_over, entry]
         return good
 
@@ -465,7 +469,7 @@ class Guard(Callback):
         raise UnhealthyError(f"{problem}; {way_out}")
 
 
-def _told(entry: Rewind) -> str:
+def _describe(entry: Rewind) -> str:
     first, last = entry["steps"]
     return (
         f"steps {first} to {last} train on nothing, because the loss spiked at step {entry['spike']} "
@@ -510,7 +514,7 @@ def check_start(folder: Path, step: int | None) -> None:
         raise UnhealthyError(f"{folder} ended unhealthy ({marked['problem']}); {marked['way_out']}")
 
 
-def continue_from(checkpoints: Checkpoints, step: int, say: Callable[[str], None]) -> None:
+def continue_from(checkpoints: Checkpoints, step: int, print_line: Callable[[str], None]) -> None:
     """Make checkpoint `step`, which exists, the newest, and remove the mark of an unhealthy end from the run.
 
     Later checkpoints are set aside. A command that is run again does not go back a second time: the checkpoints that it
@@ -519,7 +523,7 @@ def continue_from(checkpoints: Checkpoints, step: int, say: Callable[[str], None
     steps, marker = checkpoints.steps(), checkpoints.folder.parent / UNHEALTHY
     repeated = not marker.exists() and _host_values(checkpoints, steps[-1]).get("continued_from") == step
     if from_first(repeated):  # process 0 removes the marker
-        say(f"checkpoint {steps[-1]} continues from {step} already; to go back again, move the later ones away")
+        print_line(f"checkpoint {steps[-1]} continues from {step} already; to go back again, move the later ones away")
         return
     checkpoints.abandon(after=step)
     if is_first():
@@ -539,9 +543,9 @@ def continue_from(checkpoints: Checkpoints, step: int, say: Callable[[str], None
 # The hash of an array of words x_i is Σ (2i + 1) x_i modulo 2^32. Odd numbers have inverses, so a change of a single
 # element is always detected, and any other change is missed with probability 2^-32.
 
-DIMS = [NAMES.index(axis) for axis in holding()]
+DIMS = [NAMES.index(axis) for axis in axes_sharing_weights()]
 """The dims of the device array along which replicas are numbered."""
-MOST_DEVICES = 4  # shown
+MAX_SHOWN_DEVICES = 4  # shown
 
 
 class Replicas:
@@ -592,8 +596,11 @@ class Replicas:
             f"replica {replicas[at]} (device {device.id} of process {device.process_index})"
             for at, device in ((at, self.mesh.devices[at]) for at in sorted(odd, key=replicas.__getitem__))
         ]
-        arrays = and_more(list(dict.fromkeys(itertools.chain(*odd.values()))), " arrays")
-        copies, differ = shortened(copies, MOST_DEVICES), "differs from the others" if len(copies) == 1 else "differ"
+        arrays = join_shortened(list(dict.fromkeys(itertools.chain(*odd.values()))), " arrays")
+        copies, differ = (
+            shorten_list(copies, MAX_SHOWN_DEVICES),
+            "differs from the others" if len(copies) == 1 else "differ",
+        )
         return (
             f"after step {step} the replicas have different weights: {' and '.join(copies)} {differ} in {arrays}; "
             "a device or its memory is faulty, or a process computes something else; nothing was saved since the last "
@@ -604,14 +611,14 @@ class Replicas:
 def _hashes(shards: list[Array]) -> Array:
     """A hash of each shard of each device, replicated: uint32 [*axes.NAMES, arrays]."""
     everywhere = frozenset(NAMES)
-    own = jnp.stack([_hash_of(mappings.vary(shard, everywhere)) for shard in shards]).reshape(*[1] * len(NAMES), -1)
+    own = jnp.stack([_hash_shard(mappings.vary(shard, everywhere)) for shard in shards]).reshape(*[1] * len(NAMES), -1)
     for dim, axis in enumerate(NAMES):
-        own = mappings.gather_whole(own, axis, dim)
+        own = mappings.all_gather(own, axis, dim)
     return own
 
 
-def _hash_of(shard: Array) -> Array:
+def _hash_shard(shard: Array) -> Array:
     """uint32 []."""
-    words = words_of(shard).reshape(-1)
+    words = key_words(shard).reshape(-1)
     odd = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
     return (words * odd).sum(dtype=jnp.uint32)

@@ -22,10 +22,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.checkpoint.folders import locked
+from mjax.checkpoint.folders import lock_folder
 from mjax.checkpoint.mirror import Mirror
 from mjax.cluster.launch import COMPILING, STEP, Distributed
-from mjax.cluster.processes import StopSignal, from_first, is_first, told_to_stop
+from mjax.cluster.processes import StopSignal, from_first, is_first, stop_agreed
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes
@@ -34,7 +34,7 @@ from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.sources import TrainingData, open_data
 from mjax.parallel.mesh import make_mesh
 from mjax.planner.layer import model_flops, peak_tflops
-from mjax.run.agreement import agree, check_shared, facts_of
+from mjax.run.agreement import agree, check_shared, collect_facts
 from mjax.run.callbacks import Callback, Goodput
 from mjax.run.continuing import Origin
 from mjax.run.display import Display, announce_results, announce_start, losses
@@ -42,13 +42,13 @@ from mjax.run.health import Guard, Judge, check_start, continue_from, not_finite
 from mjax.run.metrics import MetricsLog, Record, finite_or_none
 from mjax.run.start import first_state, restore_state, write_folder, write_origin
 from mjax.step.layout import TrainState, with_kernel
-from mjax.step.losses import StepMetrics, mean_of
+from mjax.step.losses import StepMetrics, weighted_mean
 from mjax.step.step import TrainProgram, build_program
 from mjax.utils.progress import status
-from mjax.utils.stores import address_of
+from mjax.utils.stores import find_address
 
 PREEMPTED = 75  # exit code: saved, run the same command again
-MANY_SAMPLES = 2_000_000  # whose order takes seconds
+MIN_SLOW_SAMPLES = 2_000_000  # whose order takes seconds
 
 
 @dataclass(frozen=True)
@@ -127,64 +127,64 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
     # --- Processes: all of them run this program on this data ---------------------------------------------------------
     watchdog = options.watchdog or Watchdog(Distributed())
     if watchdog.count > 1:
-        agree(watchdog, facts_of(resolved, data, options.origin))
+        agree(watchdog, collect_facts(resolved, data, options.origin))
         check_shared(watchdog, folder)
     check_start(folder, options.step)
 
     # --- Program and state --------------------------------------------------------------------------------------------
     program = build_program(resolved, mesh, optimizer=options.optimizer, loss=options.loss)
-    watchdog.say = display.say
-    with _open_checkpoints(config, folder, display.say) as checkpoints:
+    watchdog.say = display.print_line
+    with _open_checkpoints(config, folder, display.print_line) as checkpoints:
         if (step := from_first(-1 if options.step is None else options.step)) >= 0:
-            continue_from(checkpoints, step, display.say)
+            continue_from(checkpoints, step, display.print_line)
         if checkpoints.steps() in ([], [0]):  # 0: converted
             checkpoints.try_save(mesh)
         with status("compiling and filling the state", display.console):
-            start, state, origin, base = first_state(checkpoints, program, options.origin, display.say)
+            start, state, origin, base = first_state(checkpoints, program, options.origin, display.print_line)
         announce_start(display, resolved, data, folder, start)
         if start >= config.train.steps:
-            display.say(f"all {start} steps are done; raise --train.steps to continue, or choose another --name")
+            display.print_line(f"all {start} steps are done; raise --train.steps to continue, or choose another --name")
             return Result(0, start, state, None)
         log = None
         if is_first():
-            data.training.at(start)  # data that do not fit are rejected before the folder says that they do
-            write_folder(config, resolved, data, folder, display.say)
+            data.training.batch_at(start)  # data that do not fit are rejected before the folder says that they do
+            write_folder(config, resolved, data, folder, display.print_line)
             if start == 0:
-                write_origin(folder, origin, base, data, display.say)
-            log = MetricsLog(folder, start, config.log, display.say, config.model.metrics)
-            goodput.begin(folder, start, display.say)
+                write_origin(folder, origin, base, data, display.print_line)
+            log = MetricsLog(folder, start, config.log, display.print_line, config.model.metrics)
+            goodput.begin(folder, start, display.print_line)
 
         # --- Steps ----------------------------------------------------------------------------------------------------
-        guard = Guard(resolved, checkpoints, display.say, step if step >= 0 else None)
+        guard = Guard(resolved, checkpoints, display.print_line, step if step >= 0 else None)
         run = Run(resolved, mesh, program, checkpoints, data, display, watchdog, guard, log, options)
         run.arrange(goodput, None if data.validation is None else Evaluate(data.validation))
         result = run.take_steps(state, start)
         del state
         if result.exit_code == 0:
             announce_results(display, result, folder, config)
-    if address_of(folder) is not None:
-        watchdog.ask_first(None, lambda _: None)  # process 0 has copied the run to its store
+    if find_address(folder) is not None:
+        watchdog.decide_on_first(None, lambda _: None)  # process 0 has copied the run to its store
     return result
 
 
 def _check_before_drawing(config: Config, name: str, samples: int) -> None:
     """Check the devices before the order of samples is drawn, and announce it if it takes long."""
     check_devices(config, jax.device_count(), name)
-    if samples > MANY_SAMPLES and is_first():
+    if samples > MIN_SLOW_SAMPLES and is_first():
         print(f"drawing the order of {samples:,} samples", flush=True)
 
 
 @contextlib.contextmanager
-def _open_checkpoints(config: Config, folder: Path, say: Callable[[str], None]) -> Iterator[Checkpoints]:
+def _open_checkpoints(config: Config, folder: Path, print_line: Callable[[str], None]) -> Iterator[Checkpoints]:
     """The checkpoints of a run, whose folder is locked meanwhile and, if it has an address, copied there."""
     with contextlib.ExitStack() as stack:
         mirror = None
         if is_first():
-            stack.enter_context(locked(folder, say))
-            if (address := address_of(folder)) is not None:
-                mirror = stack.enter_context(Mirror(folder, address, say))
+            stack.enter_context(lock_folder(folder, print_line))
+            if (address := find_address(folder)) is not None:
+                mirror = stack.enter_context(Mirror(folder, address, print_line))
         keep = config.checkpoint.keep_last, config.checkpoint.keep_every
-        yield stack.enter_context(Checkpoints(folder / "checkpoints", *keep, say, mirror))
+        yield stack.enter_context(Checkpoints(folder / "checkpoints", *keep, print_line, mirror))
 
 
 @dataclass(eq=False)
@@ -224,7 +224,7 @@ class Run:
     programs: dict[int, TrainProgram] = field(default_factory=dict)  # by batch size, added when first needed
 
     def __post_init__(self):
-        self.folder, self.sizes = self.checkpoints.folder.parent, BatchSizes.of(self.config)
+        self.folder, self.sizes = self.checkpoints.folder.parent, BatchSizes.from_config(self.config)
         self.peak = peak_tflops(jax.devices()[0].device_kind, self.config.precision.compute)
 
     def arrange(self, *first: Callback | None) -> None:
@@ -234,9 +234,9 @@ class Run:
 
     # --- For callbacks ------------------------------------------------------------------------------------------------
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line, in process 0."""
-        self.display.say(line)
+        self.display.print_line(line)
 
     def stop(self, reason: str = "a callback") -> None:
         """End the run after the steps in flight, which are saved. With several processes, all must do so."""
@@ -246,9 +246,9 @@ class Run:
         """Save a checkpoint after this step if it waits, else after the next, unless the run is unhealthy."""
         self.saves = True
 
-    def at(self, step: int, activity: str = STEP) -> None:
+    def begin_activity(self, step: int, activity: str = STEP) -> None:
         """Tell the watchdog and all callbacks that the run begins an activity, such as 'evaluating'."""
-        self.watchdog.at(step, activity)
+        self.watchdog.record_step(step, activity)
         for callback in self.callbacks:
             callback.on_activity(self, step, activity)
 
@@ -272,7 +272,7 @@ class Run:
         """
         self.state, self.step, last = state, start, self.config.train.steps
         del state  # it is donated, and a rewind needs its memory
-        with self.watchdog.or_end(), contextlib.ExitStack() as stack:
+        with self.watchdog.abort_on_error(), contextlib.ExitStack() as stack:
             for callback in self.callbacks:
                 stack.callback(callback.close)
             with StopSignal() as self.signal:
@@ -282,9 +282,9 @@ class Run:
                 self.checkpoints.settle()  # where a second SIGTERM cannot end the process before the save is committed
             spiked, done = self.guard.spike is not None, self.step == last
             if spiked:
-                self.say("stopped; run the same command again to continue")
+                self.print_line("stopped; run the same command again to continue")
             elif not done:
-                self.say(
+                self.print_line(
                     f"stopped by {self.signal.name} after step {self.step}, which is saved; run the same command again "
                     "to continue"
                 )
@@ -308,14 +308,14 @@ class Run:
                 with jax.profiler.StepTraceAnnotation("train", step_num=step), jax.transfer_guard("disallow"):
                     self.state, metrics = train_step(self.state, *self.arguments)
                 self.step, previous, self._pending = step, self._pending, (step, metrics)
-                self.at(step)
+                self.begin_activity(step)
                 self._finish(previous)
                 self.ends = self._asks_to_stop() or step == self.config.train.steps
                 if self.ends or any(callback.needs_state(self, step) for callback in self.callbacks):
                     self._finish_pending()
                 if self.ends or self.guard.spike is not None:
                     break
-                self.at(step, "waiting for its batch")
+                self.begin_activity(step, "waiting for its batch")
 
     def _prepare(self, step: int, batch: dict[str, jax.Array]) -> Callable:
         """Return the train step for the batch, which is compiled if its size is new."""
@@ -324,7 +324,7 @@ class Run:
             self._finish_pending()  # so that its time does not include a compilation
             self._build(step)
         self.arguments = batch, *self._limit(step)
-        self.at(step, STEP if self.size == before else COMPILING)
+        self.begin_activity(step, STEP if self.size == before else COMPILING)
         return self.programs[self.size].train_step
 
     def _build(self, step: int) -> None:
@@ -336,7 +336,7 @@ class Run:
             options = {"optimizer": self.options.optimizer, "loss": self.options.loss}
             self.programs[self.size] = build_program(self.config, self.mesh, self.size, **options)
         if len(self.sizes.pieces) > 1:
-            self.say(f"batch {self.size} from step {step}" + (": compiling" if new else ""))
+            self.print_line(f"batch {self.size} from step {step}" + (": compiling" if new else ""))
 
     def _finish_pending(self) -> None:
         """Wait for the step in flight, if any."""
@@ -353,7 +353,7 @@ class Run:
 
     def _asks_to_stop(self) -> bool:
         """Return True, in every process, if the run was told to stop after `step`."""
-        if told_to_stop(self.steps_before + self.step):
+        if stop_agreed(self.steps_before + self.step):
             self.signal.name = "SIGTERM"
         if self.checkpoints.mirror is not None and self.checkpoints.mirror.lost:  # in process 0
             if jax.process_count() > 1:  # they agree on a step
@@ -369,7 +369,7 @@ class Run:
             return False
         self.steps_before += self.step - good
         self.state = self.arguments = None  # free memory for the restored state
-        self.step, self.state = restore_state(self.checkpoints, self.program, good, self.say)
+        self.step, self.state = restore_state(self.checkpoints, self.program, good, self.print_line)
         return True
 
     def _limit(self, step: int) -> tuple[jax.Array, ...]:
@@ -383,13 +383,13 @@ class Run:
     def to_devices(self, batches: Batches, step: int) -> dict[str, jax.Array]:
         """The batch of `step`; a process reads only the rows of its own devices."""
         size = batches.sizes.size(step)
-        rows = cache(lambda begin, end: batches.at(step, slice(begin, end)))
+        rows = cache(lambda begin, end: batches.begin_activity(step, slice(begin, end)))
 
-        def on_device(index: tuple[slice, ...], name: str) -> np.ndarray:
+        def read_part(index: tuple[slice, ...], name: str) -> np.ndarray:
             return rows(*index[0].indices(size)[:2])[name][:, *index[1:]]
 
         return {
-            name: jax.make_array_from_callback((size, *leaf.shape[1:]), leaf.sharding, partial(on_device, name=name))
+            name: jax.make_array_from_callback((size, *leaf.shape[1:]), leaf.sharding, partial(read_part, name=name))
             for name, leaf in self.program.abstract_batch.items()
         }
 
@@ -441,18 +441,18 @@ class Evaluate(Callback):
         """Add the validation loss to the metrics, unless the run is to stop soon."""
         if not self.needs_state(run, step) or run.signal.requested:
             return
-        run.at(step, "evaluating")
+        run.begin_activity(step, "evaluating")
         run.validation = metrics.val_loss, metrics.val_metrics = self.measure(run, step)
-        run.say(f"step {step}: validation {losses(*run.validation, run.config.model.metrics)}")
+        run.print_once(f"step {step}: validation {losses(*run.validation, run.config.model.metrics)}")
 
     def measure(self, run: Run, step: int) -> tuple[float, dict[str, float]]:
         """Return the mean loss over all labels, nats per label, and the other metrics of the model."""
         batches = range(run.config.train.eval_batches)
         model = run.state.model
         sums = [run.program.eval_step(model, run.to_devices(self.validation, i)) for i in batches]
-        loss, metrics = mean_of(jax.device_get(sums), run.program.abstract_state.model.loss_weights)
+        loss, metrics = weighted_mean(jax.device_get(sums), run.program.abstract_state.model.loss_weights)
         if guesses := [metric.guess for metric in run.config.model.metrics if isinstance(metric.guess, str)]:
             if self._entropy is None:
-                self._entropy = label_entropy(map(self.validation.at, batches))
+                self._entropy = label_entropy(map(self.validation.batch_at, batches))
             metrics = metrics | dict.fromkeys(guesses, self._entropy)
         return loss, metrics

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from mjax.config.marks import Metric
 from mjax.config.plain_values import WHOLE
 from mjax.errors import UsageError, without_secrets
-from mjax.pictures.runs import Curve, draw_experts, draw_loss, names_of
+from mjax.pictures.runs import Curve, curve_names, draw_experts, draw_loss
 from mjax.run.callbacks import Callback
 from mjax.utils.files import free_name, make_folder, open_no_link, put, to_disk, write_whole
 
@@ -42,7 +42,7 @@ REDRAW = 10.0  # seconds between two drawings of the pictures, at least
 LAST = 100  # steps at the end of a run, of which the skipped ones are counted
 BLOCK = 2**16  # bytes read at a time from the end of metrics.jsonl
 VALIDATION = b'"val_loss"'
-LARGEST = sys.float_info.max
+MAX_FLOAT = sys.float_info.max
 TRACKERS = {"wandb": "W&B", "trackio": "Trackio"}  # names by package, which is also the flag
 TRACKING_ID = "tracking_id.txt"
 
@@ -123,7 +123,7 @@ def read_lines(file: Path, damaged: list[int]) -> Iterator[tuple[bytes, dict[str
     Raises:
       UsageError: the file cannot be read.
     """
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _opened(file) as stream:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _open(file) as stream:
         for number, line in enumerate(stream, start=1):
             if record := _record(line):
                 yield line.rstrip(b"\n") + b"\n", record
@@ -181,7 +181,7 @@ def read_end(file: Path, tail: int) -> End:
 def _lines_from_end(file: Path, tail: int) -> Iterator[bytes]:
     """Lines in the last `tail` bytes of a file, the last one first."""
     rest = b""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _opened(file) as stream:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _open(file) as stream:
         position = stream.seek(0, os.SEEK_END)
         first = max(position - tail, 0)
         while position > first:
@@ -193,7 +193,7 @@ def _lines_from_end(file: Path, tail: int) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[BinaryIO]:
+def _open(file: Path) -> Iterator[BinaryIO]:
     try:
         with file.open("rb") as stream:
             yield stream
@@ -219,7 +219,7 @@ def _is_valid(record: dict[str, Any]) -> bool:
     return (
         all(type(count) is int and 0 <= count < WHOLE for count in counts)
         and type(record.get("skipped", False)) is bool
-        and all(type(number) in (int, float) and abs(number) <= LARGEST for number in numbers)  # NaN is not
+        and all(type(number) in (int, float) and abs(number) <= MAX_FLOAT for number in numbers)  # NaN is not
     )
 
 
@@ -242,22 +242,22 @@ class MetricsLog(Callback):
         folder: Path,
         step: int,
         log: LogConfig | None = None,
-        say: Callable[[str], None] = print,
+        print_line: Callable[[str], None] = print,
         metrics: Sequence[Metric] = (),
     ):
-        self.folder, self.metrics, self._names = folder, metrics, names_of(metrics)
-        self._say, self._failed = say, set[str]()
+        self.folder, self.metrics, self._names = folder, metrics, curve_names(metrics)
+        self._say, self._failed = print_line, set[str]()
         self._begin_after(step)
         self._drawing: Future | None = None
         self._painter = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # one picture at a time
         self._drawn, self._written, self._ends = -math.inf, False, False
         self._trackers: dict[str, _Scalars | _Tracker] = {}
         if log is not None and log.tensorboard:
-            with self._announced("TensorBoard"):
+            with self._warn_once("TensorBoard"):
                 self._trackers["TensorBoard"] = _Scalars(folder / "tensorboard", step + 1)
         for package, name in TRACKERS.items():
             if project := getattr(log, package, None):
-                with self._announced(name):
+                with self._warn_once(name):
                     self._trackers[name] = _Tracker(package, project, folder)
 
     def on_start(self, run: Run) -> None:
@@ -283,17 +283,17 @@ class MetricsLog(Callback):
         self._add(values)
         if "expert_shares" in record.arrays:
             self._shares = record.step, record.arrays["expert_shares"]
-        with self._announced("metrics.jsonl"):
+        with self._warn_once("metrics.jsonl"):
             self._append(json.dumps(values).encode() + b"\n")
         scalars = {name: value for name, value in values.items() if isinstance(value, (int, float)) and name != "step"}
         for name, tracker in self._trackers.items():
             if name not in self._failed:
-                with self._announced(name):
+                with self._warn_once(name):
                     tracker.write(scalars, record.step)
 
     def write_samples(self, step: int, prompts: Sequence[str], continuations: Sequence[str]) -> None:
         """Add how the model continues prompts after a step to samples.jsonl."""
-        with self._announced("samples.jsonl"):
+        with self._warn_once("samples.jsonl"):
             file = self.folder / "samples.jsonl"
             with open_no_link(file, "a", encoding="utf-8") as stream:
                 for prompt, continuation in zip(prompts, continuations, strict=True):
@@ -323,7 +323,7 @@ class MetricsLog(Callback):
             shutil.copyfile(file, aside)
             to_disk(aside)
             lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first at {damaged[0]},"
-            self._say(f"{file}: skipped {lines} that cannot be read; kept the file as {aside.name}")
+            self._print_line(f"{file}: skipped {lines} that cannot be read; kept the file as {aside.name}")
         put(temporary, file)
         self._file, self._torn = open_no_link(file, "ab", buffering=0), False
 
@@ -347,14 +347,14 @@ class MetricsLog(Callback):
     def _draw(self, curves: Mapping[str, Curve], shares: tuple[int, np.ndarray] | None) -> None:
         if shares:
             self._draw_experts(curves, *shares)
-        with self._announced("loss.png"):
+        with self._warn_once("loss.png"):
             draw_loss(curves, self.folder / "loss.png", self.folder.name, self.metrics)
 
     def _draw_experts(self, curves: Mapping[str, Curve], step: int, shares: np.ndarray) -> None:
-        with self._announced("experts.json"):
+        with self._warn_once("experts.json"):
             rows = [[round(share, 6) for share in layer] for layer in shares.tolist()]
             write_whole(self.folder / "experts.json", json.dumps({"step": step, "shares": rows}) + "\n")
-        with self._announced("experts.png"):
+        with self._warn_once("experts.png"):
             draw_experts(curves, step, shares, self.folder / "experts.png", self.folder.name)
 
     def close(self) -> None:
@@ -363,21 +363,21 @@ class MetricsLog(Callback):
             self.draw()
             self._ends = False
         self._painter.shutdown()
-        with self._announced("metrics.jsonl"):
+        with self._warn_once("metrics.jsonl"):
             self._file.close()
         for name, tracker in self._trackers.items():
-            with self._announced(name):
+            with self._warn_once(name):
                 tracker.close()
 
     @contextlib.contextmanager
-    def _announced(self, what: str) -> Iterator[None]:
+    def _warn_once(self, what: str) -> Iterator[None]:
         """Run a block that writes `what`, such as a file, and continue if it fails; the first failure is reported."""
         try:
             yield
         except Exception as error:  # whatever goes wrong in matplotlib or wandb
             if what not in self._failed:
                 self._failed.add(what)
-                self._say(f"{what} cannot be written ({str(error) or type(error).__name__}): training continues")
+                self._print_line(f"{what} cannot be written ({str(error) or type(error).__name__}): training continues")
 
     def _append(self, line: bytes) -> None:
         if self._torn:  # a full disk truncated a line: the next one starts on its own line

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 import mjax
-from mjax.checkpoint.base import as_trained, own_part, read_frozen, restore_weights, with_base
+from mjax.checkpoint.base import cast_to_trained, read_frozen, restore_weights, with_base, without_base
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, read_base, save_base
 from mjax.checkpoint.mirror import read_folder
@@ -26,9 +26,9 @@ from mjax.cluster import launch
 from mjax.config import Config, axes, read_config, save_config
 from mjax.config.model_file import save_model_file
 from mjax.data.sources import TrainingData
-from mjax.data.tokenizers import bos_of, same_files
+from mjax.data.tokenizers import bos_token_id, same_files
 from mjax.models.build import count_parameters
-from mjax.parallel.weights import joined, split_trained, trained
+from mjax.parallel.weights import combine, partition_trainable, trainable_only
 from mjax.run.agreement import dependencies
 from mjax.run.callbacks import read_starts
 from mjax.run.continuing import Origin, save_digests, save_origin
@@ -41,7 +41,7 @@ FRESH = "starting with fresh optimizer state"
 
 
 def first_state(
-    checkpoints: Checkpoints, program: TrainProgram, origin: Origin | None, say: Callable[[str], None]
+    checkpoints: Checkpoints, program: TrainProgram, origin: Origin | None, print_line: Callable[[str], None]
 ) -> tuple[int, TrainState, Origin | None, Base | None]:
     """Return the step to continue after, the state, and of a new run the origin with the step that was read, and the
     base of its adapters.
@@ -51,11 +51,11 @@ def first_state(
     """
     target, folder = program.abstract_state.model, checkpoints.folder.parent
     if checkpoints.steps() == [0]:  # of `mjax convert`: no step has number 0, so there are no moments
-        _, weights = restore_weights(folder, target, 0, say)
-        say(f"Loaded weights from checkpoint 0; {FRESH}")
+        _, weights = restore_weights(folder, target, 0, print_line)
+        print_line(f"Loaded weights from checkpoint 0; {FRESH}")
         return 0, program.begin(weights), None, None
     if checkpoints.steps():
-        return *restore_state(checkpoints, program, None, say), None, None
+        return *restore_state(checkpoints, program, None, print_line), None, None
     if origin is None:
         options = launch.options_for_one_call(jax.default_backend())
         initialize = program.initialize.lower().compile(options) if options else program.initialize
@@ -63,52 +63,52 @@ def first_state(
     run, base = read_folder(origin.run), None
     saved = read_config(run / "config.json")
     if target.config.lora_rank and not saved.model.lora_rank:
-        new, old = split_trained(target)
+        new, old = partition_trainable(target)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, new)
-        adapters = jax.jit(lambda: trained(initial_weights(program.config)), out_shardings=shardings)()
-        frozen, base = read_frozen(run, origin.step, old, say)
-        step, weights = base.step, joined(adapters, frozen)
+        adapters = jax.jit(lambda: trainable_only(initial_weights(program.config)), out_shardings=shardings)()
+        frozen, base = read_frozen(run, origin.step, old, print_line)
+        step, weights = base.step, combine(adapters, frozen)
     else:
-        new, old = split_trained(target)
-        step, weights = restore_weights(run, joined(as_trained(new, run), old), origin.step, say)
+        new, old = partition_trainable(target)
+        step, weights = restore_weights(run, combine(cast_to_trained(new, run), old), origin.step, print_line)
         base = read_base(run) if saved.model.lora_rank else None
     origin = replace(origin, step=step)
-    say(f"Loaded weights from {origin}; {FRESH}")
+    print_line(f"Loaded weights from {origin}; {FRESH}")
     return 0, program.begin(weights), origin, base
 
 
 def restore_state(
-    checkpoints: Checkpoints, program: TrainProgram, step: int | None, say: Callable[[str], None]
+    checkpoints: Checkpoints, program: TrainProgram, step: int | None, print_line: Callable[[str], None]
 ) -> tuple[int, TrainState]:
     """The state of checkpoint `step`, by default of the newest intact one, with the base of its adapters."""
-    step, state = checkpoints.restore(own_state(program.abstract_state), step)
-    weights = with_base(state.model, program.abstract_state.model, checkpoints.folder.parent, say)
+    step, state = checkpoints.restore(checkpoint_state(program.abstract_state), step)
+    weights = with_base(state.model, program.abstract_state.model, checkpoints.folder.parent, print_line)
     return step, replace(state, model=weights)
 
 
-def own_state(state: TrainState) -> TrainState:
+def checkpoint_state(state: TrainState) -> TrainState:
     """The part of a state that a checkpoint holds (`base.own_part`)."""
-    return replace(state, model=own_part(state.model))
+    return replace(state, model=without_base(state.model))
 
 
 def write_folder(
-    config: Config, resolved: Config, data: TrainingData, folder: Path, say: Callable[[str], None]
+    config: Config, resolved: Config, data: TrainingData, folder: Path, print_line: Callable[[str], None]
 ) -> None:
     """Write the files of a run folder, except checkpoints, metrics and `write_origin`'s."""
     save_config(config, folder / "config.json")
     save_model_file(folder, config.model, count_parameters(resolved.model))
     save_digests(folder, config.data)
-    write_environment(resolved, folder, say)
+    write_environment(resolved, folder, print_line)
     if data.tokenizer is not None:
         tokenizer = folder / "tokenizer"
         if tokenizer.is_dir() and not same_files(data.tokenizer, tokenizer):
-            say(f"{tokenizer} is replaced by the other tokenizer of the data; a chat template in it is gone")
+            print_line(f"{tokenizer} is replaced by the other tokenizer of the data; a chat template in it is gone")
             shutil.rmtree(tokenizer)
         shutil.copytree(data.tokenizer, tokenizer, dirs_exist_ok=True, copy_function=copy_whole)
 
 
 def write_origin(
-    folder: Path, origin: Origin | None, base: Base | None, data: TrainingData, say: Callable[[str], None]
+    folder: Path, origin: Origin | None, base: Base | None, data: TrainingData, print_line: Callable[[str], None]
 ) -> None:
     """Record the origin of a new run and the base of its adapters, and copy its tokenizer, unless the data have another
     one."""
@@ -121,9 +121,9 @@ def write_origin(
     if tokenizer is None or not tokenizer.is_dir():
         return
     if data.tokenizer is None or same_files(data.tokenizer, tokenizer):
-        bos = bos_of(tokenizer)
-        if data.tokenizer is not None and bos is not None and bos_of(data.tokenizer) is None:
-            say(
+        bos = bos_token_id(tokenizer)
+        if data.tokenizer is not None and bos is not None and bos_token_id(data.tokenizer) is None:
+            print_line(
                 f"note: texts of {origin.run} begin with id {bos}, and documents of the data do not; prepare them "
                 f"with --tokenizer run:{origin.run} or --prepend-bos on"
             )
@@ -131,20 +131,22 @@ def write_origin(
         ignored = shutil.ignore_patterns(*[] if data.tokenizer is None else os.listdir(data.tokenizer))
         shutil.copytree(tokenizer, folder / "tokenizer", ignore=ignored, copy_function=copy_whole, dirs_exist_ok=True)
     else:
-        say(f"note: the data's tokenizer is not that of {tokenizer}; make sure that ids mean the same tokens in both")
+        print_line(
+            f"note: the data's tokenizer is not that of {tokenizer}; make sure that ids mean the same tokens in both"
+        )
 
 
 # --- environment.json -------------------------------------------------------------------------------------------------
 
 
-def describe_environment(config: Config, say: Callable[[str], None]) -> dict:
+def describe_environment(config: Config, print_line: Callable[[str], None]) -> dict:
     """Versions, devices, mesh, kernels in use, flags (also which of them mjax has set), and the git commit."""
     devices = jax.devices()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "mjax": mjax.__version__,
-        "git_commit": _git_commit(say),
+        "git_commit": _git_commit(print_line),
         "python": platform.python_version(),
         "packages": dependencies(),
         "platform": devices[0].platform,
@@ -152,7 +154,7 @@ def describe_environment(config: Config, say: Callable[[str], None]) -> dict:
         "devices": len(devices),
         "processes": jax.process_count(),
         "host": platform.node(),
-        "mesh": axes.as_typed(config.mesh),
+        "mesh": axes.cli_sizes(config.mesh),
         "parameters": count_parameters(config.model),
         "attention": config.model.attention,
         **({"grouped": config.model.grouped} if config.model.grouped else {}),
@@ -162,21 +164,21 @@ def describe_environment(config: Config, say: Callable[[str], None]) -> dict:
     }
 
 
-def write_environment(config: Config, folder: Path, say: Callable[[str], None]) -> None:
+def write_environment(config: Config, folder: Path, print_line: Callable[[str], None]) -> None:
     """Append this start of the run to environment.json, a list with one entry per start.
 
     A file that is not such a list is kept under another name; `say` is told about that and about other failures.
     """
     file = folder / "environment.json"
-    starts = read_starts(dict[str, Any], file, say)
-    write_whole(file, json.dumps([*starts, describe_environment(config, say)], indent=2) + "\n")
+    starts = read_starts(dict[str, Any], file, print_line)
+    write_whole(file, json.dumps([*starts, describe_environment(config, print_line)], indent=2) + "\n")
 
 
-def _git_commit(say: Callable[[str], None]) -> str | None:
+def _git_commit(print_line: Callable[[str], None]) -> str | None:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         result = subprocess.run(command, cwd=Path(mjax.__file__).parent, capture_output=True, check=False)
     except OSError as error:
-        say(f"environment.json has no commit of the source: git cannot be run ({error.strerror})")
+        print_line(f"environment.json has no commit of the source: git cannot be run ({error.strerror})")
         return None
     return result.stdout.decode(errors="replace").strip() or None

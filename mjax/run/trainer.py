@@ -14,15 +14,15 @@ from mjax.config import Config
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import check_batch_sizes, resolve_steps, validate
 from mjax.config.run import BLENDS
-from mjax.data.batches import OwnBatches, Source
+from mjax.data.batches import Source, UserBatches
 from mjax.data.sources import TrainingData
-from mjax.errors import UsageError, in_python
+from mjax.errors import UsageError, name_arguments
 from mjax.run import loop
 from mjax.run.callbacks import Callback
 from mjax.run.continuing import after_steps_taken, changes_since, choose_origin, with_positions
 from mjax.run.loop import Options, Result
 from mjax.step.schedule import decay_end
-from mjax.utils.files import without_parents
+from mjax.utils.files import resolve_parents
 
 
 class Trainer:
@@ -32,7 +32,7 @@ class Trainer:
     result = trainer.train()
     """
 
-    @in_python()
+    @name_arguments()
     def __init__(
         self,
         config: Config,
@@ -74,7 +74,7 @@ class Trainer:
                 f"callbacks has {wrong[0]!r}; give objects of a subclass of mjax.Callback, whose "
                 "on_step(run, step, metrics) is called after each step"
             )
-        self.folder = without_parents(run_to_train(folder))
+        self.folder = resolve_parents(run_to_train(folder))
         check_run_folder(self.folder)
         if data is not None:
             if config.train.eval_interval and validation is None:
@@ -85,7 +85,7 @@ class Trainer:
             named = dict.fromkeys(BLENDS, ())
             config = replace(config, data=replace(config.data, own=True, **named))
         check_batch_sizes(config)
-        init = None if init is None else without_parents(local_run(init))
+        init = None if init is None else resolve_parents(local_run(init))
         config, _ = resolve_steps(with_positions(after_steps_taken(config, self.folder), self.folder, init))
         if (warmup := _fitting_warmup(config)) != config.optimizer.warmup_steps:
             if show:
@@ -100,14 +100,14 @@ class Trainer:
         self.options = Options(
             name=str(self.folder),
             origin=origin,
-            data=data and _data_of_caller(config, data, validation),
+            data=data and _user_data(config, data, validation),
             loss=loss,
             optimizer=optimizer,
             callbacks=callbacks,
             show=show,
         )
 
-    @in_python()
+    @name_arguments()
     def train(self) -> Result:
         """Take the remaining steps, and return the result of the run with its last state.
 
@@ -119,10 +119,12 @@ class Trainer:
         return loop.train(self.config, self.folder, self.options)
 
 
-def _data_of_caller(config: Config, data: Source, validation: Callable[[int], dict] | None) -> TrainingData:
+def _user_data(config: Config, data: Source, validation: Callable[[int], dict] | None) -> TrainingData:
     whole = BatchSizes.constant(config.train.global_batch)
-    evaluation = None if validation is None else OwnBatches(validation, whole, config)
-    return TrainingData(OwnBatches(data, BatchSizes.of(config), config), evaluation, None, "batches of the caller")
+    evaluation = None if validation is None else UserBatches(validation, whole, config)
+    return TrainingData(
+        UserBatches(data, BatchSizes.from_config(config), config), evaluation, None, "batches of the caller"
+    )
 
 
 def _fitting_warmup(config: Config) -> int:

@@ -22,11 +22,11 @@ from mjax.models.stack import map_stacks, run_blocks
 from mjax.parallel import scopes
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums, vary_over_pipe
 from mjax.parallel.random import DropoutKey
-from mjax.parallel.schedules import forward_only, schedule_of
-from mjax.parallel.tokens import Tokens
-from mjax.parallel.weights import are_stacked, joined, split_trained
+from mjax.parallel.schedules import find_schedule, forward_only
+from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.weights import are_stacked, combine, partition_trainable
 from mjax.parallel.zero import layer_gather
-from mjax.step.precision import COMPUTE_TYPES, in_float8, parameter_type
+from mjax.step.precision import COMPUTE_TYPES, parameter_type, uses_float8
 
 MicroBatch = dict[str, Array]
 
@@ -54,7 +54,7 @@ class Forward:
     def __call__(self, weights: Model, micro_batch: MicroBatch, frozen: Model | None = None):
         """The parts of the means by name, [] each; or the result of `head`. Weights may come in the two parts of
         `weights.split_trained`."""
-        weights = weights if frozen is None else joined(weights, frozen)
+        weights = weights if frozen is None else combine(weights, frozen)
         x = self.embed(weights, micro_batch)
         x, aux = self.layers(weights.blocks, x, micro_batch)
         sums = self.loss(weights, x, micro_batch)
@@ -99,8 +99,8 @@ class Forward:
         """The context of a micro-batch."""
         key = None
         if self.step is not None and self.config.model.without_dropout() != self.config.model:
-            key = DropoutKey.of(self.config.train.seed, self.step, micro_batch["samples"])
-        tokens, documents = tokens_of(self.config), micro_batch.get("documents")
+            key = DropoutKey.make(self.config.train.seed, self.step, micro_batch["samples"])
+        tokens, documents = token_layout(self.config), micro_batch.get("documents")
         if documents is not None:
             documents = tokens.all_positions(documents)
         positions, chunks = micro_batch.get("positions"), self.config.train.loss_chunks
@@ -109,7 +109,7 @@ class Forward:
     def layer_context(self, micro_batch: MicroBatch) -> Context:
         """The context of a micro-batch inside the layers, which train in float8 if the config sets it."""
         context = self.context(micro_batch)
-        float8 = self.step is not None and in_float8(self.config.precision)
+        float8 = self.step is not None and uses_float8(self.config.precision)
         return replace(context, tokens=replace(context.tokens, float8=float8))
 
     def _check_loss_chunks(self, weights: Model, chunks: int) -> None:
@@ -128,11 +128,11 @@ class Forward:
         return {name: total * self.factors[name] for name, total in sums.items()}
 
 
-def tokens_of(config: Config) -> Tokens:
+def token_layout(config: Config) -> TokenLayout:
     """The tokens in the rows of the stream of one micro-batch."""
     model, mesh = config.model, config.mesh
     sequences, positions = config.train.micro_batch * model.sequences, model.sequence // mesh.context
-    return Tokens(sequences, positions, mesh.splits_tokens, across=config.across)
+    return TokenLayout(sequences, positions, mesh.splits_tokens, across=config.across)
 
 
 # --- The same parts for the stages of a pipeline ----------------------------------------------------------------------
@@ -152,20 +152,22 @@ def stage_program(forward: Forward, weights: dict[str, float], frozen: Model | N
     def layers(blocks, x, micro_batch, virtual_stage):
         return forward.layers(blocks, x, micro_batch, virtual_stage * layers_in_chunk + 1)
 
-    def of_all(function: Callable) -> Callable:
+    def gather_all(function: Callable) -> Callable:
         if frozen is None:
             return function
-        return lambda own, *others: function(joined(own, frozen), *others)
+        return lambda own, *others: function(combine(own, frozen), *others)
 
-    return StageProgram(embed=of_all(forward.embed), layers=layers, head=of_all(forward.loss), loss_weights=weights)
+    return StageProgram(
+        embed=gather_all(forward.embed), layers=layers, head=gather_all(forward.loss), loss_weights=weights
+    )
 
 
 def pipeline_means_and_gradients(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
     """Like `step.loss_and_gradients`, for one stage of a pipeline; results also vary over `pipe`."""
     config = forward.config
-    shared, frozen = split_trained(_without_blocks(weights))
+    shared, frozen = partition_trainable(_drop_blocks(weights))
     means, to_shared, to_blocks = pipeline_gradients(
-        schedule_of(config),
+        find_schedule(config),
         stage_program(forward, weights.loss_weights, frozen),
         shared,
         weights.blocks,
@@ -181,10 +183,10 @@ def sum_over_stages(forward: Forward, weights: Model, micro_batches: dict[str, A
     mesh = forward.config.mesh
     schedule = forward_only(mesh.pipe, forward.config.micro_batches, mesh.chunks)
     program = stage_program(forward, weights.loss_weights)
-    return pipeline_sums(schedule, program, _without_blocks(weights), weights.blocks, micro_batches)
+    return pipeline_sums(schedule, program, _drop_blocks(weights), weights.blocks, micro_batches)
 
 
-def _without_blocks(weights: Model) -> Model:
+def _drop_blocks(weights: Model) -> Model:
     """The embedding and the head only: the model with nothing in place of its layers."""
     leaves, structure = jax.tree.flatten(weights)
     pairs = zip(leaves, are_stacked(weights), strict=True)

@@ -20,8 +20,8 @@ from mjax.errors import UsageError
 from mjax.models.build import mixing_class
 from mjax.models.protocol import Model, build_model
 from mjax.parallel.mesh import sharded_shapes
-from mjax.parallel.weights import metadata_of
-from mjax.parallel.zero import cut_into_chunks, plan_storage
+from mjax.parallel.weights import weight_metadata
+from mjax.parallel.zero import plan_storage, split_into_virtual_stages
 from mjax.step.precision import COMPUTE_TYPES, LossScale, parameter_type
 
 
@@ -50,7 +50,7 @@ def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Conf
     Raises:
       UsageError: a requested kernel does not support the run.
     """
-    platform, capability = jax.default_backend(), kernels.capability_of(jax.local_devices()[0])
+    platform, capability = jax.default_backend(), kernels.gpu_capability(jax.local_devices()[0])
     config, notes = kernels.with_kernels(config, platform, capability)
     for note in notes:
         announce(note)
@@ -60,20 +60,20 @@ def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Conf
 def initial_weights(config: Config) -> Model:
     """The initial weights of a run, a function of its seed, with layers split into the chunks of its pipeline."""
     model = build_model(config.train.seed, config.model, parameter_type(config.precision.compute))
-    return cut_into_chunks(in_stored_types(model, config), config.mesh)
+    return split_into_virtual_stages(cast_frozen_weights(model, config), config.mesh)
 
 
-def in_stored_types(model: Model, config: Config) -> Model:
+def cast_frozen_weights(model: Model, config: Config) -> Model:
     """The model with frozen weights in the compute dtype, in which the computation has them."""
     leaves, structure = jax.tree.flatten(model)
-    said = zip(leaves, metadata_of(model, "frozen"), metadata_of(model, "keep_fp32"), strict=True)
+    said = zip(leaves, weight_metadata(model, "frozen"), weight_metadata(model, "keep_fp32"), strict=True)
     narrow = COMPUTE_TYPES[config.precision.compute]
     return structure.unflatten(
         weight.astype(narrow) if frozen and not keep_fp32 else weight for weight, frozen, keep_fp32 in said
     )
 
 
-def lay_out(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
+def build_layout(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
     """The layout of the model of `config` on `mesh`, which has the shape `config.mesh`; nothing is allocated.
 
     Raises:
@@ -93,7 +93,7 @@ def lay_out(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
     return Layout(plan, specs, sharded_shapes(shapes, specs, mesh))
 
 
-def at_length(config: Config, batch: Mapping[str, Array | np.ndarray]) -> Config:
+def with_sequence_length(config: Config, batch: Mapping[str, Array | np.ndarray]) -> Config:
     """`config` for the length of the sequences in a batch, which may be below `model.sequence`: the weights stay those
     of the config, and of learned positions the first ones are used.
 

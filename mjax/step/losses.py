@@ -23,12 +23,12 @@ Count = Array | np.ndarray | int
 def global_counts(model: Model, batch: Batch) -> dict[str, Count]:
     """`Model.counts` of the global batch, from this replica's part: the same on every device."""
 
-    def everywhere(count: Count) -> Count:
+    def reduce_count(count: Count) -> Count:
         if isinstance(count, (int, np.ndarray)):
             return count * mappings.parts()
         return mappings.sum_over(count, mappings.varying_axes(count))
 
-    return {name: everywhere(count) for name, count in model.counts(batch).items()}
+    return {name: reduce_count(count) for name, count in model.counts(batch).items()}
 
 
 def shares(counts: dict[str, Count], scale: Array | float = 1.0) -> dict[str, Array | float]:
@@ -39,7 +39,7 @@ def shares(counts: dict[str, Count], scale: Array | float = 1.0) -> dict[str, Ar
     }
 
 
-def reported_loss(weights: dict[str, float], means: dict[str, Array] | dict[str, float]) -> Array | float:
+def select_loss(weights: dict[str, float], means: dict[str, Array] | dict[str, float]) -> Array | float:
     """The loss that a run reports: the mean of this name, such as a causal model's cross entropy, without auxiliary
     losses; of a model without one, such as a BERT, the weighted sum of the means that have a weight."""
     if "loss" in means:
@@ -98,7 +98,7 @@ class EvalMetrics:
     counts: dict[str, Array]
 
 
-def mean_of(batches: list[EvalMetrics], weights: dict[str, float]) -> tuple[float, dict[str, float]]:
+def weighted_mean(batches: list[EvalMetrics], weights: dict[str, float]) -> tuple[float, dict[str, float]]:
     """Loss and metrics of several batches together: every label has the same weight, whichever batch it is in.
 
     Args:
@@ -112,4 +112,4 @@ def mean_of(batches: list[EvalMetrics], weights: dict[str, float]) -> tuple[floa
         counts = [int(batch.counts[name]) for batch in batches]
         total = sum(float(batch.means[name]) * count for batch, count in zip(batches, counts, strict=True))
         means[name] = total / max(sum(counts), 1)
-    return reported_loss(weights, means), other_metrics(means)
+    return select_loss(weights, means), other_metrics(means)

@@ -24,7 +24,7 @@ import optax
 from jaxtyping import Array, Float
 
 from mjax.config import MeshConfig, OptimizerConfig
-from mjax.parallel.matrices import Matrices
+from mjax.parallel.matrices import MatrixLayout
 from mjax.parallel.overlap import tie
 from mjax.parallel.sums import wide_type
 from mjax.parallel.weights import leaf_name, muon_matrices
@@ -35,7 +35,7 @@ RMS_OF_ADAMW = 0.2
 """An update is scaled by this × √max(in, out), so that AdamW's rates and weight decay fit (arXiv 2502.16982)."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-SMALLEST = 1e-7
+MIN_NORM = 1e-7
 """A matrix with a Frobenius norm below this counts as having this one: without gradient there is no update."""
 ITERATE_IN = {"fp8": "bf16", "bf16": "bf16", "fp16": "fp32", "fp32": "fp32", "fp64": "fp64"}
 """By compute dtype, the dtype of the iteration."""
@@ -49,31 +49,31 @@ def newton_schulz(x: Float[Array, "k rows columns"]) -> Float[Array, "k rows col
     a, b, c = COEFFICIENTS
     wide, tall = wide_type(x.dtype), x.shape[1] > x.shape[2]
 
-    def sum_of(first: float, x: Array, second: float, y: Array) -> Array:
+    def sum_squares(first: float, x: Array, second: float, y: Array) -> Array:
         return (first * x.astype(wide) + second * y.astype(wide)).astype(x.dtype)
 
     norm = jnp.sqrt(jnp.square(x.astype(wide)).sum((1, 2), keepdims=True))
-    x = (x / jnp.maximum(norm, SMALLEST)).astype(x.dtype)
+    x = (x / jnp.maximum(norm, MIN_NORM)).astype(x.dtype)
     for _ in range(ITERATIONS):
         square = jnp.einsum("kji,kjl->kil" if tall else "kij,klj->kil", x, x)  # the smaller of XᵀX and XXᵀ
-        polynomial = sum_of(b, square, c, square @ square)
-        x = sum_of(a, x, 1.0, x @ polynomial if tall else polynomial @ x)
+        polynomial = sum_squares(b, square, c, square @ square)
+        x = sum_squares(a, x, 1.0, x @ polynomial if tall else polynomial @ x)
         x = tie(x)  # else XLA keeps every product to compute the next x from all of them
     return x
 
 
-def matrices_of(layout: Layout, mesh: MeshConfig) -> dict[str, Matrices]:
+def collect_matrices(layout: Layout, mesh: MeshConfig) -> dict[str, MatrixLayout]:
     """The weights that are matrices, by name."""
     weights = jax.tree_util.tree_leaves_with_path(layout.abstract_model)
     specs, dims = jax.tree.leaves(layout.specs), muon_matrices(layout.abstract_model)
     return {
-        leaf_name(path): Matrices(weight.shape, spec, *matrix, mesh)
+        leaf_name(path): MatrixLayout(weight.shape, spec, *matrix, mesh)
         for (path, weight), spec, matrix in zip(weights, specs, dims, strict=True)
         if matrix
     }
 
 
-def scale_by_muon(config: OptimizerConfig, dtype, matrices: dict[str, Matrices]) -> optax.GradientTransformation:
+def scale_by_muon(config: OptimizerConfig, dtype, matrices: dict[str, MatrixLayout]) -> optax.GradientTransformation:
     """Muon's direction for the weights in `matrices`, without weight decay and learning rate, inside `shard_map`.
 
     Args:

@@ -14,21 +14,21 @@ from jax import Array
 from mjax.config import Config, MeshConfig, OptimizerConfig
 from mjax.config.axes import PIPE
 from mjax.config.model import ModelConfig
-from mjax.config.pattern import stack_of
+from mjax.config.pattern import find_stack
 from mjax.models.block import Block
 from mjax.parallel import scopes
 from mjax.parallel.mappings import rank, sum_over, varying_axes
 from mjax.parallel.sums import wide_type
-from mjax.parallel.weights import are_stacked, decays, dims_of, leaf_name
+from mjax.parallel.weights import are_stacked, decays, leaf_name, read_dims
 from mjax.parallel.zero import layer_dims
 from mjax.step.layout import Layout
-from mjax.step.muon import ITERATE_IN, matrices_of, scale_by_muon
+from mjax.step.muon import ITERATE_IN, collect_matrices, scale_by_muon
 from mjax.step.precision import COMPUTE_TYPES
 
-LARGEST = 1e20  # far above any weight or first moment of a sound run
+MAX_MAGNITUDE = 1e20  # far above any weight or first moment of a sound run
 
 
-def optimizer_of(config: Config, layout: Layout) -> optax.GradientTransformation:
+def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformation:
     """The optimizer of a run without the learning rate, which the step multiplies in from the schedule."""
     if config.optimizer.name == "adamw":
         return adamw(config.optimizer)
@@ -68,7 +68,7 @@ def muon(config: OptimizerConfig, dtype, layout: Layout, mesh: MeshConfig) -> op
       layout: of the weights on the mesh.
       mesh: its sizes.
     """
-    matrices = matrices_of(layout, mesh)
+    matrices = collect_matrices(layout, mesh)
     adam = scale_by_adam(config.beta1, config.beta2, config.epsilon)
     return optax.chain(
         optax.masked(scale_by_muon(config, dtype, matrices), _where(lambda name: name in matrices)),
@@ -79,7 +79,7 @@ def muon(config: OptimizerConfig, dtype, layout: Layout, mesh: MeshConfig) -> op
 
 def _weight_decay(config: OptimizerConfig) -> optax.GradientTransformation:
     def mask(model):
-        return jax.tree.unflatten(jax.tree.structure(model), map(decays, dims_of(model)))
+        return jax.tree.unflatten(jax.tree.structure(model), map(decays, read_dims(model)))
 
     return optax.add_decayed_weights(config.weight_decay, mask=mask)
 
@@ -89,13 +89,13 @@ def _where(holds: Callable[[str], bool]) -> Callable:
     return lambda model: jax.tree_util.tree_map_with_path(lambda path, _: holds(leaf_name(path)), model)
 
 
-def has_none(node) -> bool:
+def is_masked(node) -> bool:
     """Whether a part of an optimizer has nothing for a weight, because another part has it."""
     return isinstance(node, optax.MaskedNode)
 
 
 @jax.named_scope(scopes.OPTIMIZER)
-def squared_norms(gradients, mesh: MeshConfig) -> Array:
+def norms_squared(gradients, mesh: MeshConfig) -> Array:
     """The squared L2 norm of each parameter's gradient, layer by layer; float32 [parameters of `gradient_names`],
     replicated.
 
@@ -106,10 +106,10 @@ def squared_norms(gradients, mesh: MeshConfig) -> Array:
     def squares(gradient):
         return jnp.square(gradient.astype(wide_type(gradient.dtype)))
 
-    return sums_by_parameter([jax.tree.map(squares, gradients)], mesh)
+    return reduce_per_parameter([jax.tree.map(squares, gradients)], mesh)
 
 
-def broken_elements(model, state: optax.OptState, mesh: MeshConfig) -> Array:
+def count_nonfinite(model, state: optax.OptState, mesh: MeshConfig) -> Array:
     """The number of each parameter's weights and moments, layer by layer, that are not finite or far too large; float32
     [parameters of `gradient_names`], replicated.
 
@@ -120,24 +120,24 @@ def broken_elements(model, state: optax.OptState, mesh: MeshConfig) -> Array:
         return jax.tree.map(lambda x: (~sound(x)).astype(wide_type(x.dtype)), tree)
 
     def bounded(x):
-        return jnp.abs(x) <= LARGEST
+        return jnp.abs(x) <= MAX_MAGNITUDE
 
     def has_root(x):
         return jnp.isfinite(jnp.sqrt(x))
 
     broken = [flags(model, bounded)]
-    for moments, has_squares in moments_of(state, model):
+    for moments, has_squares in find_moments(state, model):
         broken.append(flags(moments, has_root if has_squares else bounded))
-    return sums_by_parameter(broken, mesh)
+    return reduce_per_parameter(broken, mesh)
 
 
-def moments_of(state: optax.OptState, model) -> list[tuple]:
+def find_moments(state: optax.OptState, model) -> list[tuple]:
     """The parts of an optimizer's state that have an array for each weight, or for some (`has_none`), such as Adam's
     two moments; and whether it is the second one, a mean of squares."""
     structure = jax.tree.structure(model)
 
     def fits(part) -> bool:
-        return jax.tree.structure(part, is_leaf=has_none) == structure
+        return jax.tree.structure(part, is_leaf=is_masked) == structure
 
     def is_adam(part) -> bool:
         return isinstance(part, optax.ScaleByAdamState)
@@ -148,7 +148,7 @@ def moments_of(state: optax.OptState, model) -> list[tuple]:
 
 
 @jax.named_scope(scopes.OPTIMIZER)
-def sums_by_parameter(trees: list, mesh: MeshConfig) -> Array:
+def reduce_per_parameter(trees: list, mesh: MeshConfig) -> Array:
     """Sums of the elements of each parameter in all `trees`, layer by layer: [parameters of `gradient_names`].
 
     Inside `shard_map` each device holds shards: a parameter is summed over exactly the axes it varies over, with one
@@ -159,12 +159,12 @@ def sums_by_parameter(trees: list, mesh: MeshConfig) -> Array:
         (`has_none`).
     """
 
-    def on_device(stacked, *leaves):
+    def sum_local(stacked, *leaves):
         layers = layer_dims(mesh) if stacked else 0
-        sums = sum(leaf.sum(range(layers, leaf.ndim)) for leaf in leaves if not has_none(leaf))
-        return _of_all_stages(sums, mesh) if layers and mesh.pipe > 1 else sums.reshape(-1)
+        sums = sum(leaf.sum(range(layers, leaf.ndim)) for leaf in leaves if not is_masked(leaf))
+        return _place_stage(sums, mesh) if layers and mesh.pipe > 1 else sums.reshape(-1)
 
-    parts = list(map(on_device, are_stacked(trees[0]), *(jax.tree.leaves(tree, is_leaf=has_none) for tree in trees)))
+    parts = list(map(sum_local, are_stacked(trees[0]), *(jax.tree.leaves(tree, is_leaf=is_masked) for tree in trees)))
     totals = {}
     for axes in dict.fromkeys(map(varying_axes, parts)):
         indices = [i for i, sums in enumerate(parts) if varying_axes(sums) == axes]
@@ -174,7 +174,7 @@ def sums_by_parameter(trees: list, mesh: MeshConfig) -> Array:
     return jnp.concatenate([totals[i] for i in range(len(parts))])
 
 
-def _of_all_stages(squares: Array, mesh: MeshConfig) -> Array:
+def _place_stage(squares: Array, mesh: MeshConfig) -> Array:
     """This stage's squares [l / P] or [V, l / (P V)] at their positions among all layers' [l]; zeros elsewhere."""
     squares = squares.reshape(mesh.chunks, 1, -1)
     own = jnp.arange(mesh.pipe)[:, None] == rank(PIPE)
@@ -185,7 +185,7 @@ def gradient_names(model, config: ModelConfig) -> list[str]:
     """The names of the entries of `squared_norms`: 'embedding.table', …, 'blocks.mlp.up.kernel of layer 3', …"""
     names = []
     for name in (leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(model)):
-        stack = stack_of(config, name)
+        stack = find_stack(config, name)
         names += [name] if stack is None else [f"{name} of layer {number}" for number in stack.numbers]
     return names
 
@@ -197,7 +197,7 @@ def backward_order(names: list[str], after_layers: Sequence[str]) -> list[int]:
     embeddings: the problem began at the first gradient in this order that is not finite.
     """
 
-    def reached(index: int) -> tuple:
+    def sort_key(index: int) -> tuple:
         name, _, layer = names[index].partition(" of layer ")
         parts = name.split(".")
         if not layer:
@@ -205,4 +205,4 @@ def backward_order(names: list[str], after_layers: Sequence[str]) -> list[int]:
         position = next((i for i, part in enumerate(Block.backward) if part in parts), len(Block.backward))
         return 1, -int(layer), position
 
-    return sorted(range(len(names)), key=reached)
+    return sorted(range(len(names)), key=sort_key)

@@ -19,7 +19,7 @@ from mjax.errors import UsageError
 
 HYSTERESIS = 2
 """Overflows until the dynamic loss scale halves; it is refilled only when the scale doubles."""
-SMALLEST_LOSS_SCALE = 1.0
+MIN_LOSS_SCALE = 1.0
 
 COMPUTE_TYPES = {
     "fp8": jnp.bfloat16,  # of everything but the products of linear layers (`parallel/float8.py`)
@@ -43,7 +43,7 @@ def parameter_type(compute: str):
     return jnp.float64 if compute == "fp64" else jnp.float32
 
 
-def in_float8(config: PrecisionConfig) -> bool:
+def uses_float8(config: PrecisionConfig) -> bool:
     """Whether the linear layers of the layers multiply in float8, in training."""
     return config.compute == "fp8"
 
@@ -79,7 +79,7 @@ class LossScale:
         if config.compute != "fp16":
             return self
         hysteresis = jnp.where(finite, self.hysteresis, self.hysteresis - 1)
-        shrunk = jnp.where(hysteresis <= 0, jnp.maximum(self.scale * 0.5, SMALLEST_LOSS_SCALE), self.scale)
+        shrunk = jnp.where(hysteresis <= 0, jnp.maximum(self.scale * 0.5, MIN_LOSS_SCALE), self.scale)
         clean_steps = jnp.where(finite, self.clean_steps + 1, 0)
         grow = clean_steps == config.loss_scale_window
         return LossScale(

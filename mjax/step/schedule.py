@@ -26,7 +26,7 @@ def learning_rate(config: Config, samples: Any, xp: ModuleType) -> Any:
     Args:
       xp: NumPy, or `jax.numpy` for arrays of JAX.
     """
-    optimizer, batches = config.optimizer, BatchSizes.of(config)
+    optimizer, batches = config.optimizer, BatchSizes.from_config(config)
     peak, floor = optimizer.learning_rate, optimizer.min_learning_rate
     warmup, end = batches.samples_before(optimizer.warmup_steps), batches.samples_before(decay_end(config))
     now = xp.asarray(samples).astype(xp.float32)

@@ -26,19 +26,26 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, axes
-from mjax.config.batch_size import at_batch
+from mjax.config.batch_size import with_batch_size
 from mjax.errors import UsageError
 from mjax.models.protocol import Model
 from mjax.parallel import mappings, scopes
 from mjax.parallel.mesh import batch_specs, sharded_shapes
-from mjax.parallel.sums import add, at, weights_in_loss
-from mjax.parallel.weights import joined, split_trained, trained
-from mjax.parallel.zero import add_whole, gather_weights, reduce_gradients
-from mjax.step.forward import Forward, MicroBatch, pipeline_means_and_gradients, sum_over_stages, tokens_of
-from mjax.step.layout import TrainState, at_length, initial_weights, lay_out
-from mjax.step.losses import Count, EvalMetrics, StepMetrics, global_counts, other_metrics, reported_loss, shares
-from mjax.step.optimizer import backward_order, broken_elements, gradient_names, has_none, optimizer_of, squared_norms
-from mjax.step.precision import COMPUTE_TYPES, LossScale, in_float8, parameter_type
+from mjax.parallel.sums import tree_add, tree_index, weights_in_loss
+from mjax.parallel.weights import combine, partition_trainable, trainable_only
+from mjax.parallel.zero import add_to_shards, gather_weights, reduce_gradients
+from mjax.step.forward import Forward, MicroBatch, pipeline_means_and_gradients, sum_over_stages, token_layout
+from mjax.step.layout import TrainState, build_layout, initial_weights, with_sequence_length
+from mjax.step.losses import Count, EvalMetrics, StepMetrics, global_counts, other_metrics, select_loss, shares
+from mjax.step.optimizer import (
+    backward_order,
+    count_nonfinite,
+    gradient_names,
+    is_masked,
+    make_optimizer,
+    norms_squared,
+)
+from mjax.step.precision import COMPUTE_TYPES, LossScale, parameter_type, uses_float8
 from mjax.step.schedule import learning_rate
 
 
@@ -70,7 +77,7 @@ class TrainProgram:
     gradient_names: list[str]
     config: Config
 
-    def on_devices(self, batch: dict[str, np.ndarray]) -> dict[str, Array]:
+    def put_on_devices(self, batch: dict[str, np.ndarray]) -> dict[str, Array]:
         """A global batch that this process has, on its devices.
 
         Its sequences may be shorter than `model.sequence`, as long as the mesh and the attention kernel can split them;
@@ -84,7 +91,7 @@ class TrainProgram:
             taken = ", ".join(self.abstract_batch)
             mask = "; with data.own=True it takes a loss_mask too" if "loss_mask" in batch else ""
             raise UsageError(f"the batch has {', '.join(batch)}; the program takes {taken}{mask}")
-        at_length(self.config, batch)
+        with_sequence_length(self.config, batch)
         self.config.model.check_values(batch, "the batch")
         return {name: jax.device_put(array, self.abstract_batch[name].sharding) for name, array in batch.items()}
 
@@ -108,10 +115,10 @@ def build_program(
       loss: (model, stream after the last layer, micro-batch, context) → sums by name, instead of `Model.loss`.
     """
     rate_after = partial(learning_rate, config, xp=jnp)
-    config = at_batch(config, batch or config.train.global_batch)
+    config = with_batch_size(config, batch or config.train.global_batch)
     # --- Shapes, then shardings ---------------------------------------------------------------------------------------
-    layout = lay_out(config, mesh)
-    transform = optimizer or optimizer_of(config, layout)
+    layout = build_layout(config, mesh)
+    transform = optimizer or make_optimizer(config, layout)
     shapes, specs = _state_shapes(config, transform, layout)
     abstract_state = sharded_shapes(shapes, specs, mesh)
 
@@ -119,21 +126,23 @@ def build_program(
     arrays, rows = config.batch_arrays(), config.train.global_batch
     of_batch = batch_specs(arrays, config.model.sequence)
     batch_shapes = {name: jax.ShapeDtypeStruct((rows, *shape), kind) for name, (shape, kind) in arrays.items()}
-    names = gradient_names(trained(shapes.model), config.model)
+    names = gradient_names(trainable_only(shapes.model), config.model)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
     order = np.array(backward_order(names, getattr(shapes.model, "after_layers", ())))
 
     def train_step(state, batch, limit=math.inf):
-        step = partial(_train_step, at_length(config, batch), transform, rate_after, layout.plan, order, loss)
+        step = partial(
+            _train_step, with_sequence_length(config, batch), transform, rate_after, layout.plan, order, loss
+        )
         on_devices = shard_map(step, in_specs=(specs, of_batch, P()), out_specs=(specs, P()))
         return on_devices(state, batch, jnp.float32(limit))
 
     def eval_step(model, batch):
-        step = partial(_eval_step, at_length(config, batch), layout.plan, loss)
+        step = partial(_eval_step, with_sequence_length(config, batch), layout.plan, loss)
         return shard_map(step, in_specs=(specs.model, of_batch), out_specs=P())(model, batch)
 
     def broken(state):
-        return broken_elements(trained(state.model), state.optimizer, config.mesh)
+        return count_nonfinite(trainable_only(state.model), state.optimizer, config.mesh)
 
     def begin(model):
         own = jax.tree.map(lambda weight, leaf: weight.astype(leaf.dtype), model, shapes.model)
@@ -173,11 +182,11 @@ def _state_shapes(config: Config, transform: optax.GradientTransformation, layou
     everywhere = jax.tree.map(lambda _: P(), shapes)
     moments = optax.tree.map_params(
         transform,
-        lambda moment, spec: moment if has_none(moment) else spec,
+        lambda moment, spec: moment if is_masked(moment) else spec,
         shapes.optimizer,
-        trained(layout.specs),
+        trainable_only(layout.specs),
         transform_non_params=lambda _: P(),
-        is_leaf=has_none,
+        is_leaf=is_masked,
     )
     return shapes, replace(everywhere, model=layout.specs, optimizer=moments)
 
@@ -192,7 +201,7 @@ def first_state(
     """
     return TrainState(
         model=model,
-        optimizer=transform.init(trained(model)),
+        optimizer=transform.init(trainable_only(model)),
         loss_scale=LossScale.initial(config.precision),
         step=jnp.asarray(step, jnp.int32),
         samples=jnp.int32(0),
@@ -214,12 +223,12 @@ def _train_step(
     limit: Array,
 ):
     """One step on a single device: its shards of `state`, and its rows and positions of `batch` [B / data, …]."""
-    scale, (weights, frozen) = state.loss_scale.scale, split_trained(state.model)
+    scale, (weights, frozen) = state.loss_scale.scale, partition_trainable(state.model)
     counts = global_counts(state.model, batch)
     sums, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, loss_fn, counts)
     means = state.model.summary(sums)
-    loss = reported_loss(state.model.loss_weights, means)
-    squares = squared_norms(gradients, config.mesh)
+    loss = select_loss(state.model.loss_weights, means)
+    squares = norms_squared(gradients, config.mesh)
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(norm)
     applied = finite & jnp.isfinite(loss) & (loss <= limit)  # the same on every device
@@ -236,9 +245,9 @@ def _train_step(
         model = jax.tree.map(lambda p, u: p - rate * u, weights, updates)
         # With adapters no weight of the base changes, by a rule neither: their checkpoints do not hold it.
         adjustments = {} if config.model.lora_rank else state.model.adjustments(sums)
-        model = add_whole(model, adjustments, trained(plan), config.mesh)
+        model = add_to_shards(model, adjustments, trainable_only(plan), config.mesh)
         new_state = TrainState(
-            model=joined(keep_if_skipped(model, weights), frozen),
+            model=combine(keep_if_skipped(model, weights), frozen),
             optimizer=keep_if_skipped(optimizer, state.optimizer),
             loss_scale=state.loss_scale.update(finite, config.precision),
             step=state.step + 1,
@@ -290,13 +299,13 @@ def loss_and_gradients(
       shard of `model` that is trained, sharded like it.
     """
     compute, wide = COMPUTE_TYPES[config.precision.compute], parameter_type(config.precision.compute)
-    weights = gather_weights(model, plan, compute, config.mesh, in_float8(config.precision))
+    weights = gather_weights(model, plan, compute, config.mesh, uses_float8(config.precision))
     scale = jnp.asarray(scale, wide)  # 1 / count is as exact as the weights
     factors = shares(counts or global_counts(model, batch), scale)
     forward = Forward(config, plan, factors, step, loss_fn=loss_fn)
-    micro_batches = micro_batches_of(config, batch)
+    micro_batches = split_micro_batches(config, batch)
 
-    own, frozen = split_trained(weights)
+    own, frozen = partition_trainable(weights)
 
     def differentiate(micro_batch: MicroBatch):
         means, pullback = jax.vjp(partial(forward, micro_batch=micro_batch, frozen=frozen), own)
@@ -306,15 +315,15 @@ def loss_and_gradients(
     if config.mesh.pipe > 1:
         means, gradients = pipeline_means_and_gradients(forward, weights, micro_batches)
     elif config.micro_batches == 1:  # nothing to accumulate: avoid a second copy of the gradients
-        means, gradients = differentiate(at(micro_batches, 0))
+        means, gradients = differentiate(tree_index(micro_batches, 0))
     else:
-        nothing = mappings.vary(jnp.zeros((), wide), frozenset(axes.holding()))
+        nothing = mappings.vary(jnp.zeros((), wide), frozenset(axes.axes_sharing_weights()))
         means = {name: nothing + jnp.zeros(jnp.shape(factor), wide) for name, factor in factors.items()}
         gradients = jax.tree.map(lambda weight: jnp.zeros_like(weight, dtype=wide), own)
-        accumulate = lambda total, each: (add(total, differentiate(each)), None)  # noqa: E731
+        accumulate = lambda total, each: (tree_add(total, differentiate(each)), None)  # noqa: E731
         (means, gradients), _ = jax.lax.scan(accumulate, (means, gradients), micro_batches)
     # In float32, after all micro-batches; layers gathered one by one (ZeRO-3) have summed theirs in the loop.
-    gradients = reduce_gradients(gradients, trained(model), trained(plan))
+    gradients = reduce_gradients(gradients, trainable_only(model), trainable_only(plan))
     with jax.named_scope(scopes.LOSS):
         means = {name: mappings.sum_over(mean, mappings.varying_axes(mean)) for name, mean in means.items()}
     means, gradients = jax.tree.map(lambda x: x / scale, (means, gradients))
@@ -325,7 +334,7 @@ def _eval_step(config: Config, plan, loss_fn: Callable | None, model: Model, bat
     counts = global_counts(model, batch)
     means = model.summary(sum_over_batch(config, plan, model, batch, shares(counts), loss_fn=loss_fn))
     counts = {name: jnp.max(jnp.asarray(count)).astype(jnp.int32) for name, count in counts.items()}
-    return EvalMetrics(reported_loss(model.loss_weights, means), means, counts)
+    return EvalMetrics(select_loss(model.loss_weights, means), means, counts)
 
 
 def sum_over_batch(
@@ -351,7 +360,7 @@ def sum_over_batch(
     """
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
     forward = Forward(config, plan, factors or {}, head=head, loss_fn=loss_fn)
-    micro_batches = micro_batches_of(config, batch)
+    micro_batches = split_micro_batches(config, batch)
     if config.mesh.pipe > 1:
         total = sum_over_stages(forward, weights, micro_batches)
     else:
@@ -360,7 +369,7 @@ def sum_over_batch(
     return jax.tree.map(lambda x: mappings.sum_over(x, mappings.varying_axes(x)), total)
 
 
-def micro_batches_of(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
+def split_micro_batches(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
     """This device's rows of the batch as [m, b, …], and each sequence's index in the global batch as [m, b].
 
     The rows of a sample of several sequences, [c, s], follow each other in the micro-batch. Of a sequence that is split
@@ -373,7 +382,7 @@ def micro_batches_of(config: Config, batch: dict[str, Array]) -> dict[str, Array
     sequences = rows * config.model.sequences
     samples = mappings.replica() * sequences + jnp.arange(sequences)
 
-    tokens, positions = tokens_of(config), config.model.sequence // config.mesh.context
+    tokens, positions = token_layout(config), config.model.sequence // config.mesh.context
 
     def split(x):
         x = x.reshape(config.micro_batches, -1, *x.shape[1:][-1:])

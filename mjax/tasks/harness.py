@@ -32,23 +32,23 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from mjax.checkpoint.base import restore_weights
-from mjax.config import Config, MeshConfig, load_own_model
+from mjax.config import Config, MeshConfig, load_user_model
 from mjax.config.bounds import check_bounds
-from mjax.data.tokenizers import ends_of_text
+from mjax.data.tokenizers import end_token_ids
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat
 from mjax.generation.generate import Generator, Sampling
 from mjax.generation.inference import inference_config, read_run, run_tokenizer
-from mjax.generation.text import written_after
+from mjax.generation.text import decode_suffix
 from mjax.parallel.mesh import make_mesh
 from mjax.run.loop import Run
 from mjax.step.layout import with_kernel
-from mjax.tasks.interface import FOR_TEXT, Window
+from mjax.tasks.interface import FOR_TEXT, ContextWindow
 from mjax.tasks.scoring import Scorer
-from mjax.utils.files import without_parents
+from mjax.utils.files import resolve_parents
 
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-MOST_TOKENS = 256  # to generate if a task does not say, as in the harness's other models
+MAX_TOKENS = 256  # to generate if a task does not say, as in the harness's other models
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (key of the harness's cache), context, continuation
 
 
@@ -94,8 +94,8 @@ class HarnessModel(TemplateLM):
             raise UsageError("--model mjax needs a run; add --run runs/NAME, or run=runs/NAME to --model_args")
         if max_batch_size is not None:
             raise UsageError(f"--max_batch_size {max_batch_size} is not supported by --model mjax; use --batch_size")
-        run = without_parents(Path(folder))
-        load_own_model(config, run, tqdm.write)
+        run = resolve_parents(Path(folder))
+        load_user_model(config, run, tqdm.write)
         saved = read_run(run, *FOR_TEXT)
         if compute not in (None, "bf16", "fp16", "fp32"):
             raise UsageError(f"compute={compute} in --model_args is not a supported dtype; use bf16, fp16 or fp32")
@@ -105,7 +105,7 @@ class HarnessModel(TemplateLM):
         self.step, self.weights = restore_weights(run, self.scorer.abstract_model, step, tqdm.write)
 
     @classmethod
-    def of_training(cls, run: Run) -> HarnessModel:
+    def from_run(cls, run: Run) -> HarnessModel:
         """The model of a run that trains, on its mesh; set `weights` before each use.
 
         Raises:
@@ -122,7 +122,7 @@ class HarnessModel(TemplateLM):
     def _prepare(self, run: Path, config: Config, mesh: Mesh, tokenizer: str | None = None, seed: int = 0) -> None:
         self.run, self.config, self.seed, self._chat = run, config, seed, None
         self.text = run_tokenizer(run, config.model, tokenizer, "tokenizer=KIND:FILES in --model_args")
-        self.ends = ends_of_text(run / "tokenizer", self.text.eod, tokenizer)
+        self.ends = end_token_ids(run / "tokenizer", self.text.eod, tokenizer)
         self.scorer, self.generator = Scorer(config, mesh), Generator(config, mesh)
 
     # --- Tokenizer interface of the harness ---------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class HarnessModel(TemplateLM):
                 filled, noise = [prompts[row] for row in rows], [batch[row][2] for row in rows]
                 written = self.generator.generate(weights, filled, sampling, self.ends, streams=noise)
                 for (*args, _), prompt, continuation in zip(batch, prompts, written, strict=False):
-                    text = written_after(self.text.decode, prompt, continuation.tokens)
+                    text = decode_suffix(self.text.decode, prompt, continuation.tokens)
                     texts.append(postprocess_generated_text(text, until, None))
                     self.cache_hook.add_partial("generate_until", tuple(args), texts[-1])
                 bar.update(len(batch))
@@ -223,7 +223,7 @@ class HarnessModel(TemplateLM):
 
     def _settings(self, given: dict[str, Any]) -> tuple[Sampling, list[str]]:
         """Sampling and stop sequences from a task's generation_kwargs."""
-        settings = dict(normalize_gen_kwargs(given, MOST_TOKENS))
+        settings = dict(normalize_gen_kwargs(given, MAX_TOKENS))
         until = handle_stop_sequences(settings.pop("until", None), eos=None)
         tokens, samples = settings.pop("max_gen_toks"), settings.pop("do_sample", False)
         temperature, top_k, top_p = (settings.pop(name, default) for name, default in SAMPLING.items())
@@ -237,12 +237,12 @@ class HarnessModel(TemplateLM):
         check_bounds(sampling)
         return sampling, until
 
-    def _window(self, context: list[int], continuation: list[int]) -> Window:
+    def _window(self, context: list[int], continuation: list[int]) -> ContextWindow:
         """The continuation, which counts, after its context."""
         if len(continuation) > self.max_length:
             counts = f"{len(continuation):,} tokens and {self.run} has {self.max_length:,} positions"
             raise UsageError(f"a continuation has {counts}; leave out this task, or use a longer model")
-        return Window.of(context, continuation, self.max_length)
+        return ContextWindow.from_context(context, continuation, self.max_length)
 
 
 def _streams(texts: Sequence[str]) -> list[int]:

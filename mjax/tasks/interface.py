@@ -17,7 +17,7 @@ NOT_FINITE = "its weights or activations are not finite: try --precision.compute
 FOR_TEXT = True, "which predicts no next token"  # the kind of model that text windows need, and the reason
 
 
-class Window(NamedTuple):
+class ContextWindow(NamedTuple):
     """Tokens that are read at once.
 
     Attributes:
@@ -29,7 +29,7 @@ class Window(NamedTuple):
     counted: int
 
     @classmethod
-    def of(cls, context: list[int], labels: list[int], positions: int) -> Window:
+    def from_context(cls, context: list[int], labels: list[int], positions: int) -> ContextWindow:
         """`labels`, all of which count, after as much of the end of their context as fits into `positions`."""
         return cls(np.array([*context, *labels][-(positions + 1) :], np.int32), len(labels))
 
@@ -102,7 +102,7 @@ class Metric:
 class Task(Protocol):
     """A file to be scored."""
 
-    passes: list[Sequence[Window]]
+    passes: list[Sequence[ContextWindow]]
     """Lists of windows whose scores are summed separately."""
 
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:
@@ -139,7 +139,7 @@ def read_text(file: Path, published: str = "the task's files as published") -> s
 # o divides s, have no label that counts and are left out here.
 
 
-def overlapping_windows(tokens: np.ndarray, positions: int, stride: int) -> list[Window]:
+def overlapping_windows(tokens: np.ndarray, positions: int, stride: int) -> list[ContextWindow]:
     """Windows in which every token of `tokens` [N] except the first is a label that counts once; views, not copies.
 
     Args:
@@ -147,8 +147,8 @@ def overlapping_windows(tokens: np.ndarray, positions: int, stride: int) -> list
       stride: o, labels counted in each window after the first.
     """
     labels = len(tokens) - 1
-    windows = [Window(tokens[: positions + 1], min(labels, positions))]
+    windows = [ContextWindow(tokens[: positions + 1], min(labels, positions))]
     for start in range(stride, labels - positions + stride, stride):
         counted = min(stride, labels - start - positions + stride)
-        windows.append(Window(tokens[start : start + positions + 1], counted))
+        windows.append(ContextWindow(tokens[start : start + positions + 1], counted))
     return windows

@@ -175,7 +175,7 @@ EXPECTED_LINE = '{"sentence1": "…", "sentence2": "…", "gold_label": "…"}'
 
 
 OPTIONS = "ABCD"
-LONGEST_QUESTION = 128  # tokens of question and option
+MAX_QUESTION_TOKENS = 128  # tokens of question and option
 LEVELS = ("middle", "high")
 A_FOLDER = "one of RACE's, such as RACE/dev or RACE/dev/high"
 EXPECTED = '{"id": "…", "article": "…", "questions": ["…"], "options": [["…", "…", "…", "…"]], "answers": ["A"]}'
@@ -209,7 +209,7 @@ class Race(LabelledTask):
     choices = len(OPTIONS)
     unique = "id"
 
-    def files_of(self, given) -> list[Path]:
+    def task_files(self, given) -> list[Path]:
         """The folders, or the levels in them."""
         folders = []
         for folder in map(Path, given):
@@ -243,11 +243,11 @@ class Race(LabelledTask):
             for option in options
         ]
         questions = self.tokenizer.encode_batch(texts)
-        self.note_truncated(file, "questions", map(len, questions), LONGEST_QUESTION)
+        self.note_truncated(file, "questions", map(len, questions), MAX_QUESTION_TOKENS)
         rest = iter(questions)
         for passage, article in zip(items, articles, strict=True):
             count = len(OPTIONS) * len(passage.questions)
-            rows = [Pair(next(rest)[:LONGEST_QUESTION], article) for _ in range(count)]
+            rows = [Pair(next(rest)[:MAX_QUESTION_TOKENS], article) for _ in range(count)]
             yield passage, rows, [(OPTIONS.index(letter),) for letter in passage.truth or ()]
 
     def predictions(self, outputs: Outputs) -> dict[str, str]:

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 import numpy as np
 
 from mjax.config import BERTTaskConfig
-from mjax.config.model import ModelConfig, as_kind
+from mjax.config.model import ModelConfig, convert_kind
 from mjax.config.plain_values import check
 from mjax.data.tokenizers import BertTokenizer, Tokenizer
 from mjax.errors import RunError, UsageError
@@ -76,8 +76,8 @@ class LabelledTask(ABC):
         self.validation: dict[str, Examples] = {}
         self._files: dict[str, Path] = {}
         self._items: dict[str, list[Any]] = {}  # the items of each validation set
-        self.train, _ = self._examples("train", self.files_of(train))
-        files = self.files_of(validation)
+        self.train, _ = self._examples("train", self.task_files(train))
+        files = self.task_files(validation)
         for file in files:
             name = self.set_name(file, alone=len(files) == 1)
             if name in self._files:
@@ -98,11 +98,11 @@ class LabelledTask(ABC):
         """The config of `model` with the head for this task."""
         given = getattr(model, "answers", BERTTaskConfig.answers)
         answers = {"classification": self.classes, "multiple_choice": self.choices}.get(self.head, given)
-        return replace(cast(BERTTaskConfig, as_kind(model, "bert_task")), head=self.head, answers=answers)
+        return replace(cast(BERTTaskConfig, convert_kind(model, "bert_task")), head=self.head, answers=answers)
 
     # --- Defined by a task --------------------------------------------------------------------------------------------
 
-    def files_of(self, given: Iterable[str]) -> list[Path]:
+    def task_files(self, given: Iterable[str]) -> list[Path]:
         """The files, or folders, to read one by one."""
         return list(map(Path, given))
 
@@ -169,7 +169,7 @@ class LabelledTask(ABC):
                 labels += of_rows
             self.note_truncated(file, "rows", (pair.length for pair in pairs[before:]), self.positions)
         columns = {name: [label[i] for label in labels] for i, name in enumerate(self.label_names)} if labelled else {}
-        return as_rows(pairs, self.choices, columns, self.tokenizer, self.positions), used
+        return to_rows(pairs, self.choices, columns, self.tokenizer, self.positions), used
 
     def note_truncated(self, file: Path, what: str, lengths: Iterable[int], most: int) -> None:
         """Add a note if some rows or questions of `file` have more than `most` tokens."""
@@ -257,7 +257,7 @@ class Pair(NamedTuple):
         return len(self.a) + len(self.b) + 3
 
 
-def as_rows(
+def to_rows(
     pairs: Sequence[Pair], choices: int, labels: dict[str, Sequence[int]], tokenizer: BertTokenizer, positions: int
 ) -> Examples:
     """Rows of `positions` tokens, `choices` consecutive ones per example."""
@@ -272,7 +272,7 @@ def as_rows(
     return Examples(*arrays, labels={name: np.array(values, np.int32) for name, values in labels.items()})
 
 
-def padded_batches(examples: Examples, size: int) -> Iterator[tuple[int, Batch]]:
+def iterate_padded(examples: Examples, size: int) -> Iterator[tuple[int, Batch]]:
     """All examples in order, without labels: the number of examples in a batch of `size`, and the batch.
 
     The last one is filled with copies of its first example, which are not used.

@@ -30,16 +30,16 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config
 from mjax.config.axes import MODEL
-from mjax.config.kernels import padded_width
+from mjax.config.kernels import pad_width
 from mjax.models.causal import CausalModel
 from mjax.models.protocol import Context, Model
 from mjax.parallel import mappings
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.mesh import batch_specs
-from mjax.step.layout import lay_out
+from mjax.step.layout import build_layout
 from mjax.step.step import sum_over_batch
-from mjax.tasks.interface import Score, Window
-from mjax.tasks.labelled_task import Batch, Examples, padded_batches
+from mjax.tasks.interface import ContextWindow, Score
+from mjax.tasks.labelled_task import Batch, Examples, iterate_padded
 
 Progress = Callable[[int], None]
 """Called with the number of rows that have been scored since the last call."""
@@ -49,9 +49,9 @@ def unseen(rows: int) -> None:
     """Show no progress."""
 
 
-Passes = Sequence[Sequence[Window]]
+Passes = Sequence[Sequence[ContextWindow]]
 WIDTHS = range(16, 2**30, 16)
-FEW = 32  # positions; where not all are scored, a multiple of it is
+POSITIONS_MULTIPLE = 32  # positions; where not all are scored, a multiple of it is
 PROGRAM = 1  # batches that take as long as it costs to have one more program: about three to compile, 0.3 s if kept
 
 
@@ -88,13 +88,13 @@ class RowScorer:
           mesh: of the shape `config.mesh`.
         """
         self.config, self._mesh = config, mesh
-        layout = lay_out(config, mesh)
+        layout = build_layout(config, mesh)
         self.abstract_model = layout.abstract_model
 
         def program(width: int, model: Model, batch: dict[str, Array]) -> Array:
             narrow = replace(config, model=replace(config.model, sequence=width))
-            on_device = partial(rows_of_batch, narrow, layout.plan, head=self.head)
-            specs = layout.specs, specs_of(batch, width)
+            on_device = partial(score_rows, narrow, layout.plan, head=self.head)
+            specs = layout.specs, row_specs(batch, width)
             return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=True)(model, batch)
 
         self._program = jax.jit(program, static_argnums=0)
@@ -128,12 +128,12 @@ class Scorer(RowScorer):
         tokens, labels = context.tokens, batch["labels"]
         if "scored" in batch:
             scored = batch["scored"]
-            x = jnp.take_along_axis(tokens.by_sequence(x), scored[..., None], axis=1).reshape(-1, x.shape[-1])
+            x = jnp.take_along_axis(tokens.split_sequences(x), scored[..., None], axis=1).reshape(-1, x.shape[-1])
             tokens, labels = replace(tokens, positions=scored.shape[1]), jnp.take_along_axis(labels, scored, axis=1)
         logits = weights.logits(x, tokens)  # [b s, v / p]
         losses = vocab_parallel_cross_entropy(logits, labels.reshape(-1))
         correct = vocab_parallel_argmax(logits) == labels.reshape(-1)
-        numbers = tokens.by_sequence(jnp.stack([losses, correct.astype(losses.dtype)], -1))
+        numbers = tokens.split_sequences(jnp.stack([losses, correct.astype(losses.dtype)], -1))
         rows = jnp.zeros((tokens.sequences, tokens.whole, 2), losses.dtype)
         return mappings.vary(rows, mappings.varying_axes(numbers)).at[:, tokens.position_ids()].set(numbers)
 
@@ -145,7 +145,9 @@ class Scorer(RowScorer):
         scores = iter(self.score_each(model, [window for windows in passes for window in windows], on_progress))
         return [sum((next(scores) for _ in windows), Score()) for windows in passes]
 
-    def score_each(self, model: CausalModel, windows: Sequence[Window], on_progress: Progress = unseen) -> list[Score]:
+    def score_each(
+        self, model: CausalModel, windows: Sequence[ContextWindow], on_progress: Progress = unseen
+    ) -> list[Score]:
         """Score each of `windows`; arguments as in `score_labels`."""
         totals = [labels.sum(0, dtype=np.float64) for labels in self.score_labels(model, windows, on_progress)]
         return [
@@ -154,7 +156,7 @@ class Scorer(RowScorer):
         ]
 
     def score_labels(
-        self, model: CausalModel, windows: Sequence[Window], on_progress: Progress = unseen
+        self, model: CausalModel, windows: Sequence[ContextWindow], on_progress: Progress = unseen
     ) -> list[np.ndarray]:
         """Return loss in nats and correctness (0 or 1) of the labels that count, [counted, 2] per window.
 
@@ -166,7 +168,7 @@ class Scorer(RowScorer):
         scores: list[Any] = [None] * len(windows)
         size = self.config.train.global_batch
         batches = (
-            (chosen, width, self._padded([windows[index] for index in chosen], width, scored, size))
+            (chosen, width, self._pad([windows[index] for index in chosen], width, scored, size))
             for width, scored, chosen in self._batches(windows)
         )
         for chosen, rows in self.rows(model, batches):
@@ -176,25 +178,27 @@ class Scorer(RowScorer):
             on_progress(len(chosen))
         return scores
 
-    def _batches(self, windows: Sequence[Window]) -> Iterator[tuple[int, int, list[int]]]:
+    def _batches(self, windows: Sequence[ContextWindow]) -> Iterator[tuple[int, int, list[int]]]:
         """Yield the width of each batch, at how many positions the vocabulary is scored, and the windows, the longest
         first: if memory is short, that shows immediately."""
         size, mesh = self.config.train.global_batch, self.config.mesh
         longest_first = sorted(range(len(windows)), key=lambda index: -len(windows[index].tokens))
         batches = [longest_first[first : first + size] for first in range(0, len(windows), size)]
         needed = [
-            padded_width(self.config, len(windows[first].tokens) - 1, 1, self.config.train.micro_batch, WIDTHS)
+            pad_width(self.config, len(windows[first].tokens) - 1, 1, self.config.train.micro_batch, WIDTHS)
             for first, *_ in batches
         ]
-        for width, of_width in groupby(zip(shared_widths(needed), batches, strict=True), itemgetter(0)):
+        for width, of_width in groupby(zip(choose_widths(needed), batches, strict=True), itemgetter(0)):
             sharing = [indices for _, indices in of_width]
-            scored = -(-max(windows[index].counted for index in chain(*sharing)) // FEW) * FEW
+            scored = (
+                -(-max(windows[index].counted for index in chain(*sharing)) // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE
+            )
             if 2 * scored > width or mesh.splits_tokens or self.config.across:
                 scored = width
             yield from ((width, scored, indices) for indices in sharing)
 
     @staticmethod
-    def _padded(windows: Sequence[Window], width: int, scored: int, size: int) -> Batch:
+    def _pad(windows: Sequence[ContextWindow], width: int, scored: int, size: int) -> Batch:
         """A batch [size, width] of windows, padded with zeros on the right."""
         tokens, labels = np.zeros((2, size, width), np.int32)
         last = np.zeros((size, scored), np.int32)
@@ -205,7 +209,7 @@ class Scorer(RowScorer):
         return batch if scored == width else batch | {"scored": last}
 
 
-def shared_widths(needed: Sequence[int]) -> list[int]:
+def choose_widths(needed: Sequence[int]) -> list[int]:
     """Widths for batches that need these, the widest first: positions and programs cost least in sum."""
     price, cheapest = PROGRAM * sum(needed) / max(len(needed), 1), {0: (0.0, 0)}  # up to a batch: cost, last program
     for end in range(1, len(needed) + 1):
@@ -237,7 +241,7 @@ class TaskScorer(RowScorer):
     @staticmethod
     def head(weights: Any, x: Array, batch: dict[str, Array], context: Context) -> Array:
         """The scores of the task's head."""
-        return mappings.once(weights.scores(x, batch, context))
+        return mappings.mask_to_first_context_rank(weights.scores(x, batch, context))
 
     def __call__(self, model: Model, examples: Examples, on_progress: Progress = unseen) -> np.ndarray:
         """Scores of all N examples, float32: [N, classes], [N, c] or [N, 2, s].
@@ -248,7 +252,7 @@ class TaskScorer(RowScorer):
           on_progress: called after each batch.
         """
         width, scores = self.config.model.sequence, []
-        batches = padded_batches(examples, self.config.train.global_batch)
+        batches = iterate_padded(examples, self.config.train.global_batch)
         for count, rows in self.rows(model, ((count, width, batch) for count, batch in batches)):
             scores.append(rows[:count].astype(np.float32))
             on_progress(count)
@@ -258,7 +262,7 @@ class TaskScorer(RowScorer):
 # --- On the devices ---------------------------------------------------------------------------------------------------
 
 
-def rows_of_batch(config: Config, plan, model: Model, batch: dict[str, Array], head: Callable) -> Array:
+def score_rows(config: Config, plan, model: Model, batch: dict[str, Array], head: Callable) -> Array:
     """The head's output for each sample of the global batch, without dropout, inside `shard_map`.
 
     Args:
@@ -269,16 +273,16 @@ def rows_of_batch(config: Config, plan, model: Model, batch: dict[str, Array], h
       [B, …], the same on every device.
     """
 
-    def placed(weights: Model, x: Array, micro_batch: dict[str, Array], context: Context) -> Array:
+    def place_rows(weights: Model, x: Array, micro_batch: dict[str, Array], context: Context) -> Array:
         numbers = head(weights, x, micro_batch, context)
         rows = micro_batch["samples"][:: config.model.sequences] // config.model.sequences  # [b], of the global batch
         zeros = jnp.zeros((config.train.global_batch, *numbers.shape[1:]), numbers.dtype)
         return mappings.vary(zeros, mappings.varying_axes(numbers)).at[rows].set(numbers)
 
-    return sum_over_batch(config, plan, model, batch, head=placed)
+    return sum_over_batch(config, plan, model, batch, head=place_rows)
 
 
-def specs_of(batch: dict[str, Array | np.ndarray], width: int) -> dict[str, P]:
+def row_specs(batch: dict[str, Array | np.ndarray], width: int) -> dict[str, P]:
     """PartitionSpecs of the arrays of a batch with rows of this width."""
     return batch_specs({name: (rows.shape[1:], "") for name, rows in batch.items()}, width)
 
@@ -287,5 +291,5 @@ def to_devices(batch: dict[str, np.ndarray], mesh: Mesh, width: int) -> dict[str
     """The arrays of a batch that every process has as a whole; each gives its own devices their parts."""
     return {
         name: jax.make_array_from_callback(batch[name].shape, NamedSharding(mesh, spec), batch[name].__getitem__)
-        for name, spec in specs_of(batch, width).items()
+        for name, spec in row_specs(batch, width).items()
     }

@@ -33,13 +33,13 @@ from mjax.tasks.interface import Metric, read_text
 from mjax.tasks.labelled_task import LabelledTask, Outputs, Pair, Role, finite, json_object
 
 STRIDE = 128  # tokens by which a window advances
-LONGEST_QUESTION = 64  # tokens
+MAX_QUESTION_TOKENS = 64  # tokens
 Version = Literal["1.1", "2.0"]
 OF_QUESTION = '{"id": "…", "question": "…", "answers": [{"text": "…", "answer_start": 0}]}'
 EXPECTED = f'{{"data": [{{"paragraphs": [{{"context": "…", "qas": [{OF_QUESTION}]}}]}}]}}'
 
 
-class Question(NamedTuple):
+class SquadQuestion(NamedTuple):
     """A question, its context, and the consecutive windows that are its rows.
 
     Attributes:
@@ -50,7 +50,7 @@ class Question(NamedTuple):
     text: str
     context: Context
     truth: list[tuple[str, int]] | None
-    windows: Sequence[Window] = ()
+    windows: Sequence[ContextSpan] = ()
 
     @property
     def span(self) -> Span | None:
@@ -80,9 +80,9 @@ class Squad(LabelledTask):
         self.metric = "f1" if version == "1.1" else "best_f1"
         super().__init__(*arguments)
 
-    def read(self, file: Path) -> list[Question]:
+    def read(self, file: Path) -> list[SquadQuestion]:
         """The questions of a file, each with its context."""
-        questions: list[Question] = []
+        questions: list[SquadQuestion] = []
         articles = json_object(_File, read_text(file), str(file), EXPECTED)["data"]
         paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
         encoded = self.tokenizer.encode_with_characters([paragraph["context"] for paragraph in paragraphs])
@@ -93,24 +93,24 @@ class Squad(LabelledTask):
                 raise UsageError(f"{file}, question {questions[-1].name} is about a context without text; leave it out")
         return questions
 
-    def encode(self, file: Path, items: list[Question], role: Role):
+    def encode(self, file: Path, items: list[SquadQuestion], role: Role):
         """One row per window; in training, questions whose answer is not where the file says are skipped."""
         questions = [q for q in items if role == "validation" or not q.truth or q.span is not None]
         if lost := len(items) - len(questions):
             skipped = f"{lost:,} of {len(items):,} questions were skipped"
             self.notes.append(f"{file}: {skipped}: the context does not contain their answer at its answer_start")
         encoded = self.tokenizer.encode_batch([question.text for question in questions])
-        self.note_truncated(file, "questions", map(len, encoded), LONGEST_QUESTION)
+        self.note_truncated(file, "questions", map(len, encoded), MAX_QUESTION_TOKENS)
         for question, ids in zip(questions, encoded, strict=True):
-            ids, tokens, span = ids[:LONGEST_QUESTION], question.context.ids, question.span
+            ids, tokens, span = ids[:MAX_QUESTION_TOKENS], question.context.ids, question.span
             if (room := self.positions - len(ids) - 3) < 1:
                 problem = f"has {len(ids)} tokens, and a row of {self.positions} has no room left for a context"
-                use = f"use rows of {LONGEST_QUESTION + STRIDE} tokens or more"
+                use = f"use rows of {MAX_QUESTION_TOKENS + STRIDE} tokens or more"
                 raise UsageError(f"{file}, question {question.name} {problem}; {use}")
             ranges = cut_into_windows(len(tokens), room, self.stride)
             deciding, offset = deciding_windows(ranges, len(tokens)), len(ids) + 2
             windows = [
-                Window(offset, window.start, deciding[window.start : window.stop] == number)
+                ContextSpan(offset, window.start, deciding[window.start : window.stop] == number)
                 for number, window in enumerate(ranges)
             ]
             rows = [Pair(ids, tokens[window.start : window.stop]) for window in ranges]
@@ -187,13 +187,13 @@ class _File(TypedDict):
     data: list[_Article]
 
 
-def _question(values: _Asked, file: Path, context: Context, version: Version) -> Question:
+def _question(values: _Asked, file: Path, context: Context, version: Version) -> SquadQuestion:
     answers, name = values.get("answers"), values["id"]
     if answers == [] and version == "1.1":
         problem = f"{file}, question {name} has no answer, which SQuAD 1.1 does not allow"
         raise UsageError(f"{problem}; use the task squad2.0 for this file")
     truth = None if answers is None else [(answer["text"], answer["answer_start"]) for answer in answers]
-    return Question(name, values["question"], context, truth)
+    return SquadQuestion(name, values["question"], context, truth)
 
 
 # --- The answer to a question from the logits of its windows, as in Google's run_squad.py -----------------------------
@@ -203,7 +203,7 @@ def _question(values: _Asked, file: Path, context: Context, version: Version) ->
 # 2.0 "no answer" is another candidate, with [CLS] as start and end; its score is the lowest of the windows.
 
 
-LONGEST_ANSWER = 30  # tokens
+MAX_ANSWER_TOKENS = 30  # tokens
 
 
 class Answer(NamedTuple):
@@ -219,7 +219,7 @@ class Answer(NamedTuple):
 
 
 def best_answer(
-    context: Context, windows: Sequence[Window], logits: np.ndarray, longest: int = LONGEST_ANSWER
+    context: Context, windows: Sequence[ContextSpan], logits: np.ndarray, longest: int = MAX_ANSWER_TOKENS
 ) -> Answer:
     """The most likely span, the first of equals.
 
@@ -285,7 +285,7 @@ class Context:
         return self.text[begin:end]
 
 
-class Window(NamedTuple):
+class ContextSpan(NamedTuple):
     """Tokens of a context that are in one row.
 
     Attributes:

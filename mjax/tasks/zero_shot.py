@@ -28,7 +28,7 @@ from mjax.data.corpus import Document, TextFiles, find_files
 from mjax.data.indexed import IndexedDataset, index_file, token_file, tokenizer_folder
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
-from mjax.tasks.interface import Metric, Score, Window, overlapping_windows, read_text
+from mjax.tasks.interface import ContextWindow, Metric, Score, overlapping_windows, read_text
 from mjax.utils.figures import table
 
 
@@ -87,7 +87,7 @@ class Perplexity:
         """
         stride = check_stride(positions if stride is None else stride, positions)
         documents, self.bytes = open_text(data, tokenizer)
-        windows: list[Window] = []
+        windows: list[ContextWindow] = []
         self.documents = 0
         for tokens in documents:
             if len(tokens):
@@ -95,7 +95,7 @@ class Perplexity:
                 windows += overlapping_windows(np.array([tokenizer.start, *tokens], np.int32), positions, stride)
         if not windows:
             raise UsageError(f"{data} has no text; give a file or a dataset that does")
-        self.passes: list[Sequence[Window]] = [windows]
+        self.passes: list[Sequence[ContextWindow]] = [windows]
 
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:
         """Perplexity, bits per byte, and the numbers they are computed from."""
@@ -128,12 +128,12 @@ def open_text(data: str, tokenizer: Tokenizer) -> tuple[Iterator[Sequence[int]],
     """
     if index_file(data).is_file() or token_file(data).is_file() or data.endswith((".bin", ".idx")):
         metadata = read_metadata(data)
-        return _of_dataset(data, tokenizer), None if metadata is None else metadata.text_bytes
+        return _read_documents(data, tokenizer), None if metadata is None else metadata.text_bytes
     texts = [document.text for document in read_documents(data)]
     return (tokenizer.encode(text) for text in texts), sum(len(text.encode("utf-8")) for text in texts)
 
 
-def _of_dataset(prefix: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def _read_documents(prefix: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Yield the documents of a dataset, without the ids that begin and end them."""
     data, folder = IndexedDataset(prefix), tokenizer_folder(prefix)
     # Megatron's datasets have no tokenizer.
@@ -204,11 +204,11 @@ REPLACEMENTS: tuple[tuple[str, str | None], ...] = (
 def detokenize(text: str) -> str:
     """Detokenized WikiText."""
     for pattern, replacement in REPLACEMENTS:
-        text = _stripped_inside(text, *pattern) if replacement is None else re.sub(pattern, replacement, text)
+        text = _strip_between(text, *pattern) if replacement is None else re.sub(pattern, replacement, text)
     return text
 
 
-def _stripped_inside(text: str, left: str, right: str) -> str:
+def _strip_between(text: str, left: str, right: str) -> str:
     """`text` without white space after a `left` and before the next `right`; a `left` in between is ordinary text."""
     parts, done = [], 0
     while (begin := text.find(left, done)) >= 0 and (end := text.find(right, begin + 1)) >= 0:
@@ -305,7 +305,7 @@ class Lambada:
             tokens = tokenizer.prompt(document.text)
             strict.append(_window(document, *_last_word(tokenizer, document), positions))
             last.append(_window(document, tokens[:-1], tokens[-1:], positions))
-        self.passes: list[Sequence[Window]] = [strict, last]
+        self.passes: list[Sequence[ContextWindow]] = [strict, last]
 
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:
         """Both accuracies, and the likelihood of the last words."""
@@ -332,11 +332,11 @@ def _last_word(tokenizer: Tokenizer, document: Document) -> tuple[list[int], lis
     return tokenizer.prompt(before), tokenizer.encode(" " + words[-1])
 
 
-def _window(document: Document, context: list[int], labels: list[int], positions: int) -> Window:
+def _window(document: Document, context: list[int], labels: list[int], positions: int) -> ContextWindow:
     if len(context) + len(labels) > positions + 1:
         counts = f"{len(context) + len(labels):,} tokens and the model has positions for {positions + 1:,}"
         raise UsageError(f"{document.source} has {counts}; leave the passage out, or evaluate a longer model")
-    return Window.of(context, labels, positions)
+    return ContextWindow.from_context(context, labels, positions)
 
 
 # --- Perplexity by position: does a model predict better the more it has read? ----------------------------------------
@@ -385,7 +385,7 @@ class Positions:
             problem = f"--positions.length {self.length} does not fit a model of {model.max_positions:,} positions"
             raise UsageError(f"{problem}; use 2 to {model.max_positions}")
         documents, _ = open_text(data, tokenizer)
-        stretches: list[Window] = []
+        stretches: list[ContextWindow] = []
         self.documents = self.used = self.tokens = longest = 0
         for tokens in documents:
             windows = overlapping_windows(np.array([tokenizer.start, *tokens], np.int32), self.length, self.length)
@@ -397,7 +397,7 @@ class Positions:
             shorter = f", or use --positions.length {1 << longest.bit_length() - 1}" if longest > 1 else ""
             needs = f"{data} has no document of {self.length:,} tokens, the longest has {longest:,}"
             raise UsageError(f"{needs}; give longer texts{shorter}")
-        self.passes: list[Sequence[Window]] = [stretches]
+        self.passes: list[Sequence[ContextWindow]] = [stretches]
         self.edges = np.unique(np.round(np.geomspace(1, self.length + 1, bins + 1)).astype(np.int64))
         self.scaled = model.unscaled_sequence < self.length
         self.split = model.unscaled_sequence if self.scaled else self.length // 2

@@ -120,7 +120,7 @@ class Child:
             reason = self._lost() if self._process else error.strerror
             raise RunError(f"a process for {self.function} cannot be started: {reason}") from None
         if not bounded:
-            _say_unbounded()
+            _warn_unbounded()
 
     def _lost(self) -> ChildError:
         """The error about the end of the process, which has ended by itself."""
@@ -144,7 +144,7 @@ class Child:
 
 
 @cache
-def _say_unbounded() -> None:
+def _warn_unbounded() -> None:
     print("note: this system does not bound the memory of a process; files from outside may fill it", file=sys.stderr)
 
 

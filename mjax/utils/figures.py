@@ -24,7 +24,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def named_rows(rows: Mapping[str, Any]) -> list[str]:
+def format_rows(rows: Mapping[str, Any]) -> list[str]:
     """One line per name and value, with aligned values."""
     width = max(map(len, rows), default=0)
     return [f"{name:<{width}}  {value}" for name, value in rows.items()]

@@ -53,7 +53,7 @@ def path_below(folder: Path, name: str, what: str = "name") -> Path:
     return folder / name
 
 
-def without_parents(path: Path) -> Path:
+def resolve_parents(path: Path) -> Path:
     """`path` without `..`, which the library of checkpoints rejects; relative if it is below the working folder.
 
     Call it where a path enters. Links before `..` are followed, as the system does; addresses stay as they are.
@@ -120,7 +120,7 @@ def open_no_link(file: Path, mode: str, **options: Any) -> IO:
         raise UsageError(f"{file} is a link, through which mjax does not write; remove it") from None
 
 
-def take_lock(stream: IO, say: Callable[[str], None]) -> bool:
+def take_lock(stream: IO, print_line: Callable[[str], None]) -> bool:
     """Lock `stream` for this process; False if another process holds the lock.
 
     The lock ends with the process, however that ends, so it never has to be cleaned up. On a file system without locks
@@ -134,7 +134,9 @@ def take_lock(stream: IO, say: Callable[[str], None]) -> bool:
         if error.errno not in CANNOT_LOCK:
             raise
         folder = Path(stream.name).parent
-        say(f"{folder} is on a file system without locks ({error.strerror}): start only one process that writes there")
+        print_line(
+            f"{folder} is on a file system without locks ({error.strerror}): start only one process that writes there"
+        )
     return True
 
 
@@ -277,7 +279,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-LARGEST = 2**26  # bytes; the largest tokenizer.json of a published model has half of that
+MAX_JSON_BYTES = 2**26  # bytes; the largest tokenizer.json of a published model has half of that
 DEEPEST = 64  # nesting depth of objects and lists
 
 
@@ -294,13 +296,13 @@ def read_json(file: Path, fix: str, missing: str | None = None) -> Any:
     """
     try:
         with file.open("rb") as stream:
-            content = stream.read(LARGEST + 1)
+            content = stream.read(MAX_JSON_BYTES + 1)
     except FileNotFoundError:
         raise UsageError(f"{file} does not exist; {missing or fix}") from None
     except (OSError, ValueError) as error:  # a folder, or an invalid name
         raise UsageError(f"{file} cannot be read ({getattr(error, 'strerror', error)}); {fix}") from None
-    if len(content) > LARGEST:
-        raise UsageError(f"{file} has more than {LARGEST:,} bytes, which is too large; {fix}")
+    if len(content) > MAX_JSON_BYTES:
+        raise UsageError(f"{file} has more than {MAX_JSON_BYTES:,} bytes, which is too large; {fix}")
     return parse_json(content, str(file), fix)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import mjax
 
 
-def installed() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     """Version of each package by name, in lower case with hyphens; of two, the one that Python would import."""
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
@@ -31,5 +31,5 @@ def source_hashes() -> dict[str, str]:
 
 def cuda_build() -> int | None:
     """Major CUDA version of the installed jax; None: it is the CPU build."""
-    builds = map(re.compile(r"jax-cuda(\d+)-pjrt").fullmatch, installed())  # the half with XLA and its compiler
+    builds = map(re.compile(r"jax-cuda(\d+)-pjrt").fullmatch, list_versions())  # the half with XLA and its compiler
     return max((int(build[1]) for build in builds if build), default=None)

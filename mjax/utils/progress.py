@@ -59,7 +59,7 @@ class Pace:
 
 
 @contextmanager
-def watched(
+def show_progress(
     verb: str, total: int, count: Callable[[], int], pace: Pace, unit: str = "bytes", after: str = ""
 ) -> Iterator[None]:
     """Show how far work is that other threads or processes do: a bar, or without a terminal a line now and then.

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from mjax.errors import RunError, UsageError
 from mjax.utils.files import cache_home, put, to_disk, write_whole
-from mjax.utils.stores import FETCHED, Store, address_of, alone, is_address, mirror_of, to_stderr, version
+from mjax.utils.stores import FETCHED, Store, alone, find_address, is_address, mirrored_address, to_stderr, version
 
 RANGE = 1 << 23  # bytes
 TOGETHER = 8  # ranges of one request, and requests at a time
@@ -40,9 +40,9 @@ def local_prefix(prefix: str) -> str:
     """
     if not is_address(prefix):
         return prefix
-    local, store = mirror_of(prefix, FETCHED), Store(prefix, to_stderr)
+    local, store = mirrored_address(prefix, FETCHED), Store(prefix, to_stderr)
     with alone(local):
-        objects = {name: about for name in WHOLE + IN_RANGES if (about := store.about(f"{prefix}{name}"))}
+        objects = {name: about for name in WHOLE + IN_RANGES if (about := store.get_info(f"{prefix}{name}"))}
         if missing := [name for name in (".bin", ".idx") if name not in objects]:
             store.check_bucket(prefix)
             raise UsageError(f"{prefix}{missing[0]} does not exist; copy all files of a dataset of `mjax prepare`")
@@ -76,7 +76,7 @@ class Ranges:
     """
 
     def __init__(self, file: Path):
-        self.address = address_of(file)
+        self.address = find_address(file)
         self._path, self._file = file, os.open(file, os.O_RDWR)
         self._version = json.loads(file.with_suffix(".store.json").read_bytes())[file.suffix]
         self._size, self._store = os.fstat(self._file).st_size, Store(self.address, to_stderr)
@@ -84,7 +84,7 @@ class Ranges:
             self._here = mmap.mmap(stream.fileno(), 0)
 
     @classmethod
-    def of(cls, file: Path) -> Ranges | None:
+    def from_file(cls, file: Path) -> Ranges | None:
         """The ranges of `file`; None if it is all here."""
         return cls(file) if Path(f"{file}.ranges").is_file() and file.stat().st_size else None
 

@@ -35,8 +35,8 @@ class RemoteFile(PosixPath):
         return f"{scheme}://{rest.lstrip('/')}"
 
     @cached_property
-    def _about(self) -> dict[str, Any] | None:
-        return self.store.about(str(self))
+    def _get_info(self) -> dict[str, Any] | None:
+        return self.store.get_info(str(self))
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         return self.store.again(f"reading {self}", call)
@@ -46,7 +46,7 @@ class RemoteFile(PosixPath):
         """The store of this file."""
         return stores.Store(str(self), stores.to_stderr)
 
-    def _found(self, names: dict[str, dict[str, Any]]) -> Iterator[RemoteFile]:
+    def _make_files(self, names: dict[str, dict[str, Any]]) -> Iterator[RemoteFile]:
         for name, about in sorted(names.items()):
             file = RemoteFile(self.store.fs.unstrip_protocol(name))
             file.__dict__["_about"] = about
@@ -55,22 +55,22 @@ class RemoteFile(PosixPath):
 
     def is_file(self, **_: Any) -> bool:
         """True if there is a file of this address."""
-        return self._about is not None and self._about["type"] == "file"
+        return self._get_info is not None and self._get_info["type"] == "file"
 
     def is_dir(self, **_: Any) -> bool:
         """True if there are files below this address."""
-        return self._about is not None and self._about["type"] == "directory"
+        return self._get_info is not None and self._get_info["type"] == "directory"
 
     def exists(self, **_: Any) -> bool:
         """True for a file or folder."""
-        return self._about is not None
+        return self._get_info is not None
 
     def stat(self, **_: Any) -> Any:
         """Its st_size, and st_mtime_ns where the store knows it."""
-        if self._about is None:
+        if self._get_info is None:
             raise FileNotFoundError(str(self))
-        changed = int(stores.modified(self._about) * 1e9)
-        return SimpleNamespace(st_size=self._about["size"], st_mtime_ns=changed)
+        changed = int(stores.modification_time(self._get_info) * 1e9)
+        return SimpleNamespace(st_size=self._get_info["size"], st_mtime_ns=changed)
 
     def resolve(self, strict: bool = False) -> RemoteFile:
         """The address itself."""
@@ -82,11 +82,11 @@ class RemoteFile(PosixPath):
 
     def rglob(self, pattern: str, **_: Any) -> Iterator[RemoteFile]:
         """All files below this address; the pattern is "*"."""
-        return self._found(self._ask(lambda: self.store.fs.find(str(self), detail=True)))
+        return self._make_files(self._ask(lambda: self.store.fs.find(str(self), detail=True)))
 
     def matching(self) -> list[RemoteFile]:
         """The files that this pattern matches."""
-        return list(self._found(self._ask(lambda: self.store.fs.glob(str(self), detail=True))))
+        return list(self._make_files(self._ask(lambda: self.store.fs.glob(str(self), detail=True))))
 
     def check_writable(self) -> None:
         """Refuse an output that cannot be written here, before the work for it is done.
@@ -108,15 +108,15 @@ class RemoteFile(PosixPath):
         self.store.remove([f"{self}.tmp"])
 
 
-def located(path: Path) -> Path:
+def locate(path: Path) -> Path:
     """A RemoteFile for an address; any other path as it is."""
     match = ADDRESS.fullmatch(str(path))
     return path if match is None else RemoteFile(f"{match[1]}://{match[2]}")
 
 
-def beside(output: str | Path) -> Path:
+def local_neighbor(output: str | Path) -> Path:
     """Return the local path beside which an output is made: its own, or of an address, the last name in this folder."""
-    path = located(Path(output))
+    path = locate(Path(output))
     return Path(path.name) if isinstance(path, RemoteFile) else path
 
 

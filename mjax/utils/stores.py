@@ -30,7 +30,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mjax.errors import RunError, UsageError, and_more, one_sentence, without_secrets
+from mjax.errors import RunError, UsageError, join_shortened, one_sentence, without_secrets
 from mjax.utils.files import cache_home, name_problem, open_no_link, put
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def is_address(path: str | Path) -> bool:
     return ADDRESS.fullmatch(str(path)) is not None
 
 
-def mirror_of(address: str | Path, kind: str = WRITTEN) -> Path:
+def mirrored_address(address: str | Path, kind: str = WRITTEN) -> Path:
     """The local path of an address, of what is `WRITTEN` or `FETCHED`; any other path as it is.
 
     Raises:
@@ -79,7 +79,7 @@ def mirror_of(address: str | Path, kind: str = WRITTEN) -> Path:
     return home.absolute() / kind / match[1] / match[2]
 
 
-def address_of(path: Path) -> str | None:
+def find_address(path: Path) -> str | None:
     """The address of a local copy; None for another path."""
     home, path = cache_home(), path.absolute()
     for folder in () if home is None else (home.absolute() / WRITTEN, home.absolute() / FETCHED):
@@ -89,9 +89,9 @@ def address_of(path: Path) -> str | None:
     return None
 
 
-def resolved(path: Path) -> str:
+def to_absolute(path: Path) -> str:
     """A name for `path` that another process can use: its address, or the absolute path."""
-    return address_of(path) or str(path.resolve())
+    return find_address(path) or str(path.resolve())
 
 
 @contextlib.contextmanager
@@ -126,22 +126,22 @@ class Store:
       patience: seconds for which a call is repeated.
     """
 
-    def __init__(self, address: str, say: Callable[[str], None] = print):
+    def __init__(self, address: str, print_line: Callable[[str], None] = print):
         self.scheme, self.patience = address.partition(":")[0], PATIENCE
         self.fs = _file_system(self.scheme)
-        self._say, self._said = say, dict[Hashable, float]()
+        self._say, self._said = print_line, dict[Hashable, float]()
 
     def reconnect(self) -> None:
         """Read the credentials again: a login that has expired may have been renewed meanwhile."""
         _file_system.cache_clear()
         self.fs = _file_system(self.scheme)
 
-    def say(self, line: str, about: Hashable = None) -> None:
+    def print_once(self, line: str, about: Hashable = None) -> None:
         """Print a line, unless the same one, or another `about` the same, was printed in the last `QUIET` seconds."""
         now, about = time.monotonic(), about or line
         if now - self._said.get(about, -QUIET) >= QUIET:
             self._said[about] = now
-            self._say(line)
+            self._print_line(line)
 
     def files(self, folder: str) -> dict[str, dict[str, Any]]:
         """Return the objects under an address, by name: size and LastModified and, of S3, ETag; {} if there are none.
@@ -164,7 +164,7 @@ class Store:
                 usable[name] = about
         if skipped:
             count = f"{len(skipped)} keys that cannot be files" if len(skipped) > 1 else "a key that cannot be a file"
-            self.say(f"{folder}: skipped {count}: {one_sentence(skipped[0][:300])}", (folder, *skipped))
+            self.print_once(f"{folder}: skipped {count}: {one_sentence(skipped[0][:300])}", (folder, *skipped))
         return usable
 
     def folders(self, folder: str) -> list[str]:
@@ -178,7 +178,7 @@ class Store:
         names = {entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"}
         return sorted(name for name in names if name_problem(name) is None)
 
-    def about(self, address: str) -> dict[str, Any] | None:
+    def get_info(self, address: str) -> dict[str, Any] | None:
         """Size and LastModified and, of S3, ETag of an object; None if there is none."""
         with contextlib.suppress(FileNotFoundError):
             return self.again(f"reading {address}", lambda: self.fs.info(address))
@@ -248,7 +248,7 @@ class Store:
             addresses = [address for address, _ in part]
             copy = functools.partial(self.fs.get, addresses, list(map(str, temporary)))
             try:
-                self.again(f"reading {and_more(addresses)}", copy)
+                self.again(f"reading {join_shortened(addresses)}", copy)
                 for (_, file), whole in zip(part, temporary, strict=True):
                     put(whole, file)
             finally:
@@ -259,7 +259,7 @@ class Store:
         """Copy local files to objects; each is there or not."""
         for part in (pairs[start : start + TOGETHER] for start in range(0, len(pairs), TOGETHER)):
             files, addresses = [str(file) for file, _ in part], [address for _, address in part]
-            self.again(f"writing {and_more(addresses)}", functools.partial(self.fs.put, files, addresses))
+            self.again(f"writing {join_shortened(addresses)}", functools.partial(self.fs.put, files, addresses))
 
     def move(self, old: str, new: str) -> None:
         """Give an object another name; the old one goes last."""
@@ -299,7 +299,7 @@ class Store:
                     lasting = f" for {self.patience:.0f} s" if self.patience else ""
                     raise RunError(f"{what} failed{lasting}: {reason}") from error
                 wait = min(pause * random.uniform(1, 1.25), left)
-                self.say(f"{what} failed ({reason}): trying again in {wait:.0f} s", (what, reason))
+                self.print_once(f"{what} failed ({reason}): trying again in {wait:.0f} s", (what, reason))
                 time.sleep(wait)
                 pause = min(2 * pause, MAX_PAUSE)
 
@@ -317,7 +317,7 @@ def explain_failure(error: Exception) -> tuple[str, str | None]:
     return one_sentence(reason), advice
 
 
-def modified(about: Mapping[str, Any]) -> float:
+def modification_time(about: Mapping[str, Any]) -> float:
     """When an object was written, in seconds since 1970 by the clock of the store."""
     when = about.get("LastModified") or about.get("updated") or about.get("mtime") or 0.0
     when = datetime.fromisoformat(when) if isinstance(when, str) else when
@@ -326,7 +326,13 @@ def modified(about: Mapping[str, Any]) -> float:
 
 def version(about: Mapping[str, Any]) -> str:
     """A word that is another one when the object is."""
-    tag = about.get("generation") or about.get("ETag") or about.get("etag") or about.get("md5Hash") or modified(about)
+    tag = (
+        about.get("generation")
+        or about.get("ETag")
+        or about.get("etag")
+        or about.get("md5Hash")
+        or modification_time(about)
+    )
     return f"{about['size']} {tag}"
 
 

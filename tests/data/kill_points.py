@@ -112,7 +112,7 @@ def main() -> None:
         if overwrite:  # older outputs, of another text
             prepare(PrepareArguments(output=f"{start}/d", inputs=(inputs / "a.txt",), tokenizer="bytes"))
             (start / "out.jsonl").write_text("an older output\n")
-    cache.WORTH_KEEPING = 0
+    cache.MIN_CACHED_BYTES = 0
     word_hashes("what is computed once is computed here, for all copies")
     command = command_of(kind, inputs, folder, overwrite)
 

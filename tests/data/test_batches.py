@@ -15,7 +15,7 @@ BATCHES = Batches(MockDataset(vocabulary=1000, sequence=8, seed=0), BatchSizes.c
 
 def test_steps_take_consecutive_samples():
     for step in (2, 0, 1):  # in any order
-        batch = BATCHES.at(step)
+        batch = BATCHES.batch_at(step)
         samples = np.stack([BATCHES.dataset[i] for i in range(6 * step, 6 * step + 6)])
         assert (batch["tokens"] == samples[:, :-1]).all()
         assert (batch["labels"] == samples[:, 1:]).all()
@@ -23,12 +23,12 @@ def test_steps_take_consecutive_samples():
 
 
 def test_parts_of_a_batch_are_those_asked_for():
-    whole = BATCHES.at(3)
+    whole = BATCHES.batch_at(3)
     for rows in (slice(0, 1), slice(1, 4), slice(3, 9)):
-        part = BATCHES.at(3, rows)
+        part = BATCHES.batch_at(3, rows)
         assert all((part[name] == whole[name][rows]).all() for name in ("tokens", "labels"))
     with pytest.raises(ValueError, match="no rows of a batch of 6"):
-        BATCHES.at(0, slice(6, 9))
+        BATCHES.batch_at(0, slice(6, 9))
 
 
 def test_prefetch_runs_ahead_up_to_depth():

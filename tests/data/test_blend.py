@@ -5,7 +5,7 @@ import pytest
 
 from mjax.config.datasets import normalize
 from mjax.data import samples as blend
-from mjax.data.samples import BlendedDataset, build_blend_index, samples_of_parts
+from mjax.data.samples import BlendedDataset, build_blend_index, split_samples
 
 
 def walked(shares, samples, sizes=None):
@@ -42,12 +42,12 @@ def test_lanes_join_to_megatrons_walk(monkeypatch, weights, lane):
     assert found.tolist() == walked(shares, samples)
     for length in range(1, samples, 37):
         used = np.bincount(found[:length], minlength=len(shares))
-        assert (used <= samples_of_parts(length, shares)).all()
+        assert (used <= split_samples(length, shares)).all()
 
 
 def test_parts_hold_half_a_percent_more():
     """Megatron's epochs, and so its order, depend on it."""
-    assert samples_of_parts(1001, [0.3, 0.7]) == [303, 705]  # of 300.3 and 700.7, rounded up twice
+    assert split_samples(1001, [0.3, 0.7]) == [303, 705]  # of 300.3 and 700.7, rounded up twice
 
 
 @pytest.mark.parametrize("sizes", [[5], [1, 1, 1], [3, 400], [70, 1, 200, 33], RANDOM.integers(1, 200, 8).tolist()])

@@ -24,7 +24,7 @@ ARRAYS = {"one": np.arange(1000, dtype=np.int32), "two": np.arange(6.0).reshape(
 
 @pytest.fixture(autouse=True)
 def everything_is_kept(monkeypatch):
-    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
 
 
 class Kept:

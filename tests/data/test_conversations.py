@@ -16,7 +16,16 @@ from mjax.data.corpus import TextFiles, parse
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, mask_file, token_file
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
-from mjax.generation.chat import PLAIN, TEMPLATE, Chat, Trained, Unfit, encode, messages_of, trained_spans
+from mjax.generation.chat import (
+    PLAIN,
+    TEMPLATE,
+    Chat,
+    Trained,
+    UntrainableConversation,
+    encode,
+    find_trained_spans,
+    read_messages,
+)
 from tests.small import small_config
 from tests.test_chat import CHATML, bytes_with_special_tokens
 
@@ -107,7 +116,7 @@ def chat_of(folder, template, special=(), settings=None):
 )
 def test_assistant_and_its_end_of_turn_are_trained(template, messages, trained, expected, tmp_path):
     chat = chat_of(tmp_path / "t", template)
-    text, spans = trained_spans(chat, messages, None, trained)
+    text, spans = find_trained_spans(chat, messages, None, trained)
     assert [text[begin:end] for begin, end in spans] == expected
     encoded = encode(chat, {"messages": messages}, trained)
     marked = [token for token, mark in zip(encoded.ids, encoded.trained, strict=True) if mark]
@@ -155,7 +164,7 @@ def test_token_of_header_and_answer_is_trained(tmp_path):
     ],
 )
 def test_unfit_conversation_is_named(fields, words, tmp_path):
-    with pytest.raises(Unfit) as unfit:
+    with pytest.raises(UntrainableConversation) as unfit:
         encode(chat_of(tmp_path / "t", THINKING), fields, Trained())
     assert words in str(unfit.value)
 
@@ -163,7 +172,7 @@ def test_unfit_conversation_is_named(fields, words, tmp_path):
 def test_reasoning_that_template_leaves_out_is_named(tmp_path):
     """And what the refusal says works."""
     chat = chat_of(tmp_path / "t", DISTILLED)
-    with pytest.raises(Unfit, match=r"leaves out the reasoning of message 2, .* \(--no-reasoning\)"):
+    with pytest.raises(UntrainableConversation, match=r"leaves out the reasoning of message 2, .* \(--no-reasoning\)"):
         encode(chat, {"messages": INLINE}, Trained())
     assert encode(chat, {"messages": INLINE}, Trained(reasoning=False))
 
@@ -172,12 +181,12 @@ def test_all_or_nothing_is_not_trained(tmp_path):
     everything = "{% generation %}{% for message in messages %}{{ message['content'] }}{% endfor %}{% endgeneration %}"
     nothing = "{% for message in messages %}{% if message['role'] == 'user' %}x{% endif %}{% endfor %}"
     for template, words in ((everything, "all of its tokens"), (nothing, "renders message 3 differently")):
-        with pytest.raises(Unfit, match=words):
+        with pytest.raises(UntrainableConversation, match=words):
             encode(chat_of(tmp_path / "t", template), {"messages": TALK}, Trained())
     twice = MARKED.replace("<|im_end|>{% endg", "{% endgeneration %}{% generation %}<|im_end|>{% endg")
-    with pytest.raises(Unfit, match="marks 4 parts of 2 turns of the assistant"):
+    with pytest.raises(UntrainableConversation, match="marks 4 parts of 2 turns of the assistant"):
         encode(chat_of(tmp_path / "t", twice), {"messages": UNWEIGHTED}, Trained())
-    with pytest.raises(Unfit, match=r"message 5 differently without its header, .*: --template FILE"):
+    with pytest.raises(UntrainableConversation, match=r"message 5 differently without its header, .*: --template FILE"):
         encode(chat_of(tmp_path / "t", nothing), {"messages": TALK}, Trained(turns="last"))
 
 
@@ -185,7 +194,7 @@ def test_parts_and_tools_are_read():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     fields = {"prompt": [{"role": "user", "content": parts}], "completion": "c", "tools": '[{"name": "f"}]'}
     expected = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
-    assert messages_of(fields) == (expected, [{"name": "f"}])
+    assert read_messages(fields) == (expected, [{"name": "f"}])
 
 
 @pytest.mark.parametrize(
@@ -198,7 +207,7 @@ def test_parts_and_tools_are_read():
     ],
 )
 def test_sharegpt_and_alpaca_are_read(fields):
-    messages, _ = messages_of(fields | {"system": "s"})
+    messages, _ = read_messages(fields | {"system": "s"})
     read = [(message["role"], message["content"]) for message in messages]
     assert read == [("system", "s"), ("user", "a\nb"), ("assistant", "c")]
 

@@ -13,9 +13,9 @@ from mjax.data.corpus.near_duplicates import (
     HASHES,
     Buckets,
     Shingles,
-    bucketed,
     choose_bands,
     jaccard,
+    make_buckets,
     shingle_hashes,
     similar_pairs,
     sketch,
@@ -157,7 +157,7 @@ def test_documents_of_one_bucket_are_compared_as_if_alone():
     shingles = Shingles(np.sort(hashes, axis=1).ravel(), ends)
     signatures = np.zeros((40, HASHES), np.uint8)  # all are promising
     keys = random.integers(1, 5, 80).astype(np.uint64)
-    members = bucketed(keys, np.concatenate((np.arange(40), np.arange(40))))
+    members = make_buckets(keys, np.concatenate((np.arange(40), np.arange(40))))
     clusters = members.documents // 2
     together, compared = similar_pairs(members, clusters, signatures, shingles, 0.6)
     alone, count = [], 0

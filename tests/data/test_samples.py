@@ -8,7 +8,7 @@ import pytest
 
 from mjax.config.datasets import split_sequences
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, index_file, token_file
-from mjax.data.samples import GPTDataset, MockDataset, build_sample_index, labelled
+from mjax.data.samples import GPTDataset, MockDataset, add_labels, build_sample_index
 from mjax.errors import UsageError
 
 
@@ -112,9 +112,9 @@ EVERYTHING = {"tokens": "int32", "labels": "int32", "loss_mask": "bool", "positi
 
 def test_labels_restart_after_each_document():
     tokens = np.array([5, 6, EOD, 7, EOD, EOD, 8, 9, 4])
-    sample = labelled(tokens, EVERYTHING, EOD, mask_eod=True)
+    sample = add_labels(tokens, EVERYTHING, EOD, mask_eod=True)
     assert {name: array.dtype.name for name, array in sample.items()} == EVERYTHING
     assert sample["positions"].tolist() == [0, 1, 2, 0, 1, 0, 0, 1]
     assert sample["documents"].tolist() == [0, 0, 0, 1, 1, 2, 3, 3]
     assert sample["loss_mask"].tolist() == [True, True, False, True, False, False, True, True]
-    assert list(labelled(tokens)) == ["tokens", "labels"]
+    assert list(add_labels(tokens)) == ["tokens", "labels"]

@@ -47,7 +47,7 @@ def config_of(steps=10, batch=4, **data):
 
 def rows(batches, steps):
     """Return the tokens of every sample, in order."""
-    return [row for step in range(steps) for row in batches.at(step)["tokens"].tolist()]
+    return [row for step in range(steps) for row in batches.begin_activity(step)["tokens"].tolist()]
 
 
 def origins(batches, steps):
@@ -82,9 +82,9 @@ def test_each_part_can_have_a_blend(data):
 
 def test_samples_have_the_arrays_asked_for(data):
     described("a")
-    plain = open_data(config_of(path="a")).training.at(0)
+    plain = open_data(config_of(path="a")).training.batch_at(0)
     asked = config_of(path="a", reset_positions=True, reset_attention=True, mask_eod_loss=True)
-    batch = open_data(asked).training.at(0)
+    batch = open_data(asked).training.batch_at(0)
     assert {name: array.dtype.name for name, array in batch.items()} == asked.data.batch_types()
     assert (batch["tokens"] == plain["tokens"]).all()
     assert (batch["loss_mask"] == (plain["tokens"] != EOD)).all()
@@ -104,7 +104,7 @@ def chats(tmp_path, monkeypatch):
 
 def times_seen(batches, steps):
     """How often the only trained label of each conversation is trained."""
-    batches = [batches.at(step) for step in range(steps)]
+    batches = [batches.begin_activity(step) for step in range(steps)]
     labels = np.concatenate([batch["labels"][batch["loss_mask"]] for batch in batches])
     return dict(zip(*np.unique(labels, return_counts=True), strict=True))
 
@@ -127,7 +127,7 @@ def test_whole_epochs_have_each_conversation_as_often(pack, files, epochs, batch
     assert len(training) + len(validation) == sum({"d": 30, "e": 11, "f": 1}[name] for name in files)
     assert f"{epochs}.0 epochs" in opened.summary
     more = open_data(replace(config, data=replace(config.data, samples=None)))  # goes on into the next epoch
-    assert (more.training.at(steps - 1)["loss_mask"].sum(axis=1) > 0).all()
+    assert (more.training.batch_at(steps - 1)["loss_mask"].sum(axis=1) > 0).all()
     if steps > 1:
         with pytest.raises(UsageError, match="is below the"):  # steps without any label
             validate(replace(config, data=replace(config.data, samples=(steps - 1) * batch)))
@@ -139,12 +139,12 @@ def parts_of(dataset):
 
 def test_mock_validation_is_not_the_training_data():
     opened = open_data(config_of(mock=True))
-    assert (opened.training.at(0)["tokens"] != opened.validation.at(0)["tokens"]).any()
+    assert (opened.training.batch_at(0)["tokens"] != opened.validation.batch_at(0)["tokens"]).any()
 
 
 def test_nothing_is_drawn_for_a_run_that_cannot_be(data, monkeypatch):
     """A mesh that is not there, and epochs that nobody means."""
-    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
 
     def refuse(samples):
         raise UsageError(f"not with {samples} samples")
@@ -159,7 +159,7 @@ def test_nothing_is_drawn_for_a_run_that_cannot_be(data, monkeypatch):
 
 
 def test_indices_are_kept_where_config_says(data, monkeypatch):
-    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
     path = ("0.3", "a", "0.7", "b")
     first = open_data(config_of(path=path))
     assert sorted(file.name for file in data.glob("*.cache")) == ["a.cache", "b.cache"]
@@ -215,7 +215,7 @@ def test_bert_reads_the_samples_of_its_part(data):
     sentences("d")
     config = bert_config("d")
     opened = open_data(config)
-    shapes = {name: (array.shape, str(array.dtype)) for name, array in opened.training.at(3).items()}
+    shapes = {name: (array.shape, str(array.dtype)) for name, array in opened.training.batch_at(3).items()}
     assert shapes == {name: ((8, *shape), kind) for name, (shape, kind) in config.batch_arrays().items()}
     training, validation = opened.training.dataset, opened.validation.dataset
     # 48 of 60 documents of 6 sentences are for training, the others for validation.

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
 from mjax.data import tokenizer_trial
-from mjax.data.tokenizer_trial import LONGEST, PROSE, encode_texts, remember
+from mjax.data.tokenizer_trial import MAX_CHARACTERS, PROSE, encode_texts, remember
 from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, tokenizer_from_folder, train_sentencepiece
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat
@@ -140,7 +140,7 @@ def test_passed_tokenizer_is_tried_once(tmp_path, trials, cache):
 
 def test_folder_that_cannot_be_written_is_reported(tmp_path, trials, capsys):
     (tmp_path / "cache").write_text("a file")
-    tokenizer_trial._say_forgotten.cache_clear()
+    tokenizer_trial._report_missing_text.cache_clear()
     for _ in range(2):
         tokenizer_trial._problems.clear()
         load_tokenizer(f"hf:{written(hf_byte_pairs(), tmp_path)}")
@@ -172,7 +172,7 @@ def test_panic_in_a_conversation_is_a_sentence(tmp_path):
 @pytest.mark.ci
 def test_longest_text_of_template_is_encoded(monkeypatch):
     """A tokenizer encodes the longest text of a chat template within the bounds of its trial."""
-    monkeypatch.setattr(tokenizer_trial, "_texts", lambda rules: [PROSE * (LONGEST // len(PROSE))])
+    monkeypatch.setattr(tokenizer_trial, "_texts", lambda rules: [PROSE * (MAX_CHARACTERS // len(PROSE))])
     encode_texts(b"tokenizers\n" + hf_byte_pairs().to_str().encode())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mjax.data.tokenizers import ENDS, SCHEMES, bos_of, load_tokenizer, same_files, tokenizer_from_folder
+from mjax.data.tokenizers import ENDS, SCHEMES, bos_token_id, load_tokenizer, same_files, tokenizer_from_folder
 from mjax.errors import UsageError
 from tests.data.vocabularies import NAMES, NASTY, TEXTS, bert_file, gpt2_files, specs
 
@@ -119,7 +119,7 @@ def test_damaged_description_is_rejected(tmp_path, description, message):
 @pytest.mark.parametrize("description", [[], {"kind": "bytes"}, BYTES | {"bos": "x"}])
 def test_damaged_description_of_a_run_is_named(tmp_path, description):
     (tmp_path / "mjax_tokenizer.json").write_text(json.dumps(description))
-    for read in (bos_of, lambda folder: same_files(folder, folder)):
+    for read in (bos_token_id, lambda folder: same_files(folder, folder)):
         with pytest.raises(UsageError, match=r"does not describe a tokenizer: .*; prepare the data again"):
             read(tmp_path)
 

@@ -12,7 +12,7 @@ import pytest
 
 from mjax.commands import cli
 from mjax.commands import doctor as command
-from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding, checks
+from mjax.doctor import GREEN, RED, YELLOW, Finding, MachineInfo, checks
 from tests.conftest import ROOT
 
 
@@ -39,7 +39,7 @@ def run(monkeypatch):
     def run(*names, limit=20.0, foundation="devices", begin=lambda name: None):
         monkeypatch.setattr(checks, "ANSWER", "tests.doctor.test_checks:act")
         monkeypatch.setattr(checks, "FOUNDATION", foundation)
-        facts = Facts(limit=limit, environment=dict(os.environ))
+        facts = MachineInfo(limit=limit, environment=dict(os.environ))
         return list(checks.examine(facts, begin, names))
 
     return run
@@ -88,7 +88,7 @@ def test_checks_stop_at_red_foundation(run, name):
 
 def test_check_that_raises_is_red(monkeypatch):
     monkeypatch.setattr("mjax.doctor.host.check_open_files", lambda facts: 1 / 0)
-    (finding,) = checks.run_check("open files", Facts())
+    (finding,) = checks.run_check("open files", MachineInfo())
     assert (finding.check, finding.status) == ("open files", RED)
     assert finding.found == "could not be checked: ZeroDivisionError: division by zero"
 
@@ -104,7 +104,7 @@ def test_check_that_raises_is_red(monkeypatch):
 )
 def test_wrong_flag_is_named(flags, words):
     """The words are those of the installed XLA."""
-    facts = Facts(environment={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags})
+    facts = MachineInfo(environment={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags})
     finding, rest = checks.examine(facts, lambda name: None, ["devices", "matmul"])
     assert (finding.check, finding.status, rest.check) == ("devices", RED, "not checked")
     assert words in finding.found

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from mjax.doctor import FIGURE, GREEN, RED, YELLOW, Facts, devices
+from mjax.doctor import FIGURE, GREEN, RED, YELLOW, MachineInfo, devices
 from mjax.doctor.devices import check_all_reduce, check_devices, check_matmul, judge
 from mjax.doctor.host import Driver
 
@@ -35,7 +35,7 @@ def test_devices_are_compared_with_driver(monkeypatch, kinds, driver, cuda, envi
     monkeypatch.setattr(devices.jax, "local_devices", lambda: local)
     monkeypatch.setattr(devices, "read_driver", lambda: driver)
     monkeypatch.setattr(devices.packages, "cuda_build", lambda: cuda)
-    finding = check_devices(Facts(environment=environment))
+    finding = check_devices(MachineInfo(environment=environment))
     assert finding.status == status
     assert words in finding.found
 
@@ -53,7 +53,7 @@ def test_share_of_memory_is_judged(monkeypatch, limit, environment, status):
     device = SimpleNamespace(platform="gpu", device_kind=H100, memory_stats=lambda: {"bytes_limit": limit * GIB})
     monkeypatch.setattr(devices.jax, "local_devices", lambda: [device])
     monkeypatch.setattr(devices, "read_driver", lambda: EIGHT)
-    assert devices.check_device_memory(Facts(environment=environment)).status == status
+    assert devices.check_device_memory(MachineInfo(environment=environment)).status == status
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_slowest_device_is_judged(monkeypatch):
     first, second, *_ = jax.local_devices()
     seconds = {first.id: 1e-3, second.id: 2e-3}
     monkeypatch.setattr(devices, "devices_to_check", lambda: [first, second])
-    monkeypatch.setattr(devices, "seconds_of", lambda step, x: seconds[x.device.id])
-    finding = check_matmul(Facts())
-    assert f"on {devices.name_of(second)};" in finding.found
+    monkeypatch.setattr(devices, "time_step", lambda step, x: seconds[x.device.id])
+    finding = check_matmul(MachineInfo())
+    assert f"on {devices.device_name(second)};" in finding.found
     assert finding.figures["rate"] == 2 * 1024**3 / 2e-3
 
 
@@ -89,13 +89,13 @@ def test_slowest_device_is_judged(monkeypatch):
 def test_wrong_sum_is_red(monkeypatch):
     monkeypatch.setattr(devices, "REPEATS", 1)
     monkeypatch.setattr(devices, "SIMULATED_COUNT", 2**10)
-    finding = check_all_reduce(Facts())
+    finding = check_all_reduce(MachineInfo())
     assert finding.status == FIGURE
     assert ("simulated" in finding.found) == (jax.default_backend() == "cpu")
     right, total = devices.mappings.leave, jax.device_count() * (jax.device_count() + 1) // 2
     monkeypatch.setattr(devices.mappings, "leave", lambda x: right(x) + 1)
-    finding = check_all_reduce(Facts())
+    finding = check_all_reduce(MachineInfo())
     assert finding.status == RED
     assert f"is {total + 1} to {total + 1}, not {total}" in finding.found
     monkeypatch.setattr(devices.mappings, "leave", lambda x: right(x).at[0].add(1))  # in a few elements only
-    assert check_all_reduce(Facts()).status == RED
+    assert check_all_reduce(MachineInfo()).status == RED

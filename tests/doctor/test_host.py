@@ -10,7 +10,7 @@ import pynvml
 import pytest
 
 from mjax.config import load_config
-from mjax.doctor import GREEN, RED, YELLOW, Facts, host
+from mjax.doctor import GREEN, RED, YELLOW, MachineInfo, host
 from mjax.models.build import count_parameters
 from mjax.utils import packages
 
@@ -44,10 +44,10 @@ def test_limit_of_slurm_job_counts(machine):
     root = machine("1:name=systemd:/\n0::/slurm/job_7/step_0/task_1\n")  # which has no limit of memory
     group(root, "slurm/job_7", 32, used=20, inactive=8)
     group(root, "slurm/job_7/step_0", "max", used=20)
-    assert host.check_memory(Facts()).found == "20.00 GiB of 32.00 GiB free, the limit of this container or job"
+    assert host.check_memory(MachineInfo()).found == "20.00 GiB of 32.00 GiB free, the limit of this container or job"
     group(root, "slurm", 48, used=45)  # its other jobs
     group(root, "slurm/job_8", 1, used=0)  # somebody else's
-    assert host.check_memory(Facts()).found.startswith("3.00 GiB of 48.00 GiB")
+    assert host.check_memory(MachineInfo()).found.startswith("3.00 GiB of 48.00 GiB")
 
 
 def test_limit_of_cgroup_version_1_counts(machine):
@@ -58,17 +58,17 @@ def test_limit_of_cgroup_version_1_counts(machine):
         (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
         (folder / "memory.usage_in_bytes").write_text(f"{16 * GIB}\n")
         (folder / "memory.stat").write_text(f"inactive_file 0\ntotal_inactive_file {2 * GIB}\n")
-    assert host.check_memory(Facts()).found == "10.00 GiB of 24.00 GiB free, the limit of this container or job"
+    assert host.check_memory(MachineInfo()).found == "10.00 GiB of 24.00 GiB free, the limit of this container or job"
 
 
 def test_memory_below_checkpoint_copy_is_yellow(machine):
     machine()
     config = load_config("gpt_8b")
     assert host.state_bytes(config) == 12 * count_parameters(config.model)
-    finding = host.check_memory(Facts(config=replace(config, mesh=replace(config.mesh, data=1))))
+    finding = host.check_memory(MachineInfo(config=replace(config, mesh=replace(config.mesh, data=1))))
     assert finding.status == YELLOW
     assert "takes 92.95 GiB of a host with 8 of its 8 GPUs" in finding.found
-    finding = host.check_memory(Facts(config=config))
+    finding = host.check_memory(MachineInfo(config=config))
     assert finding.status == GREEN
     assert "takes 1.45 GiB of a host with 8 of its 512 GPUs" in finding.found
 
@@ -95,7 +95,7 @@ def small_file(monkeypatch):
 
 
 def test_absent_folder_is_not_made(tmp_path, small_file):
-    finding = host.check_storage(Facts(runs=tmp_path / "runs" / "deep"))
+    finding = host.check_storage(MachineInfo(runs=tmp_path / "runs" / "deep"))
     assert finding.status == GREEN
     assert f"{tmp_path} (where" in finding.found
     assert finding.figures["write_mb_per_s"] > 0
@@ -112,7 +112,7 @@ def test_absent_folder_is_not_made(tmp_path, small_file):
 )
 def test_failing_disk_is_red(tmp_path, small_file, monkeypatch, module, name, code, advice):
     monkeypatch.setattr(module, name, Mock(side_effect=OSError(code, os.strerror(code))))
-    finding = host.check_storage(Facts(runs=tmp_path))
+    finding = host.check_storage(MachineInfo(runs=tmp_path))
     assert finding.status == RED
     assert finding.advice.startswith(advice)
     assert list(tmp_path.iterdir()) == []
@@ -120,7 +120,7 @@ def test_failing_disk_is_red(tmp_path, small_file, monkeypatch, module, name, co
 
 def test_lost_bytes_are_red(tmp_path, small_file, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: os.ftruncate(descriptor, 10))
-    finding = host.check_storage(Facts(runs=tmp_path))
+    finding = host.check_storage(MachineInfo(runs=tmp_path))
     assert finding.status == RED
     assert "the bytes read are not those written" in finding.found
 
@@ -137,14 +137,14 @@ def test_lost_bytes_are_red(tmp_path, small_file, monkeypatch):
 )
 def test_room_and_speed_are_judged(tmp_path, disk, config, free, write, status):
     disk(free * GIB, write)
-    finding = host.check_storage(Facts(config=config and load_config(config), runs=tmp_path))
+    finding = host.check_storage(MachineInfo(config=config and load_config(config), runs=tmp_path))
     assert finding.status == status
     assert config is None or "; 3 checkpoints of 92.95 GiB are to be saved" in finding.found
 
 
 def test_written_checkpoints_need_no_room_again(tmp_path, disk):
     disk(100 * GIB)
-    facts = Facts(config=load_config("gpt_8b"), name="gpt_8b", runs=tmp_path)
+    facts = MachineInfo(config=load_config("gpt_8b"), name="gpt_8b", runs=tmp_path)
     for name, status in (("200", RED), ("300.writing", RED), ("300", GREEN), ("400", GREEN)):
         (tmp_path / "gpt_8b/checkpoints" / name).mkdir(parents=True)
         (tmp_path / "gpt_8b/checkpoints" / name / "manifest.json").touch()
@@ -157,7 +157,7 @@ def test_written_checkpoints_need_no_room_again(tmp_path, disk):
 
 def test_link_to_nowhere_is_red(tmp_path):
     (tmp_path / "runs").symlink_to("absent")
-    assert host.check_storage(Facts(runs=tmp_path / "runs")).status == RED
+    assert host.check_storage(MachineInfo(runs=tmp_path / "runs")).status == RED
 
 
 # --- The installation -----------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ EIGHT = host.Driver("580.65.06", (H100,) * 8, (80 * 2**30,) * 8, (0.0,) * 8, on_
 
 def pretend(monkeypatch, **versions):
     """Install these packages too, or remove those with version None, and any other plugin for CUDA."""
-    installed = {name: version for name, version in packages.installed().items() if not name.startswith("jax-cuda")}
+    installed = {name: version for name, version in packages.list_versions().items() if not name.startswith("jax-cuda")}
     installed |= {name.replace("_", "-"): version for name, version in versions.items()}
     installed = {name: version for name, version in installed.items() if version is not None}
     monkeypatch.setattr(packages, "installed", lambda: installed)
@@ -178,12 +178,12 @@ def pretend(monkeypatch, **versions):
 @pytest.mark.parametrize(("version", "status"), [("3.10.4", RED), ("3.13.0", GREEN), ("3.14.0", YELLOW)])
 def test_python_is_one_of_those_tested(monkeypatch, version, status):
     monkeypatch.setattr(host.platform, "python_version", lambda: version)
-    finding = host.check_python(Facts())
+    finding = host.check_python(MachineInfo())
     assert (finding.status, finding.found.startswith(version)) == (status, True)
 
 
 def test_installed_packages_fit():
-    assert [check(Facts()).status for check in (host.check_packages, host.check_jax)] == [GREEN, GREEN]
+    assert [check(MachineInfo()).status for check in (host.check_packages, host.check_jax)] == [GREEN, GREEN]
 
 
 @pytest.mark.parametrize(
@@ -196,12 +196,12 @@ def test_installed_packages_fit():
 )
 def test_wrong_version_of_package_is_named(monkeypatch, package, version, status, words):
     pretend(monkeypatch, **{package: version})
-    finding = host.check_packages(Facts())
+    finding = host.check_packages(MachineInfo())
     assert (finding.status, finding.found.startswith(words)) == (status, True)
     assert finding.advice.startswith(f'pip install "{package.replace("_", "-")}')
 
 
-JAXLIB = packages.installed()["jaxlib"]
+JAXLIB = packages.list_versions()["jaxlib"]
 
 
 @pytest.mark.parametrize(
@@ -218,13 +218,13 @@ JAXLIB = packages.installed()["jaxlib"]
 )
 def test_jax_and_its_parts_must_fit(monkeypatch, versions, status):
     pretend(monkeypatch, **versions)
-    assert host.check_jax(Facts()).status == status
+    assert host.check_jax(MachineInfo()).status == status
 
 
 def test_other_libraries_are_yellow(monkeypatch, tmp_path):
     pretend(monkeypatch, **{f"jax_cuda13_{half}": JAXLIB for half in ("plugin", "pjrt")})
     (tmp_path / "libcudnn.so.9").touch()
-    finding = host.check_jax(Facts(environment={"LD_LIBRARY_PATH": f":{tmp_path}"}))
+    finding = host.check_jax(MachineInfo(environment={"LD_LIBRARY_PATH": f":{tmp_path}"}))
     assert (finding.status, finding.advice) == (YELLOW, "unset LD_LIBRARY_PATH")
     assert "libcudnn.so.9" in finding.found
 
@@ -260,7 +260,7 @@ def gpu_machine(tmp_path, monkeypatch):
 def judge(monkeypatch, driver, cuda):
     monkeypatch.setattr(host, "read_driver", lambda: driver)
     monkeypatch.setattr(packages, "cuda_build", lambda: cuda)
-    return host.check_driver(Facts())
+    return host.check_driver(MachineInfo())
 
 
 def test_driver_is_read_from_nvml(gpu_machine, monkeypatch):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from mjax.config import load_config
-from mjax.doctor import GREEN, RED, YELLOW, Facts, numerics
+from mjax.doctor import GREEN, RED, YELLOW, MachineInfo, numerics
 from mjax.doctor.checks import run_check
 from mjax.doctor.numerics import OPERATIONS, Operation, check_attention, check_experts, check_numerics
 from mjax.models.parts import attention_kernels
@@ -17,7 +17,7 @@ from mjax.parallel import grouped
 
 
 def test_this_device_is_right():
-    (finding,) = check_numerics(Facts())
+    (finding,) = check_numerics(MachineInfo())
     assert finding.status == GREEN
     assert 0 < finding.figures["LayerNorm_relative"] < 1e-5
 
@@ -33,7 +33,7 @@ def test_wrong_element_is_red_and_named(monkeypatch, operation, factor):
         )
 
     monkeypatch.setattr(numerics, "OPERATIONS", [replace(operation, run=run)])
-    finding, *_ = check_numerics(Facts())
+    finding, *_ = check_numerics(MachineInfo())
     assert finding.status == RED
     assert finding.found.startswith(f"{operation.name} on {jax.default_backend().upper()} 0 is wrong")
 
@@ -46,8 +46,8 @@ def test_wrong_device_is_named(monkeypatch):
     first, second = jax.local_devices()[:2]
     monkeypatch.setattr(numerics, "devices_to_check", lambda: [first, second])
     monkeypatch.setattr(numerics, "OPERATIONS", [Operation("one", run, lambda x: x, ((3,),), jnp.float32, 1e-3)])
-    (finding,) = check_numerics(Facts())
-    assert (finding.status, f"one on {numerics.name_of(second)} is wrong:" in finding.found) == (RED, True)
+    (finding,) = check_numerics(MachineInfo())
+    assert (finding.status, f"one on {numerics.device_name(second)} is wrong:" in finding.found) == (RED, True)
 
 
 # --- The kernels of a run ---------------------------------------------------------------------------------------------
@@ -56,11 +56,11 @@ def test_wrong_device_is_named(monkeypatch):
 def small(name, **changes):
     config = load_config(name)
     precision = replace(config.precision, compute="fp32")
-    return Facts(config=replace(config, model=replace(config.model, sequence=32, **changes), precision=precision))
+    return MachineInfo(config=replace(config, model=replace(config.model, sequence=32, **changes), precision=precision))
 
 
 def test_attention_without_config_is_right():
-    (finding,) = check_attention(Facts())
+    (finding,) = check_attention(MachineInfo())
     assert finding.status == GREEN
     assert ("cudnn" if jax.default_backend() == "gpu" else "xla_blocks") in finding.found
 
@@ -94,7 +94,7 @@ def test_kernel_that_does_not_run_is_red(monkeypatch):
         raise RuntimeError("cuDNN has no engine for this\nand a stack trace")
 
     monkeypatch.setattr(attention_kernels, "attend", attend)
-    (finding,) = check_attention(Facts())
+    (finding,) = check_attention(MachineInfo())
     assert (finding.status, finding.advice) == (RED, "--model.attention xla, and report it")
     assert finding.found.endswith("does not run (cuDNN has no engine for this)")
 
@@ -110,14 +110,14 @@ def test_slower_kernel_of_gpu_is_yellow(monkeypatch):
     monkeypatch.setattr(Operation, "error", lambda *_: 0.0)
     monkeypatch.setattr(numerics.jax, "default_device", contextlib.nullcontext)
     monkeypatch.setattr(numerics.jax, "local_devices", lambda: [gpu])
-    _, finding = check_attention(Facts())
+    _, finding = check_attention(MachineInfo())
     assert finding.status == YELLOW
     assert "it needs compute capability 8.0 or more" in finding.found
 
 
 def test_experts_are_checked_if_there_are_any(monkeypatch):
-    assert check_experts(Facts(config=load_config("gpt_demo"))) == []
-    facts, right = small("moe_demo"), grouped.grouped_product
+    assert check_experts(MachineInfo(config=load_config("gpt_demo"))) == []
+    facts, right = small("moe_demo"), grouped.grouped_matmul
     assert check_experts(facts)[0].status == GREEN
-    monkeypatch.setattr(grouped, "grouped_product", lambda x, kernels, *rest: right(x, kernels[::-1], *rest))
+    monkeypatch.setattr(grouped, "grouped_matmul", lambda x, kernels, *rest: right(x, kernels[::-1], *rest))
     assert check_experts(facts)[0].status == RED

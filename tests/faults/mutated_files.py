@@ -31,10 +31,10 @@ from mjax.config import Config, HealthConfig, read_config, save_config, to_dict
 from mjax.config.checks import validate
 from mjax.config.datasets import DatasetMetadata, read_metadata
 from mjax.config.model_file import ModelFile
-from mjax.data.cache import WORTH_KEEPING, IndexCache
+from mjax.data.cache import MIN_CACHED_BYTES, IndexCache
 from mjax.data.corpus import TextFiles
 from mjax.data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter, write_metadata
-from mjax.finetuning.recipe import FinetuneArguments, continued, request_of
+from mjax.finetuning.recipe import FinetuneArguments, read_request, with_start_step
 from mjax.finetuning.tuning import read_epochs
 from mjax.run.continuing import Origin
 from mjax.run.health import Health
@@ -167,7 +167,7 @@ def _expected_metadata(files: Files) -> dict | None:
 
 
 def _cached(folder: Path) -> dict[str, int]:
-    built = {"a": np.arange(WORTH_KEEPING // 4, dtype=np.int32), "b": np.ones((3, 2), np.int64)}
+    built = {"a": np.arange(MIN_CACHED_BYTES // 4, dtype=np.int32), "b": np.ones((3, 2), np.int64)}
     arrays = IndexCache([folder], lambda line: None).arrays({"seed": 1, "kind": "x"}, ("a", "b"), lambda: built)
     return {
         name: (str(array.dtype), array.shape, zlib.crc32(np.ascontiguousarray(array))) for name, array in arrays.items()
@@ -194,11 +194,11 @@ def _expected_run_config(files: Files) -> dict:
 
 def _settings(step: int | None) -> dict:
     arguments = FinetuneArguments(Path("runs/a"), "mnli", ("a.tsv",), ("b.tsv",), step=step)
-    return request_of(arguments, DEFAULTS["mnli"], 10, "fp32")
+    return read_request(arguments, DEFAULTS["mnli"], 10, "fp32")
 
 
 def _request(folder: Path) -> dict:
-    return continued(_settings(None), folder)
+    return with_start_step(_settings(None), folder)
 
 
 def _write_request(folder: Path) -> None:

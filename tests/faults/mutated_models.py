@@ -19,7 +19,7 @@ from mjax.errors import UsageError
 from mjax.interop.convert import find_family, import_config
 from mjax.interop.megatron.arguments import model_config as megatron_config
 from mjax.interop.megatron.checkpoint import flat, open_checkpoint
-from mjax.interop.megatron.tensors import family_of, renamed
+from mjax.interop.megatron.tensors import megatron_family, to_current_names
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors, open_tensors
 from mjax.interop.tokenizer_files import find_tokenizer
@@ -135,7 +135,7 @@ def write_distributed(folder: Path) -> None:
 
     model = _megatron_model()
     place = folder / "iter_0000005"
-    held = _as_torch(renamed(flat(share(draw(model), model, 3.0, padded=32)), model.kind, "source"))
+    held = _as_torch(to_current_names(flat(share(draw(model), model, 3.0, padded=32)), model.kind, "source"))
     checkpoint.save(held, checkpoint_id=str(place), no_dist=True)
     torch.save({**_arguments(), "checkpoint_version": 3.0}, place / "common.pt")
     (place / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
@@ -148,5 +148,5 @@ def read_megatron(folder: Path) -> dict:
     model = megatron_config(opened.arguments, opened.tensors, opened.architecture, place)
     model = replace(model, vocabulary=29, vocabulary_multiple=128)
     import_config(model, place, opened.tensors)
-    family = family_of(model.kind, opened.version, getattr(model, "layernorm", "pre"), model.layers)
+    family = megatron_family(model.kind, opened.version, getattr(model, "layernorm", "pre"), model.layers)
     return _tensors(family, opened.tensors, model, place)

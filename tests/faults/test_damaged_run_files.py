@@ -15,10 +15,10 @@ from mjax.checkpoint.folders import read_base, write_manifest
 from mjax.commands import cli
 from mjax.commands import runs as runs_command
 from mjax.config import to_dict
-from mjax.config.model_file import model_file_of
+from mjax.config.model_file import read_model_file
 from mjax.errors import RunError, UsageError
 from mjax.run.callbacks import Goodput, read_starts
-from mjax.run.continuing import _changed_data, origin_of
+from mjax.run.continuing import _find_changed_data, read_origin
 from mjax.run.health import Guard, check_start
 from mjax.run.metrics import MetricsLog
 from mjax.utils import files
@@ -70,7 +70,7 @@ def write(folder, name, content):
 def start(folder):
     """Read what a start of the run reads."""
     say = [].append
-    readers = (read_base, origin_of, model_file_of, lambda folder: _changed_data(folder, TINY.data, TINY.data))
+    readers = (read_base, read_origin, read_model_file, lambda folder: _find_changed_data(folder, TINY.data, TINY.data))
     with Checkpoints(folder / "checkpoints", on_notice=say) as checkpoints:
         guard = Guard(TINY, checkpoints, say)
         for read in (lambda folder: check_start(folder, None), lambda _: guard.begin(3), *readers):
@@ -79,7 +79,7 @@ def start(folder):
     Goodput().begin(folder, 3, say)
     read_starts(dict[str, Any], folder / "environment.json", say)
     with contextlib.suppress(UsageError):
-        MetricsLog(folder, 3, say=say).close()
+        MetricsLog(folder, 3, print_line=say).close()
 
 
 @pytest.fixture

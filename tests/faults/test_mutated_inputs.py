@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mjax.checkpoint.folders import Unusable
-from mjax.errors import LONGEST, RunError, UsageError, one_sentence
+from mjax.errors import MAX_MESSAGE_CHARACTERS, RunError, UsageError, one_sentence
 from mjax.interop.megatron.checkpoint import flat
 from mjax.interop.megatron.tensors import DistributedTensors
 from mjax.interop.torch_files import Chunk, Stored, read_metadata
@@ -95,7 +95,7 @@ def test_meaningless_file_is_rejected_in_one_sentence(tmp_path, name, file, chan
     sentence = str(refused.value)
     assert words in sentence
     assert "\n" not in sentence
-    assert len(sentence) < 2 * LONGEST
+    assert len(sentence) < 2 * MAX_MESSAGE_CHARACTERS
 
 
 def test_deeply_nested_cache_is_rebuilt(tmp_path):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mjax.finetuning.tuning import EpochBatches
-from mjax.tasks.labelled_task import Examples, padded_batches
+from mjax.tasks.labelled_task import Examples, iterate_padded
 
 
 def examples(count: int) -> Examples:
@@ -15,7 +15,7 @@ def examples(count: int) -> Examples:
 
 def seen(batches: EpochBatches, epoch: int) -> list[int]:
     steps = range(epoch * batches.steps, (epoch + 1) * batches.steps)
-    return np.concatenate([batches.at(step)["label"] for step in steps]).tolist()
+    return np.concatenate([batches.begin_activity(step)["label"] for step in steps]).tolist()
 
 
 def test_epoch_shows_each_example_once():
@@ -37,17 +37,17 @@ def test_order_depends_on_seed_and_epoch_only():
 def test_row_has_tokens_and_labels_of_one_example():
     """Also in the rows that a process reads."""
     batches = EpochBatches(examples(20), 5, seed=3)
-    batch = batches.at(6)
+    batch = batches.batch_at(6)
     assert (batch["tokens"][:, 0, 0] == batch["label"]).all()
     np.testing.assert_array_equal(batch["documents"], batch["tokens"] < batch["tokens"][:, :, :1])
     assert batch["documents"].dtype == np.int32
     for rows in (slice(0, 2), slice(2, 5)):
         for name, whole in batch.items():
-            np.testing.assert_array_equal(batches.at(6, rows)[name], whole[rows])
+            np.testing.assert_array_equal(batches.batch_at(6, rows)[name], whole[rows])
 
 
 def test_validation_says_how_many_rows_are_real():
-    found = list(padded_batches(examples(11), 4))
+    found = list(iterate_padded(examples(11), 4))
     assert [count for count, _ in found] == [4, 4, 3]
     tokens = [batch["tokens"][:, 0, 0].tolist() for _, batch in found]
     assert tokens == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 8]]

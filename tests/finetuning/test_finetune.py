@@ -16,12 +16,12 @@ from mjax.commands.evaluate import EvaluateArguments, evaluate
 from mjax.commands.finetune import finetune
 from mjax.config import read_config
 from mjax.finetuning import tuning
-from mjax.finetuning.tuning import best_of, read_epochs
+from mjax.finetuning.tuning import find_best, read_epochs
 from mjax.generation.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
 from mjax.run.health import Guard
 from mjax.run.metrics import read_metrics
-from mjax.step.layout import lay_out
+from mjax.step.layout import build_layout
 from mjax.tasks.labelled import DEFAULTS
 from tests.conftest import ROOT
 from tests.finetuning.pretrained import arguments_of, tuned, words_of, write_run
@@ -80,7 +80,7 @@ def evaluated(capsys, run, task, data, *flags):
 
 def weights_of(run):
     config = read_config(run / "config.json")
-    return named(restore_weights(run, lay_out(config, make_mesh(config.mesh)).abstract_model, None, print)[1])
+    return named(restore_weights(run, build_layout(config, make_mesh(config.mesh)).abstract_model, None, print)[1])
 
 
 def test_report_has_seeds_median_and_best(done):
@@ -113,7 +113,7 @@ def test_every_epoch_is_measured_and_first_best_kept(done):
         assert records[-1]["val_accuracy"] == values[-1]
     # JAX stops processes after the number that follows the highest it was asked with, so none may come again.
     assert list(range(1, 33)) == ASKED
-    assert best_of([{"figures": {"f1": value}, "epoch": n} for n, value in enumerate((1, 2, 2))], "f1")["epoch"] == 1
+    assert find_best([{"figures": {"f1": value}, "epoch": n} for n, value in enumerate((1, 2, 2))], "f1")["epoch"] == 1
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from mjax.config import MeshConfig, read_config
-from mjax.config.model import as_kind
-from mjax.finetuning.tuning import Start
+from mjax.config.model import convert_kind
+from mjax.finetuning.tuning import FinetuningStart
 from mjax.generation.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
-from mjax.step.layout import lay_out
+from mjax.step.layout import build_layout
 from mjax.step.step import build_program
 from tests.finetuning.pretrained import write_run
 from tests.small import named
@@ -23,11 +23,11 @@ def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("start") / "run")
 
 
-def beginning(run, mesh=ONE, **changes) -> Start:
+def beginning(run, mesh=ONE, **changes) -> FinetuningStart:
     saved = read_config(run / "config.json")
-    model = replace(as_kind(saved.model, "bert_task"), attention="xla", **{"answers": 3} | changes)
+    model = replace(convert_kind(saved.model, "bert_task"), attention="xla", **{"answers": 3} | changes)
     config = replace(saved, model=model, mesh=mesh)
-    return Start(run, saved, config, make_mesh(mesh), build_program(config, make_mesh(mesh)))
+    return FinetuningStart(run, saved, config, make_mesh(mesh), build_program(config, make_mesh(mesh)))
 
 
 def test_trunk_is_kept_and_head_drawn(run):
@@ -35,7 +35,7 @@ def test_trunk_is_kept_and_head_drawn(run):
     assert start.new == ["head.bias", "head.kernel"]
     (step, first), (_, second) = (start.state(seed, None, print) for seed in (7, 8))
     saved = read_config(run / "config.json")
-    before = named(restore_weights(run, lay_out(saved, make_mesh(ONE)).abstract_model, 10, print)[1])
+    before = named(restore_weights(run, build_layout(saved, make_mesh(ONE)).abstract_model, 10, print)[1])
     found, other = named(first.model), named(second.model)
     assert step == 10
     assert found.keys() - before.keys() == {"head.bias", "head.kernel"}
@@ -61,8 +61,8 @@ def test_start_is_same_on_every_mesh(run):
 def test_head_of_another_task_is_not_kept(run):
     """A span has no pooler."""
     saved = read_config(run / "config.json")
-    of_span = replace(saved, model=replace(as_kind(saved.model, "bert_task"), attention="xla", head="span"))
+    of_span = replace(saved, model=replace(convert_kind(saved.model, "bert_task"), attention="xla", head="span"))
     program = build_program(of_span, make_mesh(ONE))
     for before in (saved, of_span):
-        assert Start(run, before, of_span, make_mesh(ONE), program).new == ["head.bias", "head.kernel"]
+        assert FinetuningStart(run, before, of_span, make_mesh(ONE), program).new == ["head.bias", "head.kernel"]
     assert "pooler.kernel" not in named(program.abstract_state.model)

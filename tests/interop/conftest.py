@@ -10,7 +10,7 @@ def write_rank(monkeypatch):
     """A function that leaves a file of a rank, whose content torch would read."""
     held = {}
     monkeypatch.setattr(checkpoint, "load", held.__getitem__)
-    monkeypatch.setattr(checkpoint, "as_arrays", lambda file, arrays: arrays)
+    monkeypatch.setattr(checkpoint, "to_arrays", lambda file, arrays: arrays)
 
     def write(folder, numbers, **content):
         file = folder / "release" / f"mp_rank_{numbers}" / "model_optim_rng.pt"

@@ -7,22 +7,22 @@ import pytest
 
 from mjax.commands import cli
 from mjax.config import GPTConfig, read_config
-from mjax.config.model import as_kind
+from mjax.config.model import convert_kind
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import DEFAULTS, model_config
 from mjax.interop.megatron.checkpoint import flat
-from mjax.interop.megatron.tensors import RankTensors, family_of, renamed
+from mjax.interop.megatron.tensors import RankTensors, megatron_family, to_current_names
 from tests.interop.megatron_files import draw, harmless_arguments, share
 from tests.interop.whole_weights import assert_same, read_weights, weights_of
 
 SMALL = GPTConfig(layers=2, hidden=24, heads=4, feed_forward=40, sequence=10, vocabulary=29, vocabulary_multiple=8)
-BERT = as_kind(SMALL, "bert")
+BERT = convert_kind(SMALL, "bert")
 WORDS, QKV = "embedding.word_embeddings.weight", "decoder.layers.0.self_attention.linear_qkv.weight"
 
 
 def current_share(model, *args):
     """What a rank holds, by current names."""
-    return renamed(flat(share(draw(model), model, *args)), model.kind, "source")
+    return to_current_names(flat(share(draw(model), model, *args)), model.kind, "source")
 
 
 def pieces_of(model, version=3.0, ranks=1, stages=1):
@@ -34,7 +34,7 @@ def pieces_of(model, version=3.0, ranks=1, stages=1):
 
 
 def read(tensors, model, version=3.0):
-    names = family_of(model.kind, version, getattr(model, "layernorm", "pre"), model.layers)
+    names = megatron_family(model.kind, version, getattr(model, "layernorm", "pre"), model.layers)
     return read_weights(names, tensors, model, "source")
 
 
@@ -64,7 +64,7 @@ def test_other_spellings_name_same_tensors():
     assert len({*of_2020, *of_2021, *new, *of_engine}) > 2 * len(new)
     current = set(new)
     for names in (of_2020, of_2021, of_engine):
-        assert renamed(dict.fromkeys(names, 0), "gpt", "source").keys() == current
+        assert to_current_names(dict.fromkeys(names, 0), "gpt", "source").keys() == current
 
 
 @pytest.mark.parametrize("rows", [slice(0, 5), slice(6, 20), slice(30, 40)], ids=str)
@@ -217,7 +217,7 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_harmless_arguments_change_no_model(kind):
-    tensors = RankTensors(pieces_of(as_kind(SMALL, kind)), 3.0, "source")
+    tensors = RankTensors(pieces_of(convert_kind(SMALL, kind)), 3.0, "source")
     given = harmless_arguments() | ARGUMENTS
     assert model_config(given, tensors, kind, "source") == model_config(ARGUMENTS, tensors, kind, "source")
 
@@ -251,7 +251,7 @@ def test_arguments_and_shapes_describe_model():
     ],
 )
 def test_activation_matches_kernels_of_megatron(kind, arguments, mlp, head):
-    tensors = RankTensors(pieces_of(as_kind(SMALL, kind)), 3.0, "source")
+    tensors = RankTensors(pieces_of(convert_kind(SMALL, kind)), 3.0, "source")
     found = model_config(arguments, tensors, kind, "source", heads=4)
     assert (found.activation, getattr(found, "mlm_activation", None)) == (mlp, head)
 

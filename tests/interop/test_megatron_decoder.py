@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mjax.errors import UsageError
-from mjax.interop.megatron.arguments import assumed_arguments, balance_left_out, decoder_config
+from mjax.interop.megatron.arguments import assume_arguments, balance_left_out, decoder_config
 from mjax.interop.megatron.checkpoint import open_checkpoint
-from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, RankTensors, gathered
+from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, RankTensors, join_expert_ranks
 from mjax.interop.weights import block_reader, find_tensors
 from tests.interop.megatron_files import harmless_arguments
 
@@ -94,7 +94,7 @@ def tensors_of(layout, ranks=1, expert_ranks=1, change=lambda shares: None):
         for stage in range(2)
     ]
     change(pieces[0][0])
-    merged = [[gathered(shares, "source") for shares in piece] for piece in pieces]
+    merged = [[join_expert_ranks(shares, "source") for shares in piece] for piece in pieces]
     return RankTensors(merged, 3.0, "source", gated=True)
 
 
@@ -243,10 +243,10 @@ RATES = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.0
 def test_assumed_arguments_equal_stated_ones(given, assumed):
     """What is said to be assumed and what the model has: stating it changes nothing."""
     said, tensors = ARGUMENTS | given, TENSORS if "num_experts" in given else DENSE
-    assert assumed_arguments(said, "decoder") == RATES | assumed
+    assert assume_arguments(said, "decoder") == RATES | assumed
     models = [decoder_config(each, tensors, "source", 3.0) for each in (said, said | RATES | assumed)]
     assert models[0] == models[1]
-    assert not assumed_arguments(said | RATES | assumed, "decoder")
+    assert not assume_arguments(said | RATES | assumed, "decoder")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.config import Config, read_config
 from mjax.interop.convert import abstract_weights, find_family
 from mjax.interop.tensor_files import open_tensors
-from mjax.interop.weights import as_stored, block_reader, find_tensors, leaves, tensor_parts
+from mjax.interop.weights import block_reader, find_tensors, leaves, tensor_parts, to_stored
 from mjax.models.huggingface.family import model_config
 from tests.small import named
 
@@ -39,7 +39,7 @@ def reader_of(weights):
 def folder_weights(folder: Path) -> dict[str, np.ndarray]:
     """The weights in a model folder by name, as `mjax convert` reads them."""
     values, tensors = json.loads((folder / "config.json").read_text()), open_tensors(folder)
-    family = as_stored(find_family(values, folder), tensors)
+    family = to_stored(find_family(values, folder), tensors)
     model = model_config(family, values, str(folder), 128)
     return read_weights(family, tensors, model, str(folder))
 

@@ -32,14 +32,14 @@ class PairConfig(LlamaConfig):
 
 class PairLlama(Llama):
     def counts(self, batch):
-        return dict.fromkeys(("loss", "preferred"), mappings.counted_once(len(batch["reference"])))
+        return dict.fromkeys(("loss", "preferred"), mappings.mask_count_to_first_context_rank(len(batch["reference"])))
 
     def loss(self, x, batch, context):
         losses = self.output(x).cross_entropy(batch["labels"], context)
-        answers = -context.tokens.by_sequence(losses * batch["loss_mask"].reshape(-1)).sum(1)
+        answers = -context.tokens.split_sequences(losses * batch["loss_mask"].reshape(-1)).sum(1)
         if context.tokens.across:
             answers = mappings.leave(answers, "context")  # log p of whole answers
         ratios = answers.reshape(-1, 2) - batch["reference"]
         margin = BETA * (ratios[:, 0] - ratios[:, 1])
         sums = {"loss": -jax.nn.log_sigmoid(margin).sum(), "preferred": (margin > 0).sum(dtype=margin.dtype)}
-        return jax.tree.map(mappings.once, sums)
+        return jax.tree.map(mappings.mask_to_first_context_rank, sums)

@@ -73,7 +73,7 @@ def test_values_may_have_another_width_and_scores_a_scale(kernel):
 
 
 def test_kernel_without_dropout_refuses_it():
-    key = DropoutKey.of(0, jnp.int32(1), jnp.arange(2))
+    key = DropoutKey.make(0, jnp.int32(1), jnp.arange(2))
     with pytest.raises(UsageError, match="cudnn has no dropout; use"):
         attend(*inputs(), AttentionMask(rate=0.1, key=key), "cudnn")
 

@@ -10,8 +10,8 @@ import pytest
 from mjax.config import PrecisionConfig
 from mjax.config.checks import validate
 from mjax.errors import UsageError
-from mjax.interop.convert import family_of
-from mjax.models.parts.router import towards_balance
+from mjax.interop.convert import model_family
+from mjax.models.parts.router import bias_update_sign
 from tests import reference
 from tests.against_reference import in_layer_order, merged, of_trained
 from tests.models.test_mixture import DEEPSEEK, config_of
@@ -34,7 +34,7 @@ def steps_on_mesh(config, seeds=range(STEPS), state=None, limit=np.inf):
     program, step = compiled_step(config)
     state, found = state_of(config) if state is None else state, []
     for seed in seeds:
-        batch = program.on_devices(batch_of(config, seed))
+        batch = program.put_on_devices(batch_of(config, seed))
         state, metrics = step(state, batch, jnp.float32(limit))
         found.append([float(metrics.loss), float(metrics.metrics["expert_load"])])
     return state, in_layer_order(state.model, config), np.array(found).T
@@ -117,7 +117,7 @@ def test_micro_batch_size_changes_no_bit_of_the_bias():
 )
 def test_expert_with_the_mean_of_tokens_keeps_its_bias(load, signs):
     for order in (slice(None), slice(None, None, -1)):
-        found = jax.jit(towards_balance)(jnp.array([load[order]], jnp.float32))
+        found = jax.jit(bias_update_sign)(jnp.array([load[order]], jnp.float32))
         assert found.tolist() == [signs[order]]
 
 
@@ -136,4 +136,4 @@ def test_bias_is_refused_when_all_experts_are_chosen():
 
 def test_export_of_the_bias_is_refused():
     with pytest.raises(UsageError, match=r"^transformers has no class for .* --model\.balance-bias 0\.01; Mixtral"):
-        family_of(replace(config_of(dropout=0.0).model, balance_bias=0.01))
+        model_family(replace(config_of(dropout=0.0).model, balance_bias=0.01))

@@ -13,7 +13,7 @@ from mjax.errors import UsageError
 from mjax.generation.generate import Generator, Sampling
 from mjax.models.build import build_model, count_parameters
 from mjax.parallel.mesh import abstract_mesh, make_mesh
-from mjax.parallel.zero import cut_into_chunks
+from mjax.parallel.zero import split_into_virtual_stages
 from mjax.planner.layer import model_flops
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
@@ -133,7 +133,7 @@ def test_greedy_text_is_that_of_whole_forward_passes(changes, mesh):
     weights = jax.tree.map(lambda w: 4 * w, build_model(3, config.model))
     prompt, generator = [5, 17, 31], Generator(config, make_mesh(config.mesh))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, generator.abstract_model)
-    there = jax.device_put(cut_into_chunks(weights, config.mesh), shardings)
+    there = jax.device_put(split_into_virtual_stages(weights, config.mesh), shardings)
     (found,) = generator.generate(there, [prompt], Sampling(tokens=6, temperature=0.0), eod=-1)
     ids = list(prompt)
     for _ in range(6):

@@ -10,7 +10,7 @@ from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.planner.ledger import ledger
 from mjax.run.health import Replicas
-from mjax.step.layout import lay_out
+from mjax.step.layout import build_layout
 from tests.models.test_mixture import MIXTURE
 from tests.small import small_config
 from tests.training.saved import abstract
@@ -25,7 +25,7 @@ from tests.training.test_replicas import with_flipped_bit
 def test_device_has_the_experts_of_its_rank(zero, up, router):
     """ZeRO splits them over the replicas that share them, and all other weights over all replicas."""
     config = small_config(8, 2, 1, mesh={"expert": 4, "zero": zero}, **{**MIXTURE, "layers": 2})
-    leaves = arrays.named(lay_out(config, abstract_mesh(config.mesh)).abstract_model)
+    leaves = arrays.leaves_by_path(build_layout(config, abstract_mesh(config.mesh)).abstract_model)
     for leaf, local in ((leaves["blocks.mlp.up"], up), (leaves["blocks.mlp.router.kernel"], router)):
         assert leaf.sharding.shard_shape(leaf.shape) == local
 
@@ -33,7 +33,7 @@ def test_device_has_the_experts_of_its_rank(zero, up, router):
 def test_flipped_bit_of_an_expert_is_found():
     config = small_config(8, 1, 1, mesh={"expert": 2}, **{**MIXTURE, "layers": 1})
     mesh = make_mesh(config.mesh)
-    layout = lay_out(config, mesh)
+    layout = build_layout(config, mesh)
     model = jax.tree.map(
         lambda leaf: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding), layout.abstract_model
     )
@@ -53,16 +53,16 @@ def test_flipped_bit_of_an_expert_is_found():
 def test_ledger_has_what_the_docstring_of_experts_says():
     """A layer gathers rows and routing and scatters results; the backward pass has their transposes."""
     config = small_config(8, 1, 1, compute="bf16", mesh={"expert": 4}, **{**MIXTURE, "layers": 3, "sequence": 16})
-    found = ledger(config).over("expert").grouped("part")[scopes.LAYER]
+    found = ledger(config).filter_axes("expert").group_by("part")[scopes.LAYER]
     rows, routing = 16 * 32 * 2, 16 * 2 * 2 * 4  # bytes of this rank: [t, h] in bf16, [t, 2 k] in float32
-    totals = {key: (part.count, part.sent) for key, part in found.grouped("operation", "dtype").items()}
+    totals = {key: (part.count, part.sent) for key, part in found.group_by("operation", "dtype").items()}
     assert totals == {
         ("all-gather", "bfloat16"): (2 * 3, 2 * 3 * 3 * rows),  # x, and the gradient of y
         ("all-gather", "float32"): (3, 3 * 3 * routing),
         ("reduce-scatter", "bfloat16"): (2 * 3, 2 * 3 * 3 * rows),
         ("reduce-scatter", "float32"): (3, 3 * 3 * routing),
     }
-    gradients = ledger(config).grouped("axes", "part")  # those of experts are summed over `data`
+    gradients = ledger(config).group_by("axes", "part")  # those of experts are summed over `data`
     assert gradients[("data",), scopes.GRADIENT].sent == pytest.approx(2 * (2 - 1) / 2 * 4 * 3 * (3 * 32 * 24))
     assert ("expert",) not in {axes for axes, part in gradients if part == scopes.GRADIENT}
 

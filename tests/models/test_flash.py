@@ -39,7 +39,7 @@ def outputs(name, kernel, samples, documents, slopes, places, q, k, v, upstream)
     """Attention, and the gradients of queries, keys and values."""
     options = dict(OPTIONS[name])
     if "rate" in options:
-        options["key"] = DropoutKey.of(7, jnp.int32(3), samples)
+        options["key"] = DropoutKey.make(7, jnp.int32(3), samples)
     if "documents" in options:
         options["documents"] = documents
     if "slopes" in options:

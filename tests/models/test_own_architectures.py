@@ -11,7 +11,7 @@ from mjax.config import MeshConfig
 from mjax.generation.generate import Generator, Sampling
 from mjax.models.build import build_model
 from mjax.parallel.mesh import make_mesh
-from mjax.parallel.zero import cut_into_chunks
+from mjax.parallel.zero import split_into_virtual_stages
 from tests.models.own_models import hybrid, mla
 from tests.small import batch_of, gradient_program
 
@@ -57,7 +57,7 @@ def test_text_from_own_cache_is_that_of_whole_forward_passes(config, mesh):
     generator = Generator(config, make_mesh(config.mesh))
     model = jax.tree.map(lambda weight: 4 * weight, build_model(3, config.model))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, generator.abstract_model)
-    weights = jax.device_put(cut_into_chunks(model, config.mesh), shardings)
+    weights = jax.device_put(split_into_virtual_stages(model, config.mesh), shardings)
 
     def generated(prompts, tokens):
         texts = generator.generate(weights, prompts, Sampling(tokens=tokens, temperature=0), eod=-1)

@@ -304,7 +304,7 @@ def test_ledger_and_memory_are_those_of_the_compiled_step():
     config = replace(config, train=replace(config.train, global_batch=16), data=DataConfig(mock=True))
     compiled = compile_step(config, "h100")
     found = counted(read_collectives(compiled.text, sizes(config.mesh)))
-    expected = ledger(config).in_program()
+    expected = ledger(config).count_in_program()
     assert {key: size for key, (_, size) in found.items()} == {key: size for key, (_, size) in expected.items()}
     predicted = predict_memory(config, gpu_named("h100").compute_capability).total
     assert predicted == pytest.approx(compiled.memory.total, rel=0.05)

@@ -16,7 +16,7 @@ from mjax.models import causal
 from mjax.models.parts import attention_kernels
 from mjax.parallel import mappings, scopes
 from mjax.parallel.mesh import make_mesh
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import TokenLayout
 from mjax.planner.ledger import ledger
 from mjax.step import step
 from tests.against_reference import largest_error
@@ -60,7 +60,7 @@ def test_labels_shifted_after_the_cut_are_found(monkeypatch):
 @pytest.mark.ci
 @pytest.mark.parametrize(("way", "positions"), [("heads", "alibi"), ("gather", "learned")])
 def test_positions_of_a_rank_are_found(way, positions, monkeypatch):
-    monkeypatch.setattr(Tokens, "position_ids", lambda self: jnp.arange(self.positions))
+    monkeypatch.setattr(TokenLayout, "position_ids", lambda self: jnp.arange(self.positions))
     changes = BLOOM | {"heads": 8, "hidden": 64} if positions == "alibi" else {}
     if positions == "alibi" and way == "heads":  # it sees whole sequences: only dropout depends on the rank
         changes |= {"dropout": 0.1}
@@ -72,7 +72,7 @@ def test_gradients_not_summed_over_context_are_found(monkeypatch):
     whole = mappings.sum_over
 
     def of_rank_0(x, axes):
-        return whole(mappings.once(x) if x.ndim and "context" in axes else x, axes)
+        return whole(mappings.mask_to_first_context_rank(x) if x.ndim and "context" in axes else x, axes)
 
     monkeypatch.setattr(mappings, "sum_over", of_rank_0)
     errors = _planted()
@@ -95,7 +95,7 @@ def test_ledger_has_what_the_docstring_of_across_says():
     def sent(way, **changes):
         mesh = {"context": context, "context_attention": way}
         config = small_config(1, 1, b, compute="bf16", global_batch=b, mesh=mesh, layers=layers, **changes)
-        return ledger(config).over("context").grouped("part")[scopes.LAYER].grouped("operation")
+        return ledger(config).filter_axes("context").group_by("part")[scopes.LAYER].group_by("operation")
 
     share = (context - 1) / context
     (of_heads,) = sent("heads").values()
@@ -115,7 +115,7 @@ def test_ledger_has_what_the_docstring_of_across_says():
 @pytest.mark.parametrize("context", [3, 4])
 def test_positions_are_balanced_over_ranks(context):
     mesh = make_mesh(MeshConfig(context=context))
-    tokens = Tokens(1, 4, across="gather")
+    tokens = TokenLayout(1, 4, across="gather")
 
     def on_rank(row):
         own = tokens.cut(row)

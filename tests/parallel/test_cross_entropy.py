@@ -10,10 +10,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax.config.axes import MODEL
-from mjax.parallel.chunked_cross_entropy import chunked_cross_entropy, rows_of_chunks
+from mjax.parallel.chunked_cross_entropy import chunked_cross_entropy, split_rows
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.layers import VocabParallelEmbedding
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import TokenLayout
 from tests.parallel.on_ranks import draw, on_ranks
 
 ROWS, VOCABULARY, WIDTH, TOKENS = 192, 170, 6, 16  # of eight ranks the last has two tokens
@@ -59,7 +59,7 @@ def output_layer(dtype=jnp.float64, scale=1.0):
 
 def loss_and_gradients(ways, chunks, split, biased, given):
     embedding, x, bias, labels, weights = given
-    tokens, specs = Tokens(2, TOKENS // 2, split), nnx.get_partition_spec(embedding)
+    tokens, specs = TokenLayout(2, TOKENS // 2, split), nnx.get_partition_spec(embedding)
 
     def loss(embedding, x, bias, labels, weights):
         bias = bias if biased else None
@@ -114,7 +114,7 @@ def test_chunked_bf16_gradients_are_as_exact():
 
 def test_chunked_loss_holds_no_row_of_logits():
     embedding, x, bias, labels, _ = output_layer()
-    loss = partial(chunked_cross_entropy, bias=bias, tokens=Tokens(2, TOKENS // 2), chunks=4)
+    loss = partial(chunked_cross_entropy, bias=bias, tokens=TokenLayout(2, TOKENS // 2), chunks=4)
 
     def gradients(embedding, x, labels):
         return jax.grad(lambda embedding, x: loss(x, embedding, labels=labels).sum(), (0, 1))(embedding, x)
@@ -131,6 +131,6 @@ def test_chunked_loss_holds_no_row_of_logits():
 )
 def test_chunks_have_multiple_of_eight_rows(rows, chunks, sizes):
     """All but the last."""
-    parts = rows_of_chunks(rows, chunks)
+    parts = split_rows(rows, chunks)
     assert [part.stop - part.start for part in parts] == sizes
     assert [row for part in parts for row in range(rows)[part]] == list(range(rows))

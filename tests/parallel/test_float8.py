@@ -15,7 +15,7 @@ from mjax.config.axes import MODEL
 from mjax.parallel import float8
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mjax.parallel.mesh import make_mesh
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import TokenLayout
 from tests.parallel.on_ranks import on_ranks
 
 NARROW = {float8.FORWARD: ml_dtypes.float8_e4m3fn, float8.BACKWARD: ml_dtypes.float8_e5m2}
@@ -40,7 +40,7 @@ def on_grid(x, dtype):
 @pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.float32])
 def test_values_and_scale_are_those_of_numpy(dtype, kind):
     """Bit for bit; and what is on the grid already stays."""
-    random, rounded = np.random.default_rng(0), jax.jit(partial(float8.rounded, dtype=dtype))
+    random, rounded = np.random.default_rng(0), jax.jit(partial(float8.quantize, dtype=dtype))
     spread = random.standard_normal(2048) * 2.0 ** random.integers(-20, 1, 2048)  # some of them underflow
     for largest in (448.0, 450.0, 224.0, 57344.0, 1.0, 3e-5, 7e4, 0.0):
         x = jnp.asarray(spread / np.abs(spread).max() * largest, kind)
@@ -50,17 +50,17 @@ def test_values_and_scale_are_those_of_numpy(dtype, kind):
         assert float(found.scale) == scale(exact, dtype)
         np.testing.assert_array_equal(np.asarray(found.bits), expected.view(np.uint8))
         np.testing.assert_array_equal(np.asarray(found.values), expected)
-        restored = float8.restored(found, kind)
+        restored = float8.dequantize(found, kind)
         np.testing.assert_array_equal(np.asarray(restored).astype(np.float64), on_grid(exact, dtype))
         for again in (restored, restored * 2.0**-9):  # its largest may be the limit of the dtype, or just half of it
-            np.testing.assert_array_equal(float8.restored(rounded(again), kind), again)
+            np.testing.assert_array_equal(float8.dequantize(rounded(again), kind), again)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_non_finite_values_stay_visible(dtype):
     for broken in (np.nan, np.inf, -np.inf):
         x = jnp.ones((8, 8), jnp.bfloat16).at[3, 4].set(broken)
-        assert not np.isfinite(np.float32(float8.on_grid(x, dtype)[3, 4]))
+        assert not np.isfinite(np.float32(float8.fake_quantize(x, dtype)[3, 4]))
 
 
 def test_checkpoint_keeps_values_above_ieee_limit():
@@ -68,8 +68,8 @@ def test_checkpoint_keeps_values_above_ieee_limit():
     x = jnp.linspace(-448.0, 448.0, 64)
 
     def total(x):
-        found = float8.rounded(x, E4M3)
-        return jnp.sin(float8.restored(found, jnp.float32) * x).sum()
+        found = float8.quantize(x, E4M3)
+        return jnp.sin(float8.dequantize(found, jnp.float32) * x).sum()
 
     everything = jax.checkpoint(total, policy=jax.checkpoint_policies.everything_saveable)
     assert np.isfinite(jax.jit(jax.grad(everything))(x)).all()
@@ -78,9 +78,9 @@ def test_checkpoint_keeps_values_above_ieee_limit():
 def test_ranks_with_parts_agree_on_scale():
     x = jnp.asarray(np.random.default_rng(5).standard_normal((8, 16)) * 4.0 ** np.arange(8)[:, None], jnp.float32)
     mesh, part = make_mesh(MeshConfig(data=2, model=4)), P(("data", "model"))
-    run = jax.shard_map(lambda x: float8.rounded(x, E4M3).values, mesh=mesh, in_specs=part, out_specs=part)
+    run = jax.shard_map(lambda x: float8.quantize(x, E4M3).values, mesh=mesh, in_specs=part, out_specs=part)
     found = jax.jit(run)(x)
-    np.testing.assert_array_equal(found, float8.rounded(x, E4M3).values)
+    np.testing.assert_array_equal(found, float8.quantize(x, E4M3).values)
 
 
 # --- Layers -----------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_bf16_layer_is_bit_equal_to_emulation(name):
     """Integers of 7 bits have exact sums in float32, in whatever order they are added, and are rounded once."""
-    layer, random, tokens = LAYERS[name], np.random.default_rng(4), Tokens(4, 8, float8=True)
+    layer, random, tokens = LAYERS[name], np.random.default_rng(4), TokenLayout(4, 8, float8=True)
     shapes = (32, 48), (48, 64), (32, 64)
     x, kernel, to_y = (random.integers(-127, 128, shape).astype(np.float64) for shape in shapes)
     layer.kernel[...], layer.bias[...] = jnp.asarray(kernel, jnp.bfloat16), jnp.zeros(64, jnp.bfloat16)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
-from mjax.parallel.grouped import INTERPRETED, group, grouped_product, tiles_at_most
+from mjax.parallel.grouped import INTERPRETED, group, grouped_matmul, tiles_at_most
 from mjax.parallel.mesh import make_mesh
 from mjax.planner.command import SHEETS, leave_out_compilation_cache
 
@@ -46,7 +46,7 @@ def through_groups(which, rows, kernels, kernel="xla", tile=ROWS):
     groups, place = group(which, kernels.shape[0], tile)
     shape = len(groups.of_tile) * tile, rows.shape[1]
     x = jnp.zeros_like(rows, shape=shape).at[place].set(rows, mode="drop")
-    return grouped_product(x, kernels, groups, kernel).at[place].get(mode="fill", fill_value=0)
+    return grouped_matmul(x, kernels, groups, kernel).at[place].get(mode="fill", fill_value=0)
 
 
 def by_ragged_dot(which, rows, kernels):
@@ -131,7 +131,7 @@ def test_unused_tiles_are_zero(kernel, tile, h, f):
         x, upstream = (jnp.where(unused, jnp.nan, drawn(len(unused), width, dtype=jnp.float32)) for width in (h, f))
         kernels = drawn(E, h, f, dtype=jnp.float32)
         y, to_x, to_kernels = value_and_gradients(
-            lambda groups, x, kernels: grouped_product(x, kernels, groups, kernel), groups, x, kernels, upstream
+            lambda groups, x, kernels: grouped_matmul(x, kernels, groups, kernel), groups, x, kernels, upstream
         )
     for array in (y, to_x):
         assert (array[unused[:, 0]] == 0).all()

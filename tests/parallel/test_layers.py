@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
 from mjax.parallel.layers import VocabParallelEmbedding
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import TokenLayout
 from tests.parallel.on_ranks import draw, on_ranks
 
 
@@ -23,7 +23,7 @@ def float64():
 def test_embedding_is_lookup_and_logits_are_product():
     """The last rank has two rows of padding, which no softmax may see."""
     embedding = VocabParallelEmbedding(jax.random.key(0), 22, 24, 6, 1.0, jnp.float64)
-    ids, tokens = np.arange(22).reshape(2, 11), Tokens(2, 11)
+    ids, tokens = np.arange(22).reshape(2, 11), TokenLayout(2, 11)
 
     def both(embedding, ids):
         x = embedding(ids, tokens)

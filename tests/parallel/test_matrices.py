@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
-from mjax.parallel.matrices import Matrices
+from mjax.parallel.matrices import MatrixLayout
 from mjax.parallel.mesh import make_mesh
 from tests.small import QUICKLY
 
@@ -24,7 +24,7 @@ ROWS, COLUMNS = (-4,), (-2, -1)
 def test_function_sees_every_matrix_in_order(spec, mesh, each):
     """A rank has `each` of the 18 matrices of three stacks, and no other rank has the same."""
     mesh = MeshConfig(**mesh)
-    matrices = Matrices(SHAPE, P(*spec), ROWS, COLUMNS, mesh)
+    matrices = MatrixLayout(SHAPE, P(*spec), ROWS, COLUMNS, mesh)
     given = np.random.default_rng(0).integers(-8, 8, SHAPE).astype(np.float32)  # sums are exact in any order
     places = np.arange(8 * 32, dtype=np.float32).reshape(8, 32)
 

@@ -15,7 +15,7 @@ RATE = 0.1
 
 @partial(jax.jit, static_argnames=("seed", "samples", "rows", "rate"))
 def kept(seed=1, step=0, layer=1, site=2, samples=16, rows=64, rate=RATE):
-    key = DropoutKey.of(seed, jnp.int32(step), jnp.arange(samples)).fold(layer).fold(site)
+    key = DropoutKey.make(seed, jnp.int32(step), jnp.arange(samples)).fold(layer).fold(site)
     return keep_mask(rate, key.rows(jnp.arange(rows)), 256)
 
 
@@ -74,16 +74,16 @@ def test_every_bit_of_seed_and_step_counts():
 
 def test_masks_are_those_of_global_indices():
     """Masks follow the samples, rows and columns of a device: also blocks of columns, as `xla_blocks` draws them."""
-    key = DropoutKey.of(1, jnp.int32(0), jnp.arange(8))
+    key = DropoutKey.make(1, jnp.int32(0), jnp.arange(8))
     x = jnp.ones((8, 16, 32))
     whole = jax.jit(lambda: dropout(x, 0.5, key, jnp.arange(16)))()
-    part = DropoutKey.of(1, jnp.int32(0), jnp.arange(4, 8))
+    part = DropoutKey.make(1, jnp.int32(0), jnp.arange(4, 8))
     found = jax.jit(lambda: dropout(x[4:, 3:, 9:], 0.5, part, jnp.arange(3, 16), first_column=9))()
     np.testing.assert_array_equal(found, whole[4:, 3:, 9:])
 
 
 def test_dropout_keeps_mean_in_bf16():
-    key = DropoutKey.of(1, jnp.int32(0), jnp.arange(64))
+    key = DropoutKey.make(1, jnp.int32(0), jnp.arange(64))
     x = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (64, 64, 256)), jnp.bfloat16)
     found = np.asarray(dropout(x, RATE, key, jnp.arange(64)), np.float32)
     factors = found[found > 0] / np.asarray(x, np.float32)[found > 0]

@@ -94,8 +94,8 @@ def test_memory_of_schedule_is_formula(name):
         ran = interpret(schedule)
         for p in range(stages):
             formula = {"gpipe": every, "1f1b": 2 * (stages - 1 - p) + more + 1}[name]
-            assert schedule.in_flight(p) == min(every, formula) == waiting(ran, p, "F", "B")
-        assert schedule.residual_slots == max(schedule.in_flight(p) for p in range(stages))
+            assert schedule.max_in_flight(p) == min(every, formula) == waiting(ran, p, "F", "B")
+        assert schedule.residual_slots == max(schedule.max_in_flight(p) for p in range(stages))
         assert schedule.activation_slots == schedule.gradient_slots == (stages > 1 or chunks > 1)  # read at once
 
 

@@ -189,7 +189,7 @@ def test_start_explains_failure_of_jax(start, monkeypatch):
 def test_memory_is_returned_after_long_compilations(monkeypatch):
     returned, heard = [], []
     monkeypatch.setattr(processes.ctypes, "CDLL", lambda _: SimpleNamespace(malloc_trim=returned.append))
-    processes.return_memory_of_compiler.__wrapped__()
+    processes.trim_memory.__wrapped__()
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: heard.append(event))
     jax.jit(lambda x: x * 1.6180339)(1.0).block_until_ready()
     [name] = {event for event in heard if "backend_compile" in event}

@@ -19,7 +19,7 @@ def after_five_steps(**mesh):
         program = program_of(config)
         state = program.initialize()
         for step in range(5):
-            state, metrics = program.train_step(state, program.on_devices(batch_of(config, seed=step)))
+            state, metrics = program.train_step(state, program.put_on_devices(batch_of(config, seed=step)))
         return in_layer_order(state.model, config), float(metrics.grad_norm)
 
 

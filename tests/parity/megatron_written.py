@@ -10,12 +10,12 @@ import numpy as np
 
 from mjax.commands import cli
 from mjax.config import GPTConfig
-from mjax.config.model import as_kind
+from mjax.config.model import convert_kind
 from tests.interop.megatron_files import share
 from tests.ports import free_port
 
 GPT = GPTConfig(layers=2, hidden=24, heads=4, feed_forward=40, sequence=10, vocabulary=29, vocabulary_multiple=128)
-BERT = replace(as_kind(GPT, "bert"), activation="gelu_erf")
+BERT = replace(convert_kind(GPT, "bert"), activation="gelu_erf")
 PADDED = 32
 FLAGS = ("--heads", "4", "--vocabulary", "29")
 """What the checkpoints do not say."""

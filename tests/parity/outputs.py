@@ -78,7 +78,7 @@ def in_tree(tensors, target, family, model):
     """Tensors of a peer, by its names, in the tree of `target`."""
     arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves(target).items()}
     for name, place in places(family, model).items():
-        arrays[place.ours][place.index] = place.to_ours(tensors[name])
+        arrays[place.ours][place.index] = place.from_file(tensors[name])
     return jax.tree_util.tree_map_with_path(lambda path, leaf: jnp.asarray(arrays[leaf_name(path)]), target)
 
 

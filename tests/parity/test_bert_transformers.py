@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mjax.config import BERTConfig, Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
-from mjax.config.model import as_kind
+from mjax.config.model import convert_kind
 from mjax.generation.inference import inference_config
-from mjax.interop.convert import family_of, write_run
+from mjax.interop.convert import model_family, write_run
 from mjax.models.build import build_model
 from mjax.parallel.mesh import make_mesh
 from mjax.tasks.labelled_task import Examples
@@ -47,7 +47,7 @@ def _config(layernorm, activation="gelu_erf", head=None, **mesh):
         attention="xla", vocabulary_multiple=1, hidden_dropout=0.0, attention_dropout=0.0, layernorm_epsilon=1e-3,
     )  # fmt: skip
     return Config(
-        model=model if head is None else replace(as_kind(model, "bert_task"), **HEADS[head]),
+        model=model if head is None else replace(convert_kind(model, "bert_task"), **HEADS[head]),
         mesh=MeshConfig(**mesh),
         data=DataConfig(mock=True),
         precision=PrecisionConfig(compute="fp64"),
@@ -82,7 +82,7 @@ def _assert_gradients(config, batch, peer, weights):
     expected.backward()
     loss = means[0] + means[1] if config.model.kind == "bert" else means[0]
     assert float(loss) == pytest.approx(expected.item(), rel=1e-12)
-    assert_gradients(gradients, gradients_of(peer, gradients, family_of(config.model), config.model))
+    assert_gradients(gradients, gradients_of(peer, gradients, model_family(config.model), config.model))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_pretraining_equals_transformers(layernorm, activation, mesh, tmp_path):
 def test_head_equals_transformers(head, layernorm):
     """Scores on two replicas, loss and gradients under tensor and sequence parallelism."""
     config = _config(layernorm, head=head, model=2, sequence_parallel=True)
-    batch, family = examples_of(config, 0), family_of(config.model)
+    batch, family = examples_of(config, 0), model_family(config.model)
     with jax.enable_x64(True):
         peer = _peer(config.model)
         inference = inference_config(config, MeshConfig(data=2), micro_batch=2)
@@ -130,7 +130,7 @@ def test_head_equals_transformers(head, layernorm):
 @pytest.mark.parametrize(("head", "layernorm"), CASES[::2] + CASES[1:2])
 def test_exported_head_opens_with_same_weights(head, layernorm, tmp_path):
     config = _config(layernorm, head=head)
-    peer, family = _peer(config.model).float(), family_of(config.model)
+    peer, family = _peer(config.model).float(), model_family(config.model)
     weights = weights_of(peer, jax.eval_shape(lambda: build_model(0, config.model)), family, config.model)
     write_run(tmp_path / "run", replace(config, precision=PrecisionConfig()), None, reader_of(weights))
     peer.save_pretrained(tmp_path / "hf")

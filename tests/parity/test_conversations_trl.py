@@ -4,7 +4,7 @@ from importlib.metadata import distribution
 
 import pytest
 
-from mjax.generation.chat import Trained, Unfit, encode, trained_spans
+from mjax.generation.chat import Trained, UntrainableConversation, encode, find_trained_spans
 from tests.data.test_conversations import chat_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
@@ -32,7 +32,7 @@ def chat_with(folder, name, end):
 
 
 def trained_text(chat, messages, trained):
-    text, spans = trained_spans(chat, messages, None, trained)
+    text, spans = find_trained_spans(chat, messages, None, trained)
     return [text[begin:end] for begin, end in spans]
 
 
@@ -57,7 +57,7 @@ def test_turns_are_those_by_hand(name, end, tmp_path):
 def test_reasoning_is_trained_or_not(name, reasoning, expected, tmp_path):
     chat = chat_with(tmp_path / "t", name, "<|im_end|>")
     assert trained_text(chat, THINK, Trained(reasoning=reasoning)) == [expected]
-    with pytest.raises(Unfit, match="--turns last"):  # earlier turns lose their reasoning
+    with pytest.raises(UntrainableConversation, match="--turns last"):  # earlier turns lose their reasoning
         trained_text(chat, [*THINK, TWO[2], {**TWO[3], "reasoning_content": "Once more."}], Trained())
 
 

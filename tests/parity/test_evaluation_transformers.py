@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mjax.commands.evaluate import metrics_of
+from mjax.commands.evaluate import score_task
 from mjax.config import MeshConfig
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.tasks.interface import Score
@@ -52,7 +52,7 @@ def test_metrics_of_tasks_equal_transformers(tmp_path):
     for name, (task, file, text) in TASKS.items():
         (tmp_path / file).write_text(text)
         options = {"tokenizer": "bytes", "compute": "fp32", "mesh": MeshConfig(data=2, model=2)}
-        found = metrics_of(tmp_path / "run", name, str(tmp_path / file), **options)
+        found = score_task(tmp_path / "run", name, str(tmp_path / file), **options)
         windows = task(str(tmp_path / file), tokenizer, 32, None)
         expected = windows.metrics([_by_torch(peer, of_pass) for of_pass in windows.passes])
         assert found == pytest.approx({metric.name: metric.value for metric in expected}, rel=2e-4)

@@ -11,7 +11,7 @@ from tokenizers import normalizers, pre_tokenizers, trainers
 
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.gigatoken import SWITCH, EncodersDiffer, FastEncoder, fast_encoder
-from mjax.data.tokenizers import WORTH, load_tokenizer
+from mjax.data.tokenizers import MIN_GIGATOKEN_CHARACTERS, load_tokenizer
 from mjax.errors import UsageError
 from tests.data.vocabularies import NASTY, TEXTS, hf_byte_pairs
 
@@ -82,7 +82,7 @@ def test_dataset_is_that_of_tokenizers(tmp_path, monkeypatch, kind):
     file = tmp_path / "corpus.jsonl"
     texts = ["", "\u0c5c's " * 2000, *[" ".join(TEXTS) * 3 + f" {i}. Another sentence." for i in range(300)], ""]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    tokenizer.bos = tokenizer.bos_of_files()
+    tokenizer.bos = tokenizer.read_bos()
     tokenizer.save(tmp_path / "run" / "tokenizer")
     run = f"run:{tmp_path}/run"
     how = PrepareArguments(output=str(tmp_path / "fast"), inputs=(file,), tokenizer=run, workers=1)
@@ -127,7 +127,7 @@ def test_prepare_stops_when_encoders_differ(differing, monkeypatch, capsys):
 
 def test_many_texts_go_to_gigatoken_and_are_compared(tmp_path):
     tokenizer = library("gpt2", tmp_path)
-    texts = ["word " * WORTH]
+    texts = ["word " * MIN_GIGATOKEN_CHARACTERS]
     expected = tokenizer._encode_slowly(texts)
     assert tokenizer.encode_batch(texts) == expected
     assert tokenizer.encode_flat(texts)[0].tolist() == expected[0]

@@ -18,7 +18,7 @@ import mjax
 from mjax.commands import cli
 from mjax.config import CheckpointConfig, DataConfig, MeshConfig, PrecisionConfig, read_config
 from mjax.errors import UsageError
-from mjax.generation.text import written_after
+from mjax.generation.text import decode_suffix
 from mjax.run.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.data.vocabularies import TEXTS, gpt2_files
@@ -160,7 +160,7 @@ def test_texts_begin_as_in_transformers(with_bos, capsys):
         np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-6, atol=1e-4)
     ids = theirs.tok_encode("The fox")
     tokens = theirs.model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0].tolist()
-    expected = written_after(ours.text.decode, ids, tokens[len(ids) :])
+    expected = decode_suffix(ours.text.decode, ids, tokens[len(ids) :])
     requests = instances("generate_until", [("The fox", {"until": [], "max_gen_toks": 8})])
     assert ours.generate_until(requests, True) == [expected]
     capsys.readouterr()

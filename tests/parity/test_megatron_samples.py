@@ -7,7 +7,7 @@ import pytest
 
 from mjax.config.datasets import normalize, split_sequences
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.data.samples import BlendedDataset, GPTDataset, build_blend_index, labelled, number_within, samples_of_parts
+from mjax.data.samples import BlendedDataset, GPTDataset, add_labels, build_blend_index, number_within, split_samples
 from tests.products import diagonal
 
 pytestmark = pytest.mark.parity
@@ -64,7 +64,7 @@ def theirs_as_ours(sample):
 
 def ours_as_theirs(tokens, positions, attention, mask_eod):
     names = ["loss_mask", *(["positions"] if positions else []), *(["documents"] if attention else [])]
-    sample = labelled(tokens, names, EOD, mask_eod)
+    sample = add_labels(tokens, names, EOD, mask_eod)
     place = np.arange(len(tokens) - 1)
     documents = sample.pop("documents", np.zeros_like(place))
     sample.setdefault("positions", place)
@@ -167,7 +167,7 @@ def test_blend_is_megatrons(prefixes, tmp_path, monkeypatch, weights, sizes, spl
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     shares = normalize(weights) if weights else None
     for part, samples in enumerate(sizes):
-        of_parts = samples_of_parts(samples, shares) if weights else [None] * len(prefixes)
+        of_parts = split_samples(samples, shares) if weights else [None] * len(prefixes)
         parts = [
             GPTDataset(indexed, split_sequences(split, len(indexed))[part], number, 12, 1234)
             for indexed, number in zip(datasets, of_parts, strict=True)

@@ -87,7 +87,7 @@ def test_rampup_sizes_equal_megatron():
         theirs = calculator(end, 1, 1, False, 1, *rampup)
         config = small_config()
         train = replace(config.train, steps=40, global_batch=end, batch_rampup=rampup)
-        ours = BatchSizes.of(replace(config, train=train))
+        ours = BatchSizes.from_config(replace(config, train=train))
         consumed, step = 0, 0
         while consumed < samples + 5 * end:
             theirs.update(consumed, consistency_check=True)

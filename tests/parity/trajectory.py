@@ -30,7 +30,7 @@ def losses_of_both(config, weights, peer, peer_loss, batches, steps=20, last=Non
     optimizers = _optimizers_of(peer, config.optimizer)
     for step in range(steps):
         batch = batches[step % len(batches)]
-        state, metrics = program.train_step(state, program.on_devices(batch))
+        state, metrics = program.train_step(state, program.put_on_devices(batch))
         ours.append(float(metrics.loss))
         loss = peer_loss(batch)
         peer.zero_grad()

@@ -23,7 +23,7 @@ from mjax.errors import UsageError
 from mjax.planner.command import SHEETS, AllocatedMemory, Compilation, compile_section, compile_step, sheet_names
 from mjax.planner.ledger import ledger
 from mjax.planner.memory import Memory, predict_memory
-from mjax.profiling.trace import ELSEWHERE, INSTRUCTION, KINDS, kind_of
+from mjax.profiling.trace import ELSEWHERE, INSTRUCTION, KINDS, operation_kind
 from mjax.utils.figures import GIB
 from tests.conftest import ROOT
 from tests.small import small_config
@@ -63,7 +63,7 @@ def test_ledger_has_bytes_of_compiled_step(mode, tmp_path):
     assert compiled.config.model.attention == "cudnn"
     windows = {int(length) for length in re.findall(r'"sliding_window_length": (\d+)', text)}
     assert windows == {kind.window or 0 for kind in config.model.pattern.group}
-    expected = ledger(config).in_program()
+    expected = ledger(config).count_in_program()
     found = counted(collectives)
     assert {key: size for key, (_, size) in found.items()} == {key: size for key, (_, size) in expected.items()}
     # XLA puts several collectives into one, and never cuts one in pieces.
@@ -78,7 +78,7 @@ def test_ledger_has_bytes_of_compiled_step(mode, tmp_path):
     if mode == "tensor parallel":
         check_report(config, compiled, tmp_path)
         instructions = INSTRUCTION.findall(text)  # a profile finds something of every kind
-        kinds = {kind_of(f"{name} {name} {opcode}", source) for name, opcode, source in instructions}
+        kinds = {operation_kind(f"{name} {name} {opcode}", source) for name, opcode, source in instructions}
         assert kinds == {*KINDS} - {ELSEWHERE}
 
 

@@ -14,7 +14,7 @@ from mjax.config import load_config
 from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.planner import command as fit
-from mjax.planner.command import check_gpu_at_hand, check_memory
+from mjax.planner.command import check_local_gpus, check_memory
 from mjax.planner.memory import HEADROOM, predict_memory
 from mjax.planner.search import changes_that_fit
 from mjax.utils.figures import GIB
@@ -106,18 +106,18 @@ def test_gpu_at_hand_limits_kernel_and_host_memory(monkeypatch):
     config = changed(load_config("gpt_345m"), model={"attention_dropout": 0.0}, mesh={"data": devices})
     config = changed(config, train={"recompute": "none"})
     monkeypatch.setattr(fit, "usable_memory", lambda device: predict_memory(config).total / 0.94)
-    monkeypatch.setattr(fit, "capability_of", lambda device: (9, 0))
-    check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
-    monkeypatch.setattr(fit, "capability_of", lambda device: (7, 0))
+    monkeypatch.setattr(fit, "gpu_capability", lambda device: (9, 0))
+    check_local_gpus(config, "gpt_345m", False, pytest.fail)
+    monkeypatch.setattr(fit, "gpu_capability", lambda device: (7, 0))
     with pytest.raises(UsageError, match="gpt_345m needs"):
-        check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
+        check_local_gpus(config, "gpt_345m", False, pytest.fail)
 
     config = changed(config, train={"recompute": "offload", "micro_batch": 8, "global_batch": 8 * devices})
     memory = predict_memory(config)
     monkeypatch.setattr(fit, "usable_memory", lambda device: 2 * memory.total)
-    monkeypatch.setattr(fit, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(fit, "gpu_capability", lambda device: (9, 0))
     monkeypatch.setattr(fit, "host_memory", lambda: int(devices * memory.host))
-    check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
+    check_local_gpus(config, "gpt_345m", False, pytest.fail)
     monkeypatch.setattr(fit, "host_memory", lambda: int(devices * memory.host) - 1)
     with pytest.raises(UsageError, match=r"gpt_345m keeps 0.4 GiB of activations in host memory for each GPU, and"):
-        check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
+        check_local_gpus(config, "gpt_345m", False, pytest.fail)

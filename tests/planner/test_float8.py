@@ -13,7 +13,7 @@ from mjax.errors import UsageError
 from mjax.planner.command import ADA, check_float8
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import H100 as H100_RATES
-from mjax.planner.time import Rates, filled_share
+from mjax.planner.time import Rates, tile_efficiency
 from tests.planner.configs import changed
 from tests.planner.test_waste import compiled
 
@@ -57,7 +57,9 @@ def test_impossible_float8_is_rejected(changes, gpu, sentence):
 def test_float8_matmul_has_its_own_rate():
     slow = replace(H100_RATES, launch=0.0)
     large, rates = 2 * 8192**3, Rates(H100, slow, "fp8")
-    expected = large / (1978.9e12 * 0.65) * (8192 + slow.inner) / 8192 / filled_share(8192, 8192, H100.multiprocessors)
+    expected = (
+        large / (1978.9e12 * 0.65) * (8192 + slow.inner) / 8192 / tile_efficiency(8192, 8192, H100.multiprocessors)
+    )
     assert rates.product(8192, 8192, 8192, float8=True) == pytest.approx(expected)
     assert rates.product(8192, 8192, 8192) == Rates(H100, slow, "bf16").product(8192, 8192, 8192)
     thin = rates.product(16, 8192, 8192, float8=True)

@@ -12,7 +12,7 @@ from mjax.config import from_dict, load_config, to_dict
 from mjax.config.axes import copies
 from mjax.parallel.schedules import build_schedule
 from mjax.planner.command import memory_section
-from mjax.planner.memory import _in_flight, kept_by_layer, predict_memory, weights_of_device
+from mjax.planner.memory import _chunks_in_flight, device_weights, layer_residual_bytes, predict_memory
 from mjax.planner.search import CHUNKS, changes_that_fit, with_loss_chunks
 from tests.conftest import ROOT
 from tests.planner.configs import changed
@@ -49,7 +49,7 @@ def test_memory_is_within_five_percent_of_xla(row):
     assert memory.host == row.get("host", 0)
     elements = sum(math.prod(shape) * {"int32": 4, "bool": 1}[kind] for shape, kind in config.batch_arrays().values())
     batch = elements * config.train.global_batch / copies(config.mesh)
-    expected = 4 * weights_of_device(config.model, config.mesh).stored + memory.optimizer + batch
+    expected = 4 * device_weights(config.model, config.mesh).stored + memory.optimizer + batch
     assert row["argument"] == pytest.approx(expected, rel=1e-5, abs=1e5)  # the counters of the loss scale, alignment
 
 
@@ -74,7 +74,7 @@ def test_activations_in_flight_are_slots_of_schedule(name):
             schedule = build_schedule(name, stages, micro_batches, chunks)
             mesh = {"pipe": stages, "data": 1, "schedule": name, "chunks": chunks}
             run = changed(config, mesh=mesh, train={"micro_batch": 1, "global_batch": micro_batches})
-            assert _in_flight(run) == schedule.residual_slots
+            assert _chunks_in_flight(run) == schedule.residual_slots
 
 
 def test_without_a_loop_logits_and_gradient_exist_both():
@@ -93,7 +93,7 @@ def test_full_recomputation_keeps_inputs_alone():
     """2 s b h bytes of a layer in bf16."""
     config = changed(load_config("gpt_1b"), train={"recompute": "full", "unroll": "off"})
     model, samples = config.model, config.train.micro_batch
-    assert kept_by_layer(config) == 2 * samples * model.sequence * model.hidden
+    assert layer_residual_bytes(config) == 2 * samples * model.sequence * model.hidden
 
 
 def test_batch_is_split_over_replicas():

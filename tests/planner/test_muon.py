@@ -9,10 +9,10 @@ from mjax.cluster.hardware import gpu_named
 from mjax.config import MeshConfig, load_config
 from mjax.parallel.mesh import abstract_mesh
 from mjax.planner.ledger import ledger
-from mjax.planner.memory import matrices_of, muon_products, predict_memory, weights_of_device
+from mjax.planner.memory import device_weights, muon_matrices, muon_products, predict_memory
 from mjax.planner.time import Rates, muon_exchange_seconds, predict_time
 from mjax.step import muon as training
-from mjax.step.layout import lay_out
+from mjax.step.layout import build_layout
 from tests.planner.configs import changed
 from tests.planner.test_time import BYTE_A_SECOND, OPEN
 from tests.products import one_in
@@ -30,8 +30,8 @@ from tests.small import small_config
 def test_matrices_and_collectives_are_those_of_step(mesh):
     config = small_config(compute="bf16", layers=4, global_batch=24)
     config = changed(config, mesh=mesh, optimizer={"name": "muon"})
-    layout = training.matrices_of(lay_out(config, abstract_mesh(config.mesh)), config.mesh)
-    planned = matrices_of(config.model, config.mesh)
+    layout = training.collect_matrices(build_layout(config, abstract_mesh(config.mesh)), config.mesh)
+    planned = muon_matrices(config.model, config.mesh)
     assert [(each.count, each.size, each.moves) for each in planned] == [
         (each.count, each.size, each.moves) for each in layout.values()
     ]
@@ -56,11 +56,11 @@ def test_iteration_has_fifteen_products_on_smaller_dim():
 def test_matrix_has_one_moment_and_its_own_time():
     adam = replace(load_config("gpt_1b"), mesh=MeshConfig(data=8, model=2))
     ours, gpu = changed(adam, optimizer={"name": "muon"}), gpu_named("h100")
-    held, with_two, with_one = weights_of_device(adam.model, adam.mesh), predict_memory(adam), predict_memory(ours)
+    held, with_two, with_one = device_weights(adam.model, adam.mesh), predict_memory(adam), predict_memory(ours)
     assert held.matrices == 12 * adam.model.hidden**2 * adam.model.layers / 2
     assert with_two.optimizer - with_one.optimizer == 4 * held.matrices
     before, after = predict_time(adam, gpu).parts, predict_time(ours, gpu).parts
     assert {name for name in before if before[name] != after[name]} == {"model", "data", "optimizer"}
-    matrices = matrices_of(ours.model, ours.mesh)
-    flops = sum(product.flops for each in matrices for product in muon_products(each.per_rank, *each.size))
+    matrices = muon_matrices(ours.model, ours.mesh)
+    flops = sum(product.flops for each in matrices for product in muon_products(each.count_per_rank, *each.size))
     assert after["optimizer"] - before["optimizer"] > 0.5 * flops / gpu.peak("bf16")

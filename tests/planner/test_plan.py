@@ -31,7 +31,7 @@ def test_plan_prints_and_draws_its_sections(capsys, tmp_path):
 def test_plan_has_numbers_of_schedule(capsys):
     assert cli.main(["plan", *GPT_8B, "--mesh.pipe", "4", "--mesh.chunks", "2", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)["schedule"]
-    expected = {"chunks": 2, "ticks": 26, "bubble": 3 / 16, "in_flight": [11, 9, 7, 5]}
+    expected = {"chunks": 2, "ticks": 26, "bubble": 3 / 16, "max_in_flight": [11, 9, 7, 5]}
     assert expected.items() <= printed.items()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mjax.config import Config, GPTConfig, MeshConfig, MixtureConfig, TrainConfig
 from mjax.config.checks import validate
-from mjax.config.model import as_kind
+from mjax.config.model import convert_kind
 from mjax.errors import UsageError
 from mjax.planner.command import check_searchable, enough_devices, refuse_too_big
 from mjax.planner.memory import Memory
@@ -73,8 +73,10 @@ def is_simplest(config):
         SMALL,
         changed(SMALL, model={"feed_forward": 6, "vocabulary": 250, "vocabulary_multiple": 2}),
         changed(SMALL, train={"batch_rampup": (4, 2, 20)}),
-        replace(SMALL, model=replace(as_kind(SMALL.model, "bert_task"), head="multiple_choice", answers=3, sequence=5)),
-        replace(SMALL, model=replace(as_kind(SMALL.model, "llama"), kv_heads=1, window=2, full_attention_every=2)),
+        replace(
+            SMALL, model=replace(convert_kind(SMALL.model, "bert_task"), head="multiple_choice", answers=3, sequence=5)
+        ),
+        replace(SMALL, model=replace(convert_kind(SMALL.model, "llama"), kv_heads=1, window=2, full_attention_every=2)),
         replace(SMALL, model=MixtureConfig(layers=2, hidden=32, heads=4, experts=6, sequence=4, vocabulary=257)),
     ],
     ids=["gpt", "odd widths", "ramp-up", "bert", "pattern of windows", "mixture"],
@@ -142,7 +144,7 @@ def test_search_tries_loss_in_chunks():
     assert {each.config.train.loss_chunks for each in kept.ranked} == {1}
     own = changed(SMALL, train={"loss_chunks": 2})
     assert {each.train.loss_chunks for each in candidates(own, 4)} == {1, 2}
-    task = replace(SMALL, model=as_kind(SMALL.model, "bert_task"))  # no scores of a vocabulary
+    task = replace(SMALL, model=convert_kind(SMALL.model, "bert_task"))  # no scores of a vocabulary
     assert {each.config.train.loss_chunks for each in search(task, 4, logits, seconds, 100).ranked} == {1}
 
 

@@ -26,13 +26,13 @@ from benchmarks.published import (
 from mjax.cluster.hardware import gpu_named
 from mjax.commands import cli
 from mjax.config import Config, GPTConfig, MeshConfig, MixtureConfig, TrainConfig, load_config
-from mjax.config.batch_size import BatchSizes, at_batch
-from mjax.config.model import as_kind
+from mjax.config.batch_size import BatchSizes, with_batch_size
+from mjax.config.model import convert_kind
 from mjax.parallel.schedules import build_schedule
 from mjax.planner import time as layer_time
 from mjax.planner.layer import hardware_flops
 from mjax.planner.ledger import ledger
-from mjax.planner.memory import weights_of_device
+from mjax.planner.memory import device_weights
 from mjax.planner.time import (
     A100,
     MJAX,
@@ -210,7 +210,7 @@ def test_flash_attention_takes_five_products_backward():
     assert predict_time(changed(config, train={"recompute": "full"}), H100, rates).parts["attention"] == pytest.approx(
         both + forward / 0.5
     )
-    both_sides = replace(config, model=as_kind(config.model, "bert"))
+    both_sides = replace(config, model=convert_kind(config.model, "bert"))
     assert predict_time(both_sides, H100, rates).parts["attention"] == pytest.approx(2 * both)
 
 
@@ -234,7 +234,7 @@ def test_loss_in_chunks_computes_logits_once_more():
 
 def test_each_micro_batch_is_accumulated():
     few, many = (config_with(train={"global_batch": 64 * n}) for n in (1, 2))
-    held = weights_of_device(few.model, few.mesh)
+    held = device_weights(few.model, few.mesh)
     moved = 8 * MJAX.accumulate_bytes * (held.layers + held.shared)  # of eight more micro-batches
     before, after = (predict_time(config, H100).parts["optimizer"] for config in (few, many))
     assert after - before == pytest.approx(Rates(H100, H100_RATES, "bf16").bytes(moved))
@@ -332,10 +332,10 @@ def test_bubble_is_that_of_schedule(name):
 def test_mean_of_run_counts_each_batch_size():
     grows = {"batch_rampup": (8, 8, 2_000), "global_batch": 64, "micro_batch": 2, "steps": 100}
     config = config_with(mesh={"data": 2, "pipe": 4}, train=grows)
-    sizes = [BatchSizes.of(config).size(step) for step in range(100)]
+    sizes = [BatchSizes.from_config(config).size(step) for step in range(100)]
     assert len(set(sizes)) == 8
     assert {size // 4 for size in sizes} > {2, 4, 16}  # fewer micro-batches than stages, and more
-    each = {size: predict_time(at_batch(config, size), H100) for size in set(sizes)}
+    each = {size: predict_time(with_batch_size(config, size), H100) for size in set(sizes)}
     found = predict_time(config, H100)
     assert found.mean == pytest.approx(sum(each[size].total for size in sizes) / 100, rel=1e-12)
     assert found.total == each[64].total > found.mean == TimePredictor(H100).mean(config)
@@ -363,11 +363,11 @@ def test_predictor_shares_only_what_is_alike():
 
 def test_error_bar_depends_on_what_was_compared():
     config, a100 = load_config("gpt_18b"), gpu_named("a100")
-    assert A100.error_of(config, a100) == (A100.error, ())
-    elsewhere = A100.error_of(config, gpu_named("a100-pcie"))
+    assert A100.relative_error(config, a100) == (A100.error, ())
+    elsewhere = A100.relative_error(config, gpu_named("a100-pcie"))
     assert elsewhere == (A100.error_elsewhere, ("calibrated on a100, not on a100-pcie",))
     longer = changed(config, model={"sequence": 4096})
-    assert H100_RATES.error_of(longer, H100)[0] is None
+    assert H100_RATES.relative_error(longer, H100)[0] is None
 
 
 def test_overlap_shortens_only_its_own_collectives():

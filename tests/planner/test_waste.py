@@ -13,7 +13,7 @@ from benchmarks.aot.roofline import COLLECTIVES, FILLS, PRODUCTS, roofline
 from benchmarks.aot.schedule import read_overlaps
 from mjax.cluster.hardware import gpu_named
 from mjax.config import axes, load_config
-from mjax.config.kernels import MOST_UNROLLED, with_unrolling
+from mjax.config.kernels import MAX_UNROLLED_LAYERS, with_unrolling
 from mjax.planner.command import compile_step
 from mjax.planner.memory import predict_memory
 from mjax.utils.figures import GIB
@@ -102,8 +102,8 @@ def test_loss_in_chunks_writes_no_whole_logits():
 @pytest.mark.parametrize(
     ("layers", "mesh", "recompute", "unroll"),
     [
-        (MOST_UNROLLED, {"data": 8, "zero": 1}, "selective", "on"),
-        (MOST_UNROLLED + 1, {}, "none", "off"),
+        (MAX_UNROLLED_LAYERS, {"data": 8, "zero": 1}, "selective", "on"),
+        (MAX_UNROLLED_LAYERS + 1, {}, "none", "off"),
         (40, {"pipe": 2}, "none", "off"),
         (40, {"context": 2}, "none", "off"),
         (40, {"data": 8, "zero": 3}, "none", "on"),

@@ -10,18 +10,18 @@ from mjax.config import available_configs, axes, load_config
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.weights import leaf_name
 from mjax.parallel.zero import layer_dims
-from mjax.planner.memory import DeviceWeights, weights_of_device
-from mjax.step.layout import lay_out
-from mjax.step.muon import matrices_of
+from mjax.planner.memory import DeviceWeights, device_weights
+from mjax.step.layout import build_layout
+from mjax.step.muon import collect_matrices
 from tests.planner.configs import changed
 from tests.products import one_in
 
 
 def counted(config):
     """Count the values of `weights_of_device` on the layout of the arrays."""
-    layout = lay_out(config, abstract_mesh(config.mesh))
+    layout = build_layout(config, abstract_mesh(config.mesh))
     plan = [storage for _, storage in jax.tree_util.tree_leaves_with_path(layout.plan)]
-    matrices = matrices_of(layout, config.mesh)
+    matrices = collect_matrices(layout, config.mesh)
     layers = layer_dims(config.mesh)
     found = dict.fromkeys((field.name for field in dataclasses.fields(DeviceWeights)), 0)
     for (path, leaf), storage in zip(jax.tree_util.tree_leaves_with_path(layout.abstract_model), plan, strict=True):
@@ -50,7 +50,7 @@ OFTEN = ("gpt_8b", "bert_4b", "bloom_176b", "llama3_8b", "qwen3_30b_a3b", "gpt_1
 @pytest.mark.parametrize("name", [*OFTEN, *one_in(1, sorted({*available_configs()} - {*OFTEN}), pytest.mark.ci)])
 def test_held_weights_are_those_of_layout(name):
     config = load_config(name)
-    assert counted(config) == vars(weights_of_device(config.model, config.mesh))
+    assert counted(config) == vars(device_weights(config.model, config.mesh))
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,4 @@ def test_held_weights_are_those_of_layout(name):
 def test_held_weights_follow_every_kind_of_sharding(name, mesh):
     mesh = {"pipe": 1, "model": 1, "sequence_parallel": False, **mesh}
     config = changed(load_config(name), model={"layers": 8}, mesh=mesh)
-    assert counted(config) == vars(weights_of_device(config.model, config.mesh))
+    assert counted(config) == vars(device_weights(config.model, config.mesh))

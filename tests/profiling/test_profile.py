@@ -12,7 +12,7 @@ import mjax
 from mjax.commands import cli
 from mjax.config import load_config
 from mjax.errors import RunError, UsageError
-from mjax.profiling import profiled_steps
+from mjax.profiling import parse_steps
 from mjax.profiling.recorder import Recorder
 from mjax.run import loop
 from mjax.run.loop import Options
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("fewer_devices", "quick_runs")
 def test_profile_range_is_checked(text):
     message = f"--profile {text} is not START:END from 1 to 13 with at most 100 steps; type --profile 10:13"
     with pytest.raises(UsageError, match=message):
-        profiled_steps(text, 12)
-    assert list(profiled_steps("10:13", 12)) == [10, 11, 12]
+        parse_steps(text, 12)
+    assert list(parse_steps("10:13", 12)) == [10, 11, 12]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 import mjax
 from mjax.checkpoint.folders import checkpoint_steps
 from mjax.commands import cli
-from mjax.utils.files import without_parents
+from mjax.utils.files import resolve_parents
 from tests.test_chat import run  # noqa: F401
 from tests.test_sft_command import FLAGS, MESH, base  # noqa: F401
 from tests.tiny_config import config as TINY
@@ -20,13 +20,13 @@ def test_without_parents_follows_links_as_the_system_does(tmp_path, monkeypatch)
     (tmp_path / "disk" / "deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to("disk/deep")
     for path in ("runs", "/a/b", "s3://bucket/../a", "."):
-        assert without_parents(Path(path)) == Path(path)
+        assert resolve_parents(Path(path)) == Path(path)
     for path, expected in {
         "disk/../runs": "runs", "link/../runs/x": "disk/runs/x", "../runs": str(tmp_path.parent / "runs"),
         "link/..": "disk", "disk/..": str(tmp_path), "no/where/../x": "no/x",
     }.items():  # fmt: skip
-        assert without_parents(Path(path)) == Path(expected), path
-        assert os.path.realpath(without_parents(Path(path))) == os.path.realpath(path)
+        assert resolve_parents(Path(path)) == Path(expected), path
+        assert os.path.realpath(resolve_parents(Path(path))) == os.path.realpath(path)
 
 
 def test_trainer_takes_parents_in_its_paths(tmp_path, monkeypatch, fewer_devices):

@@ -89,15 +89,15 @@ def test_base_at_address_needs_a_named_store(run, named, fetched, tmp_path, monk
     monkeypatch.setattr(base, "read_folder", lambda address: asked.append(address) or known.parent)
     run, named = tmp_path / run.replace("MIRRORS", mirrors), named.replace("MIRRORS", mirrors)
     if fetched:
-        assert base.folder_of(Base(named, 0, ""), run) == known.parent
+        assert base.base_folder(Base(named, 0, ""), run) == known.parent
         assert asked == [named]
         return
     with pytest.raises(
         UsageError,
         match=r"adapters of (s3://evil|gs://bucket)/runs/q, not fetched because .* type: mjax runs --runs (s3|gs)://",
     ):
-        base.folder_of(Base(named, 0, ""), run)
+        base.base_folder(Base(named, 0, ""), run)
     (run.parent / "q").mkdir(parents=True)
     (run.parent / "q" / "config.json").touch()
-    assert base.folder_of(Base(named, 0, ""), run) == run.parent / "q"
+    assert base.base_folder(Base(named, 0, ""), run) == run.parent / "q"
     assert asked == []

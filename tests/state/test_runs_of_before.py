@@ -23,7 +23,7 @@ from mjax.config import MeshConfig, read_config
 from mjax.generation.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
 from mjax.run.metrics import read_metrics
-from mjax.step.layout import lay_out
+from mjax.step.layout import build_layout
 from tests.conftest import ROOT
 from tests.small import named
 
@@ -60,6 +60,6 @@ def test_run_of_before_continues_with_its_losses(name, mesh, runs, fewer_devices
 def test_finetuned_model_of_before_opens(runs):
     config = read_config(runs / "fine-tuned" / "config.json")
     assert (config.model.head, config.model.answers, config.model.sequences) == ("classification", 3, 1)
-    layout = lay_out(config, make_mesh(MeshConfig()))
+    layout = build_layout(config, make_mesh(MeshConfig()))
     _, weights = restore_weights(runs / "fine-tuned", layout.abstract_model, None, print)
     assert np.isfinite(named(weights)["head.kernel"]).all()

@@ -17,9 +17,9 @@ from mjax.generation.inference import inference_config
 from mjax.models.build import abstract_weights, build_model
 from mjax.models.gpt.model import GPT
 from mjax.parallel.mesh import make_mesh
-from mjax.parallel.zero import cut_into_chunks
-from mjax.tasks.interface import Score, Window, overlapping_windows
-from mjax.tasks.scoring import PROGRAM, LossScorer, Scorer, shared_widths, vocab_parallel_argmax
+from mjax.parallel.zero import split_into_virtual_stages
+from mjax.tasks.interface import ContextWindow, Score, overlapping_windows
+from mjax.tasks.scoring import PROGRAM, LossScorer, Scorer, choose_widths, vocab_parallel_argmax
 from tests.small import QUICKLY, small_config
 
 POSITIONS = 128
@@ -39,7 +39,7 @@ def scorer_and_model(mesh=ONE):
     config = inference_config(small_config(layers=4, sequence=POSITIONS), mesh, micro_batch=2)
     scorer = Scorer(config, make_mesh(mesh))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, scorer.abstract_model)
-    build = partial(jax.jit, compiler_options=QUICKLY)(lambda: cut_into_chunks(lively(config), config.mesh))
+    build = partial(jax.jit, compiler_options=QUICKLY)(lambda: split_into_virtual_stages(lively(config), config.mesh))
     return scorer, jax.device_put(build(), shardings)
 
 
@@ -86,8 +86,8 @@ def windows():
         if number % 2 == 0:  # the model's own guess, of one token: the others follow from the true ones before them
             ids[-1] = likely[-2]
             counted = 1 if number % 4 == 0 else 2
-        found.append(Window(ids, counted))
-    return [*found, Window(text[:2], 1)]
+        found.append(ContextWindow(ids, counted))
+    return [*found, ContextWindow(text[:2], 1)]
 
 
 def assert_same(ours, theirs):
@@ -117,7 +117,7 @@ def test_loss_scorer_equals_numpy_at_each_label():
     for found, window in zip(losses, windows()[1:], strict=False):
         assert found.shape == (window.counted,)
         for last in (window.counted, window.counted - 20):  # that the order is right too
-            expected = by_numpy([Window(window.tokens[: len(window.tokens) - window.counted + last], last)])
+            expected = by_numpy([ContextWindow(window.tokens[: len(window.tokens) - window.counted + last], last)])
             assert found[:last].sum() == pytest.approx(expected.loss, rel=1e-4)
 
 
@@ -125,7 +125,7 @@ def test_labels_of_a_window_are_summed_in_float64(monkeypatch):
     losses = np.array([2.0**24, 1.0, 1.0], np.float32)
     monkeypatch.setattr(Scorer, "score_labels", lambda *_: [np.stack([losses, np.ones(3, np.float32)], axis=-1)])
     scorer, model = scorer_and_model()
-    assert scorer.score_each(model, [Window(np.arange(9), 3)]) == [Score(2.0**24 + 2, 3, 3, 1, 1)]
+    assert scorer.score_each(model, [ContextWindow(np.arange(9), 3)]) == [Score(2.0**24 + 2, 3, 3, 1, 1)]
 
 
 def test_batches_are_as_wide_as_their_longest_window():
@@ -141,7 +141,7 @@ def test_batches_are_as_wide_as_their_longest_window():
         micro_batch=1,
     )
     uneven = Scorer(config, make_mesh(config.mesh))
-    assert [width for width, *_ in uneven._batches([Window(np.arange(5), 1)])] == [18]
+    assert [width for width, *_ in uneven._batches([ContextWindow(np.arange(5), 1)])] == [18]
 
 
 def test_programs_and_positions_cost_least():
@@ -154,7 +154,7 @@ def test_programs_and_positions_cost_least():
         def cost(widths, mean=mean):
             return sum(widths) + PROGRAM * mean * len(set(widths))
 
-        found = shared_widths(needed)
+        found = choose_widths(needed)
         assert all(width >= least for width, least in zip(found, needed, strict=True))
         ways = []
         for begins in product((False, True), repeat=max(count - 1, 0)):

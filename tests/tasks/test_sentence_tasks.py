@@ -7,7 +7,7 @@ import pytest
 
 from mjax.errors import RunError
 from mjax.tasks.labelled import DEFAULTS, TASKS, open_task
-from mjax.tasks.labelled_task import Pair, as_rows, clean_text
+from mjax.tasks.labelled_task import Pair, clean_text, to_rows
 from tests.tasks.synthetic import MNLI_COLUMNS, VOCABULARY, tokenizer_of, write_task
 
 
@@ -44,7 +44,7 @@ def outputs_for(labels, classes):
 )
 def test_row_holds_both_texts_up_to_its_end(tokenizer, a, b, row, types, text):
     pair = Pair(tokenizer.encode(a), tokenizer.encode(b))
-    examples = as_rows([pair, pair], 2, {"label": [1]}, tokenizer, 8)
+    examples = to_rows([pair, pair], 2, {"label": [1]}, tokenizer, 8)
     assert examples.tokens.shape == (1, 2, 8)
     assert examples.tokens.dtype == examples.token_types.dtype == examples.labels["label"].dtype == np.int32
     for choice in range(2):

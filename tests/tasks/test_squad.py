@@ -11,9 +11,9 @@ from mjax.data.tokenizers import load_tokenizer
 from mjax.tasks.labelled import open_task
 from mjax.tasks.squad import (
     Context,
+    ContextSpan,
     Span,
     Squad,
-    Window,
     best_answer,
     cut_into_windows,
     deciding_windows,
@@ -168,7 +168,7 @@ def logits_of(rows, starts=(), ends=(), positions=12):
 
 
 def test_answer_is_allowed_span_of_highest_sum(tokenizer):
-    context, window = context_of(tokenizer, CONTEXT), Window(offset=5, first=0, deciding=np.ones(13, bool))
+    context, window = context_of(tokenizer, CONTEXT), ContextSpan(offset=5, first=0, deciding=np.ones(13, bool))
 
     def answer(starts, ends):
         starts, ends = ({(0, place): value for place, value in each.items()} for each in (starts, ends))
@@ -184,7 +184,7 @@ def test_answer_is_allowed_span_of_highest_sum(tokenizer):
 
 def test_lowest_window_scores_no_answer(tokenizer):
     context, ones = context_of(tokenizer, CONTEXT), np.ones(1, bool)
-    windows = [Window(offset=5, first=first, deciding=ones) for first in range(3)]
+    windows = [ContextSpan(offset=5, first=first, deciding=ones) for first in range(3)]
     logits = logits_of(3, {(0, 0): 4, (1, 0): -1, (2, 0): 3}, {(0, 0): 4, (1, 0): 2, (2, 0): -1})
     assert best_answer(context, windows, logits).null_odds == 1
 

@@ -13,7 +13,7 @@ from benchmarks.published import whole_rows
 from mjax.config import MeshConfig, load_config
 from mjax.parallel import mappings, scopes
 from mjax.parallel.mesh import abstract_mesh
-from mjax.parallel.schedules import build_schedule, schedule_of
+from mjax.parallel.schedules import build_schedule, find_schedule
 from mjax.planner import ledger as collectives
 from mjax.planner.ledger import OPERATIONS, Ledger, read_collectives
 from tests.planner.configs import changed
@@ -65,7 +65,7 @@ def test_tensor_parallelism_sends_four_or_five_all_reduces(recompute, micro_batc
     }
     if recompute == "full":  # the sum of attention alone: nobody needs that of the MLP again
         rows["layer recomputation", "all-reduce"] = L * m, 2 * tokens * H
-    found = summed(ledger(gpt_8b(recompute=recompute, micro_batch=micro_batch)).over("model"))
+    found = summed(ledger(gpt_8b(recompute=recompute, micro_batch=micro_batch)).filter_axes("model"))
     cross_entropy = found.pop(("head forward", "all-reduce"))  # maximum; sum of exponentials and the label's logit
     assert cross_entropy == (2 * m, m * on_a_ring("all-reduce", p, 3 * 4 * tokens))
     # Squared norms of the gradients that are split: six of a layer (QKV, MLP up, two kernels back), and the embedding.
@@ -75,7 +75,9 @@ def test_tensor_parallelism_sends_four_or_five_all_reduces(recompute, micro_batc
 
 @pytest.mark.parametrize("micro_batch", [8, 2])
 def test_gradients_cross_data_once_in_float32(micro_batch):
-    found = ledger(gpt_8b(micro_batch=micro_batch, recompute="none" if micro_batch == 8 else "full")).over("data")
+    found = ledger(gpt_8b(micro_batch=micro_batch, recompute="none" if micro_batch == 8 else "full")).filter_axes(
+        "data"
+    )
     assert {(r.operation, r.dtype, r.loops) for r in found.records} == {("all-reduce", "float32", ())}
     layer = (12 * H * H + 7 * H) // p + 6 * H  # split kernels and biases; LayerNorms and two biases are whole
     parameters = L * layer + V * H // p + S * H + 2 * H
@@ -106,11 +108,11 @@ def test_sequence_parallelism_gathers_and_scatters_tokens(recompute, gathers, sc
         rows["layer recomputation", "all-gather"] = gathers * L, whole
     if scatters:
         rows["layer recomputation", "reduce-scatter"] = scatters * L, whole
-    activations = [record for record in found.over("model").records if record.dtype == "bfloat16"]
+    activations = [record for record in found.filter_axes("model").records if record.dtype == "bfloat16"]
     assert summed(Ledger(tuple(activations))) == expected(rows, p)
     # The weights that act on split tokens are summed over `model` as well, with the sum over `data`, once a step.
     whole_weights = 4 * (L * 6 * H + S * H + 2 * H)
-    both = found.over("data", "model")
+    both = found.filter_axes("data", "model")
     assert {record.loops for record in both.records} == {()}
     assert summed(both) == {("gradient", "all-reduce"): (9, on_a_ring("all-reduce", D * p, whole_weights))}
 
@@ -124,7 +126,7 @@ OTHERS = V * H // p + S * H + 2 * H  # embedding, positions, final LayerNorm
 
 
 def test_zero_1_gathers_and_scatters_once():
-    found = ledger(gpt_8b({"zero": 1}, micro_batch=2)).over("data")
+    found = ledger(gpt_8b({"zero": 1}, micro_batch=2)).filter_axes("data")
     split = L * (KERNELS + MLP_BIAS + ROWS) + OTHERS
     rows = summed(found)
     rows.pop(("loss", "all-reduce"))
@@ -137,7 +139,7 @@ def test_zero_1_gathers_and_scatters_once():
 
 def test_zero_3_gathers_a_layer_twice():
     m, micro_batch = 2, 4
-    rows = summed(ledger(gpt_8b({"zero": 3}, micro_batch=micro_batch)).over("data"))
+    rows = summed(ledger(gpt_8b({"zero": 3}, micro_batch=micro_batch)).filter_axes("data"))
     layer = KERNELS + MLP_BIAS + ROWS
     assert rows["weights", "all-gather"] == (4, on_a_ring("all-gather", D, 2 * OTHERS))
     assert rows["weights forward", "all-gather"] == (11 * L * m, m * L * on_a_ring("all-gather", D, 2 * layer))
@@ -157,10 +159,10 @@ def test_groups_sum_their_shards_once(zero):
     groups = 4
     found = ledger(gpt_8b({"zero": zero, "replica": groups}, micro_batch=2))
     assert {r.operation for r in found.records if "replica" in r.axes and r.axes != ("replica",)} <= {"all-reduce"}
-    ((kind, (_, sent)),) = summed(found.over("replica")).items()
+    ((kind, (_, sent)),) = summed(found.filter_axes("replica")).items()
     stored = L * (KERNELS + MLP_BIAS + ROWS) + OTHERS
     assert kind == ("gradient", "all-reduce")
-    assert {record.loops for record in found.over("replica").records} == {()}
+    assert {record.loops for record in found.filter_axes("replica").records} == {()}
     stored += L * QKV_BIAS  # whose 96 channels 16 ranks divide
     assert sent == on_a_ring("all-reduce", groups, 4 * stored / (D // groups))
 
@@ -178,7 +180,7 @@ def test_pipeline_runs_its_table(schedule, chunks):
     reduced = on_a_ring("all-reduce", p, whole)
 
     def stages(source, over, kind="all-reduce"):
-        records = [r for r in found.over(*over).records if (r.source, r.operation) == (source, kind)]
+        records = [r for r in found.filter_axes(*over).records if (r.source, r.operation) == (source, kind)]
         return [sum(times) for times in zip(*(r.counts for r in records), strict=True)], sum(r.sent for r in records)
 
     for source in ("layer forward", "layer backward"):
@@ -228,7 +230,7 @@ def test_reader_rejects_what_it_cannot_count(monkeypatch):
 def test_ledger_is_that_of_step_with_dropout(recompute, mesh):
     config = small_config(2, 2, layers=4, micro_batch=2, global_batch=16, recompute=recompute, mesh=mesh)
     assert config.model.hidden_dropout == config.model.attention_dropout == 0.1
-    whole = read_collectives(traced_step(config)[1], schedule_of(config) if config.mesh.pipe > 1 else None)
+    whole = read_collectives(traced_step(config)[1], find_schedule(config) if config.mesh.pipe > 1 else None)
     assert Counter(whole) == Counter(ledger(config).records)
     assert {record.part for record in whole} <= set(scopes.PARTS)
     assert ("layer recomputation" in {record.source for record in whole}) == (recompute != "none")

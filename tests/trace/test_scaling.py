@@ -14,7 +14,7 @@ from mjax.planner.layer import Traced
 from mjax.planner.search import find, predictions
 from tests.small import small_config
 
-CACHES = layers._record, memory._sizes_of, find, predictions
+CACHES = layers._record, memory._measure_sizes, find, predictions
 
 
 @pytest.fixture
@@ -54,20 +54,20 @@ def test_search_traces_each_layer_once(traces):
 def test_earlier_ledger_and_weights_are_read(tmp_path, monkeypatch):
     config = small_config(data=2, model=2)
     with layers.earlier_traces(tmp_path / "traces"):
-        first, weights = ledgers.ledger(config), memory.weights_of(config.model)
+        first, weights = ledgers.ledger(config), memory.measure_weights(config.model)
     monkeypatch.setattr(ledgers, "build_program", None)  # nothing is traced
     monkeypatch.setattr(memory, "abstract_weights", None)
-    memory.weights_of.cache_clear()
+    memory.measure_weights.cache_clear()
     with layers.earlier_traces(tmp_path / "traces"):
         assert ledgers.ledger(config) == first
-        assert memory.weights_of(config.model) == weights
+        assert memory.measure_weights(config.model) == weights
     assert first.count > 0
 
 
 def test_traces_of_earlier_commands_are_read(traces, tmp_path):
     """Of a mixture, and of a layer in float8; a damaged file is as none, and a folder of all."""
-    folder, mixture = tmp_path / "traces", Traced.of(load_config("olmoe_1b_7b"))
-    narrow = replace(Traced.of(load_config("gpt_345m")), compute="fp8")
+    folder, mixture = tmp_path / "traces", Traced.from_config(load_config("olmoe_1b_7b"))
+    narrow = replace(Traced.from_config(load_config("gpt_345m")), compute="fp8")
     made = traces()
     with layers.earlier_traces(folder):
         records = [records_of(of) for of in (mixture, narrow)]

@@ -48,14 +48,14 @@ def by_hand(config, sizes):
     for size in sizes:
         rows = np.stack([data[next(samples)] for _ in range(size)])
         batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
-        state, metrics = programs[size].train_step(state, programs[size].on_devices(batch))
+        state, metrics = programs[size].train_step(state, programs[size].put_on_devices(batch))
         losses.append(float(metrics.loss))
     return state, losses
 
 
 def test_rampup_is_the_steps_by_hand(tmp_path, capsys):
     config = _config()
-    assert [BatchSizes.of(config).size(step) for step in range(len(SIZES))] == SIZES
+    assert [BatchSizes.from_config(config).size(step) for step in range(len(SIZES))] == SIZES
     loop.train(config, tmp_path / "run", options=Options(callbacks=[StopAt(1)]))
     result = loop.train(config, tmp_path / "run")
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -85,7 +85,12 @@ def test_changed_batch_goes_on_from_the_next_sample(tmp_path):
     records, sizes = read_metrics(tmp_path / "metrics.jsonl"), [4, 4, 8, 4, 4, 8]
     assert [record["tokens"] for record in records] == (np.cumsum(sizes) * 16).tolist()
     assert [record["loss"] for record in records] == by_hand(constant, sizes)[1]
-    assert BatchSizes.of(read_config(tmp_path / "config.json")).stretches(6) == [(2, 4), (1, 8), (2, 4), (1, 8)]
+    assert BatchSizes.from_config(read_config(tmp_path / "config.json")).stretches(6) == [
+        (2, 4),
+        (1, 8),
+        (2, 4),
+        (1, 8),
+    ]
 
 
 # --- The clock of the learning rate -----------------------------------------------------------------------------------

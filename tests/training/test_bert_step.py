@@ -70,7 +70,7 @@ def test_evaluation_weighs_masked_tokens_by_number_and_pairs_equally(run):
 
 def test_batch_without_masks_has_the_order_loss_alone(run):
     batch = batch_of(run.config) | {"loss_mask": np.zeros((8, 16), bool)}
-    found = run.program.eval_step(run.state.model, run.program.on_devices(batch))
+    found = run.program.eval_step(run.state.model, run.program.put_on_devices(batch))
     assert float(found.means["mlm_loss"]) == 0.0
     assert float(found.loss) == float(found.means["order_loss"]) > 0.1
 

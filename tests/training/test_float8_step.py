@@ -35,7 +35,7 @@ CASES = [
 def in_float8(monkeypatch):
     """Float8 operands in a step of another compute dtype."""
     for module in (forward, one_step):
-        monkeypatch.setattr(module, "in_float8", lambda precision: True)
+        monkeypatch.setattr(module, "uses_float8", lambda precision: True)
 
 
 def _without_mesh(config):
@@ -81,7 +81,7 @@ def test_step_is_near_bf16_evaluates_equally_and_is_skipped():
     batch, found = batch_of(small_config(), seed=9), {}
     for compute in ("bf16", "fp8"):
         program = program_of(small_config(1, 2, 4, compute=compute, dropout=0.0))
-        state, placed = initial_state(program), program.on_devices(batch)
+        state, placed = initial_state(program), program.put_on_devices(batch)
         evaluated = float(program.eval_step(state.model, placed).loss)
         state, metrics = program.train_step(state, placed)
         found[compute] = np.array([float(metrics.loss), float(metrics.grad_norm)])
@@ -90,7 +90,7 @@ def test_step_is_near_bf16_evaluates_equally_and_is_skipped():
     assert (apart > 1e-6).all()
     assert (apart < [2e-3, 5e-2]).all()
     state.model.blocks.mlp.up.kernel[...] = state.model.blocks.mlp.up.kernel[...].at[0, 3, 5].set(jnp.inf)
-    assert bool(program.train_step(state, program.on_devices(batch))[1].skipped)
+    assert bool(program.train_step(state, program.put_on_devices(batch))[1].skipped)
 
 
 # --- What is kept and sent --------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_step_is_near_bf16_evaluates_equally_and_is_skipped():
 def test_layer_keeps_inputs_of_products_in_one_byte():
     kept = {}
     for compute in ("bf16", "fp8"):
-        of = trace.Traced.of(small_config(compute=compute, dropout=0.0))
+        of = trace.Traced.from_config(small_config(compute=compute, dropout=0.0))
         kept[compute] = trace.layer_backward(of, "cudnn", "none").kept
     elements = 16 * 32  # of the stream of one sample
     inputs = (1 + 1 + 1 + 4) * elements  # of qkv, projection, up and down
@@ -128,7 +128,7 @@ def test_weights_gathered_in_float8_give_equal_bits(mesh, monkeypatch):
     config = small_config(2, 2, 2, compute="fp8", dropout=0.0, mesh=mesh)
     found = []
     for narrow in (True, False):
-        monkeypatch.setattr(one_step, "in_float8", lambda precision, narrow=narrow: narrow)
+        monkeypatch.setattr(one_step, "uses_float8", lambda precision, narrow=narrow: narrow)
         program, place = gradient_program(config)
         weights = place()
         kernel = weights.blocks.mlp.up.kernel[...]

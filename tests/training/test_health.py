@@ -21,7 +21,7 @@ CONFIG = HealthConfig()
 @pytest.fixture(autouse=True)
 def short_window(monkeypatch):
     monkeypatch.setattr(health_module, "WINDOW", 8)
-    monkeypatch.setattr(health_module, "MOST_SKIPPED", 4)
+    monkeypatch.setattr(health_module, "MAX_SKIPPED_STEPS", 4)
 
 
 def losses(count: int, seed: int = 0) -> list[float]:

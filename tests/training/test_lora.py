@@ -10,7 +10,7 @@ import pytest
 
 import mjax
 from mjax.checkpoint import base as bases
-from mjax.checkpoint.arrays import named as by_name
+from mjax.checkpoint.arrays import leaves_by_path as by_name
 from mjax.checkpoint.folders import checkpoint_steps, read_manifest
 from mjax.commands import cli
 from mjax.config import LlamaConfig, MeshConfig, OptimizerConfig, PrecisionConfig
@@ -23,7 +23,7 @@ from mjax.models.protocol import Context
 from mjax.parallel import random
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.planner.layer import model_flops
-from mjax.planner.memory import predict_memory, weights_of_device
+from mjax.planner.memory import device_weights, predict_memory
 from mjax.run.continuing import choose_origin
 from mjax.step.layout import initial_weights
 from mjax.step.step import build_program
@@ -81,8 +81,8 @@ def test_initial_a_is_uniform_as_pefts_and_never_repeats():
 def test_plan_and_flops_count_what_is_trained():
     """A frozen weight costs the gradient of its input and no other; the first layer's too, which nobody needs."""
     mesh = MeshConfig(data=4, model=2, zero=3)
-    whole, own = (weights_of_device(ADAPTED.model, mesh, trained=trained).stored for trained in (False, True))
-    base = weights_of_device(CONFIG.model, mesh).stored
+    whole, own = (device_weights(ADAPTED.model, mesh, trained=trained).stored for trained in (False, True))
+    base = device_weights(CONFIG.model, mesh).stored
     assert whole == base + own
     adapters = count_parameters(ADAPTED.model) - count_parameters(CONFIG.model)
     assert adapters == count_parameters(ADAPTED.model, trained=True)
@@ -109,7 +109,7 @@ def losses_with_dropout(rate, data=1, model=1, **mesh):
         program = build_program(config, make_mesh(config.mesh))
         state, found = program.initialize(), []
         for step in range(3):
-            state, metrics = program.train_step(state, program.on_devices(batch_of(config, step)))
+            state, metrics = program.train_step(state, program.put_on_devices(batch_of(config, step)))
             found.append([float(metrics.loss), float(metrics.grad_norm)])
         return np.array(found)
 
@@ -125,8 +125,8 @@ def test_dropout_of_adapters_is_the_same_on_every_mesh():
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_each_site_of_a_layer_has_its_masks(kind, monkeypatch):
-    sites, key_of = [], Context.key_of
-    monkeypatch.setattr(Context, "key_of", lambda self, site: sites.append(site) or key_of(self, site))
+    sites, key_of = [], Context.layer_key
+    monkeypatch.setattr(Context, "layer_key", lambda self, site: sites.append(site) or key_of(self, site))
     config = small_config(kind=kind, lora_rank=2, lora_dropout=0.1)
     program = build_program(config, abstract_mesh(config.mesh))
     jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)
@@ -187,18 +187,22 @@ def test_digest_is_of_names_and_numbers_alone(runs, tmp_path):
     """Not of a mesh, nor of the files; and a change of one bit is seen, also an exchange of two numbers."""
     weights = named(open_run(runs / "q").weights)
     narrow = {name: weight.astype("bfloat16") for name, weight in weights.items()}
-    assert bases.digest_of(narrow) != bases.digest_of(narrow | {"final_norm.scale": narrow["final_norm.scale"] * 2})
+    assert bases.compute_digest(narrow) != bases.compute_digest(
+        narrow | {"final_norm.scale": narrow["final_norm.scale"] * 2}
+    )
     digest = json.loads((runs / "lora" / "base.json").read_text())["digest"]
-    assert bases.digest_of(weights) == digest
-    assert bases.digest_of(dict(reversed(weights.items()))) == digest
-    assert bases.digest_of({name.replace("norm.", "norms."): weight for name, weight in weights.items()}) != digest
-    assert bases.digest_of(open_run(runs / "q", mesh=MeshConfig(pipe=2, data=2, model=2, zero=1)).weights) == digest
+    assert bases.compute_digest(weights) == digest
+    assert bases.compute_digest(dict(reversed(weights.items()))) == digest
+    assert bases.compute_digest({name.replace("norm.", "norms."): weight for name, weight in weights.items()}) != digest
+    assert (
+        bases.compute_digest(open_run(runs / "q", mesh=MeshConfig(pipe=2, data=2, model=2, zero=1)).weights) == digest
+    )
     assert bases.digest_in_blocks(runs / "q" / "checkpoints" / "2") == digest
     target = open_run(runs / "q").weights
     write_in_blocks(tmp_path, "model", target, lambda name, first, end: weights[name][first:end])
     assert bases.digest_in_blocks(tmp_path / "0") == digest
     for change in (lambda w: np.nextafter(w, np.float32(9)), lambda w: w[::-1].copy()):
-        assert bases.digest_of(weights | {"final_norm.scale": change(weights["final_norm.scale"])}) != digest
+        assert bases.compute_digest(weights | {"final_norm.scale": change(weights["final_norm.scale"])}) != digest
 
 
 def test_opened_base_is_not_rounded_to_bf16(runs, moved):

@@ -34,13 +34,13 @@ class Run:
         """Losses of `steps`, and the norms of their gradients [n, 2]."""
         found = []
         for step in steps:
-            batch = self.program.on_devices(batch_of(self.config, seed=step))
+            batch = self.program.put_on_devices(batch_of(self.config, seed=step))
             self.state, metrics = self.program.train_step(self.state, batch)
             found.append([float(metrics.loss), float(metrics.grad_norm)])
         return np.array(found)
 
     def evaluate(self):
-        batch = self.program.on_devices(batch_of(self.config, seed=99))
+        batch = self.program.put_on_devices(batch_of(self.config, seed=99))
         return float(self.program.eval_step(self.state.model, batch).loss)
 
 

@@ -20,7 +20,7 @@ from mjax.config.marks import Metric
 from mjax.config.run import LogConfig
 from mjax.pictures import runs
 from mjax.pictures.figures import add_perplexity
-from mjax.pictures.runs import Curve, draw_experts, draw_loss, smoothed, window_of
+from mjax.pictures.runs import Curve, draw_experts, draw_loss, smooth, smoothing_window
 from mjax.planner.layer import hardware_flops, model_flops, peak_tflops
 from mjax.run import metrics
 from mjax.run.metrics import MetricsLog, Record
@@ -136,7 +136,7 @@ def test_smoothed_curve_is_that_of_savitzky_and_golay(count):
     values = np.random.default_rng(count).normal(8, 1, count).tolist()
     half = {59: 0, 60: 1, 299: 4, 1500: 25}[count]
     expected = savgol_filter(values, 2 * half + 1, polyorder=1) if half else values
-    np.testing.assert_allclose(smoothed(values, window_of(count)), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(smooth(values, smoothing_window(count)), expected, rtol=0, atol=1e-12)
     assert Curve(enumerate(values)).last == pytest.approx(expected[-1], abs=1e-12)
 
 

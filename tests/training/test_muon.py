@@ -10,9 +10,9 @@ import pytest
 
 from mjax.config import MeshConfig, OptimizerConfig
 from mjax.parallel.mesh import make_mesh
-from mjax.step.layout import lay_out
+from mjax.step.layout import build_layout
 from mjax.step.muon import newton_schulz
-from mjax.step.optimizer import optimizer_of
+from mjax.step.optimizer import make_optimizer
 from tests.against_reference import in_layer_order
 from tests.products import one_in
 from tests.small import QUICKLY, small_config, weights_of
@@ -113,7 +113,7 @@ def test_direction_of_every_weight_equals_the_serial_twin(model, pipe, chunks, d
     optimizer = OptimizerConfig(name="muon", weight_decay=0.1)
     config = replace(small_config(compute="fp64"), model=MODELS[model], mesh=mesh, optimizer=optimizer)
     with jax.enable_x64(True):
-        layout = lay_out(config, make_mesh(mesh))
+        layout = build_layout(config, make_mesh(mesh))
         random = np.random.default_rng(0)
         weights, *gradients = (
             jax.tree.map(lambda leaf: random.normal(size=leaf.shape), layout.abstract_model) for _ in range(4)
@@ -129,7 +129,7 @@ def test_direction_of_every_weight_equals_the_serial_twin(model, pipe, chunks, d
 
 def _directions(config, layout, weights, gradients):
     """Return the directions of the last of some steps with the same weights."""
-    transform = optimizer_of(config, layout)
+    transform = make_optimizer(config, layout)
 
     def steps(weights, gradients):
         state = transform.init(weights)
@@ -149,5 +149,5 @@ def test_fp16_step_iterates_in_float32():
         config = replace(small_config(layers=1, compute=compute), optimizer=OptimizerConfig(name="muon"))
         weights = weights_of(config)
         gradients = jax.tree.map(lambda weight: weight * np.float32(1e-5), weights)
-        found.append(_directions(config, lay_out(config, make_mesh(config.mesh)), weights, [gradients]))
+        found.append(_directions(config, build_layout(config, make_mesh(config.mesh)), weights, [gradients]))
     jax.tree.map(np.testing.assert_array_equal, *found)

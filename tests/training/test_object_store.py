@@ -27,7 +27,7 @@ from mjax.run import loop
 from mjax.run.metrics import read_metrics
 from mjax.utils import stores
 from mjax.utils.files import write_whole
-from mjax.utils.stores import Store, explain_failure, mirror_of, version
+from mjax.utils.stores import Store, explain_failure, mirrored_address, version
 from tests.object_store import bucket
 from tests.test_train_command import command, losses, run_here
 
@@ -70,7 +70,7 @@ def checkpoint(folder, step):
 def save(mirror, *steps):
     for step in steps:
         checkpoint(mirror.folder, step)
-        mirror.saved(step)
+        mirror.enqueue(step)
 
 
 def copy(mirror, *steps):
@@ -167,7 +167,7 @@ def quick(monkeypatch):
 @pytest.fixture
 def run(server, quick):
     """The folder of a run that this machine writes."""
-    folder = mirror_of(ADDRESS)
+    folder = mirrored_address(ADDRESS)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     return folder
@@ -262,11 +262,11 @@ def test_folder_that_is_behind_is_set_aside_not_removed(server, elsewhere, tmp_p
     """
     here = tmp_path / "here"
     upload(ADDRESS, {}, steps=(10,))
-    checkpoint(mirror_of(ADDRESS), 12)
+    checkpoint(mirrored_address(ADDRESS), 12)
     elsewhere()
     upload(ADDRESS, {}, steps=(15,))
     monkeypatch.setenv("XDG_CACHE_HOME", str(here))
-    folder = mirror_of(ADDRESS)
+    folder = mirrored_address(ADDRESS)
     assert sound(ADDRESS) == [15]
     assert local_run(ADDRESS) != folder
     assert steps_in(folder / "checkpoints") == [10, 12]  # no command that reads has touched it
@@ -357,7 +357,7 @@ def test_run_continues_on_another_machine(server, elsewhere, tmp_path, capsys):
     assert "s3://bucket/runs/run, continued after step 8" in output
     assert "stores/s3" not in output
     run_here(tmp_path, "--optimizer.decay-steps", "12")
-    assert losses(mirror_of(runs)) == losses(tmp_path)
+    assert losses(mirrored_address(runs)) == losses(tmp_path)
     elsewhere()
     assert cli.main(["runs", "--runs", runs, "--json"]) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -442,7 +442,7 @@ def test_run_that_loses_its_lock_saves_and_ends(server, tmp_path, capsys, quick,
     output = capsys.readouterr()
     assert "trained by process 7 on elsewhere now, so this process has stopped" in output.err
     assert "is kept on this machine as s3://bucket/runs/run.not-copied, which --run and --init take" in output.err
-    (step,) = steps_in(mirror_of("s3://bucket/runs/run.not-copied") / "checkpoints")
+    (step,) = steps_in(mirrored_address("s3://bucket/runs/run.not-copied") / "checkpoints")
     assert f"stopped by the loss of its lock after step {step}, which is saved" in output.out
     assert marked("s3://bucket/runs/run") == []
 
@@ -456,15 +456,15 @@ def test_store_without_conditional_writes_is_named(server, run):
 
 def test_only_known_runs_of_a_store_are_listed_from_here(server, run, elsewhere):
     upload("s3://bucket/runs/two", {}, steps=(10,))
-    assert [folder.name for folder in fetch_all(mirror_of("s3://bucket/runs"))] == [run.name, "two"]
+    assert [folder.name for folder in fetch_all(mirrored_address("s3://bucket/runs"))] == [run.name, "two"]
     elsewhere()
-    assert [folder.name for folder in fetch_all(mirror_of("s3://bucket/runs"))] == ["two"]
+    assert [folder.name for folder in fetch_all(mirrored_address("s3://bucket/runs"))] == ["two"]
 
 
 def test_list_of_a_store_asks_once_for_each_run(server, quick, elsewhere):
     """And fetches no tokenizer and no picture, which reading the run brings."""
     for name in ("a", "b", "c"):
-        folder = mirror_of(f"s3://bucket/runs/{name}")
+        folder = mirrored_address(f"s3://bucket/runs/{name}")
         (folder / "tokenizer").mkdir(parents=True)
         for file in ("tokenizer/vocab.txt", "loss.png"):
             (folder / file).write_text("x")
@@ -472,14 +472,14 @@ def test_list_of_a_store_asks_once_for_each_run(server, quick, elsewhere):
     elsewhere()
     for expected in (3, 0):
         server.requests.clear()
-        folders = fetch_all(mirror_of("s3://bucket/runs"))
+        folders = fetch_all(mirrored_address("s3://bucket/runs"))
         asked = [path for method, path, _ in server.requests if method in ("GET", "HEAD")]
         assert len([path for path in asked if path == "/bucket"]) == 1 + 3
         assert sum(path.endswith("config.json") for path in asked) == expected
         assert not [path for path in asked if "tokenizer" in path or "png" in path]
     assert [steps_in(folder / "checkpoints") for folder in folders] == [[20]] * 3
     assert (local_run("s3://bucket/runs/a") / "tokenizer" / "vocab.txt").is_file()
-    fetch_all(mirror_of("s3://bucket/runs"))
+    fetch_all(mirrored_address("s3://bucket/runs"))
     assert (folders[0] / "tokenizer" / "vocab.txt").is_file()
 
 
@@ -614,7 +614,7 @@ def test_lost_process_sends_no_more(server, run):
     mirror = Mirror(run, ADDRESS, print).__enter__()
     large_checkpoint(run, 100)
     server.delay = 0.2
-    mirror.saved(10)
+    mirror.enqueue(10)
     wait_until(lambda: names("model/f"))
     wait_until(lambda: mirror.lost or Store(ADDRESS).write(f"{ADDRESS}/.lock", beat(9)))
     sent = len(names("model/f"))
@@ -662,7 +662,7 @@ def test_one_refusal_late_in_the_last_upload_is_tried_again(server, run, monkeyp
     large_checkpoint(run, 60)
     server.delay, left = 0.3, iter(range(4))
     server.rule = lambda environ: "/model/f055" in environ["PATH_INFO"] and next(left, None) is not None
-    mirror.saved(10)
+    mirror.enqueue(10)
     mirror.finish()
     server.delay = 0.0
     assert marked(ADDRESS) == [10]
@@ -726,7 +726,7 @@ def test_short_answer_for_a_range_is_asked_again(server, quick, monkeypatch):
     store, fetch_range, short = Store("s3://x"), s3fs.core.S3File._fetch_range, iter([10])
     store.write("s3://bucket/a.bin", b"x" * 1000)
     monkeypatch.setattr(s3fs.core.S3File, "_fetch_range", lambda *span: fetch_range(*span)[: next(short, None)])
-    wanted = version(store.about("s3://bucket/a.bin"))
+    wanted = version(store.get_info("s3://bucket/a.bin"))
     assert store.read_range("s3://bucket/a.bin", wanted, 0, 1000) == b"x" * 1000
 
 
@@ -742,10 +742,10 @@ def test_many_processes_of_a_machine_fetch_together(server, run, elsewhere):
     elsewhere()
     with ThreadPoolExecutor(8) as pool:
         jobs = [pool.submit(run_to_train, ADDRESS) for _ in range(4)]
-        jobs += [pool.submit(fetch_all, mirror_of("s3://bucket/runs")) for _ in range(4)]
+        jobs += [pool.submit(fetch_all, mirrored_address("s3://bucket/runs")) for _ in range(4)]
         for job in jobs:
             job.result()
-    folder = mirror_of(ADDRESS)
+    folder = mirrored_address(ADDRESS)
     assert steps_in(folder / "checkpoints") == [10, 20]
     assert not list(folder.parent.glob("*not-copied*"))
     assert local_run(ADDRESS) == folder

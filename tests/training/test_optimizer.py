@@ -108,7 +108,7 @@ def _step(state, *limit):
     """The state and the metrics after a step, and whether weights and moments are those of before, bit for bit."""
     program = program_of(CONFIG)
     before = named((state.model, state.optimizer))
-    state, metrics = program.train_step(state, program.on_devices(batch_of(CONFIG)), *limit)
+    state, metrics = program.train_step(state, program.put_on_devices(batch_of(CONFIG)), *limit)
     after = named((state.model, state.optimizer))
     return state, metrics, [np.array_equal(after[name], before[name], equal_nan=True) for name in before]
 

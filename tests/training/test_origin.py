@@ -11,7 +11,7 @@ import mjax
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.commands import cli
 from mjax.config import LlamaConfig, MeshConfig, OptimizerConfig, save_config
-from mjax.data.indexed import digest_of_folder
+from mjax.data.indexed import folder_digest
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
 from mjax.generation.inference import open_run
@@ -19,8 +19,8 @@ from mjax.interop.convert import write_run
 from mjax.models.build import abstract_weights
 from mjax.parallel.mesh import make_mesh
 from mjax.run import loop
-from mjax.run.agreement import facts_of
-from mjax.run.continuing import Origin, choose_origin, origin_of, with_positions
+from mjax.run.agreement import collect_facts
+from mjax.run.continuing import Origin, choose_origin, read_origin, with_positions
 from mjax.run.start import first_state
 from mjax.step.step import build_program
 from tests.against_reference import in_layer_order
@@ -76,7 +76,7 @@ def test_same_command_continues_and_does_not_restart(source, tmp_path, capsys):
     run, whole = tmp_path / "new", tmp_path / "whole"
     assert train(whole, steps=4, init=source) == 4
     assert f"Loaded weights from {source}, checkpoint 2; starting with fresh" in capsys.readouterr().out
-    assert origin_of(whole) == Origin(str(source), 2, {})
+    assert read_origin(whole) == Origin(str(source), 2, {})
     assert train(run, steps=2, init=source) == 2
     capsys.readouterr()
     away = source.rename(source.with_name("away"))  # not needed any more
@@ -108,7 +108,7 @@ def test_command_starts_from_a_converted_checkpoint(source, tmp_path, capsys):
     assert cli.main([*new, "--train.steps", "1", "--model.hidden-dropout", "0.1"]) == 0
     changed = "(model.hidden_dropout 0.0, now 0.1)"
     assert f"Loaded weights from {run}, checkpoint 0 {changed}; starting with" in capsys.readouterr().out
-    assert digest_of_folder(tmp_path / "new" / "tokenizer") == digest_of_folder(run / "tokenizer")
+    assert folder_digest(tmp_path / "new" / "tokenizer") == folder_digest(run / "tokenizer")
 
 
 def test_processes_agree_on_the_origin(source, tmp_path):
@@ -117,9 +117,9 @@ def test_processes_agree_on_the_origin(source, tmp_path):
         manifest = tmp_path / name / "checkpoints" / "2" / "manifest.json"
         manifest.write_text(manifest.read_text() + "\n" * lines)
     folders = source, tmp_path / "same", tmp_path / "other"
-    here, same, other = (facts_of(CONFIG, origin=Origin(str(folder), None, {}))["--init"][0] for folder in folders)
+    here, same, other = (collect_facts(CONFIG, origin=Origin(str(folder), None, {}))["--init"][0] for folder in folders)
     assert here == same != other
-    assert "--init" not in facts_of(CONFIG)
+    assert "--init" not in collect_facts(CONFIG)
 
 
 @pytest.fixture

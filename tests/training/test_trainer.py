@@ -198,11 +198,11 @@ def test_labels_count_where_the_loss_mask_says_so(tmp_path, whole):
 
 def test_batch_of_a_loop_of_ones_own_is_checked():
     program = mjax.build_program(CONFIG, mjax.make_mesh(CONFIG.mesh))
-    assert program.on_devices(batch(0))["tokens"].shape == (8, 16)
+    assert program.put_on_devices(batch(0))["tokens"].shape == (8, 16)
     with pytest.raises(UsageError, match=r"the batch has .*; the program takes labels, tokens; with data.own=True"):
-        program.on_devices({**batch(0), "loss_mask": np.ones((8, 16), bool)})
+        program.put_on_devices({**batch(0), "loss_mask": np.ones((8, 16), bool)})
     with pytest.raises(UsageError, match="labels of the batch holds 300"):
-        program.on_devices({**batch(0), "labels": np.full((8, 16), 300)})
+        program.put_on_devices({**batch(0), "labels": np.full((8, 16), 300)})
 
 
 def test_trainer_refuses_what_train_py_refuses(tmp_path):

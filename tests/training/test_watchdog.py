@@ -25,11 +25,11 @@ def test_processes_that_end_well_say_nothing(capfd):
     with Run() as run:
         for step in (1, 2, 3):
             for one in run.all:
-                one.at(step)
+                one.record_step(step)
             time.sleep(0.05)
     assert (run.left, run.said, capfd.readouterr().err) == ({}, [], "")
     with Watchdog(Distributed()) as alone:
-        alone.at(1)
+        alone.record_step(1)
         assert alone._thread is None
 
 
@@ -37,7 +37,7 @@ def test_processes_get_the_answer_of_the_first():
     with Run() as run:
         for _ in range(2):  # more than goes into one packet
             answers = run.ask(
-                lambda one, index: one.ask_first(f"{index} " * 20000, lambda given: [x[0] for x in given])
+                lambda one, index: one.decide_on_first(f"{index} " * 20000, lambda given: [x[0] for x in given])
             )
             assert answers == [["0", "1", "2"]] * 3
 
@@ -86,7 +86,7 @@ def test_silence_is_announced_then_ends_the_run(capfd):
 def test_error_of_one_process_ends_the_others(error, code, advice, capfd, monkeypatch):
     monkeypatch.setattr(watchdog, "SUSPECT", 60.0)  # a thread of a busy machine stands still for longer than 0.2 s
     with Run() as run:
-        with pytest.raises(type(error)), run.all[1].or_end():
+        with pytest.raises(type(error)), run.all[1].abort_on_error():
             raise error
         run.wait_for(lambda: run.left.keys() >= {0, 1, 2})
     assert run.left == {0: code, 1: 7, 2: code}
@@ -99,7 +99,7 @@ def test_failed_collective_names_the_silent_process(failing, capfd, monkeypatch)
     monkeypatch.setattr(watchdog, "SUSPECT", 100.0)  # the others are not silent, however busy the machine is
     with Run(heartbeat=600) as run:
         run.freeze(1, seconds=200)
-        with pytest.raises(RuntimeError), run.all[failing].or_end():
+        with pytest.raises(RuntimeError), run.all[failing].abort_on_error():
             raise RuntimeError("Gloo: connection closed by peer")
         run.wait_for(lambda: 0 in run.left)
     error = capfd.readouterr().err
@@ -114,7 +114,7 @@ def test_usage_error_of_all_processes_stays_one(capfd, monkeypatch):
         if index == 0:
             one._certain = True  # it is about to tell the same, and hears it from the others first
             time.sleep(0.3)
-        with one.or_end():
+        with one.abort_on_error():
             raise UsageError("the mesh does not fit")
 
     with Run() as run:
@@ -131,7 +131,7 @@ def test_processes_behind_are_reported_until_they_continue():
     with Run() as run:
         run.arranged((7, STEP), (6, "waiting for its batch"), (7, STEP), patience=0.1)
         run.wait_for(lambda: run.said)
-        run.all[1].at(7)
+        run.all[1].record_step(7)
         run.wait_for(lambda: len(run.said) > 1 and "continuing: step 7 after" in run.said[-1])
     assert f"{name(run, 1)} is at step 6, waiting for its batch for " in run.said[0]
     assert "; all others are at step 7, running the step" in run.said[0]

@@ -13,10 +13,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from mjax.checkpoint.folders import locked
+from mjax.checkpoint.folders import lock_folder
 from mjax.config import Config, save_config
 from mjax.run import metrics
-from mjax.run.display import Display, lasting_console
+from mjax.run.display import Display, non_fatal_console
 from mjax.run.metrics import read_metrics
 from mjax.run.start import write_environment
 from tests.conftest import ROOT
@@ -94,7 +94,7 @@ def test_damaged_environment_is_kept_beside_a_new_one(tmp_path, content, monkeyp
 def test_run_folder_without_file_locks_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", fail_with(error_of(errno.ENOLCK)))
     said = []
-    with locked(tmp_path / "run", said.append):
+    with lock_folder(tmp_path / "run", said.append):
         assert (tmp_path / "run").is_dir()
     [line] = said
     assert "on a file system without locks (No locks available): start only one process" in line
@@ -153,19 +153,19 @@ def test_tracker_that_fails_is_announced_once(tmp_path, monkeypatch, fails):
 def test_screen_that_fails_is_announced_once(capfd, error):
     stream = io.StringIO()
     stream.name, stream.write = "<stdout>", fail_with(error)
-    display = Display(10, lasting_console(stream)).begin(0)
-    display.say("one")
+    display = Display(10, non_fatal_console(stream)).begin(0)
+    display.print_line("one")
     display.show(record(1))
     del stream.write
-    display.say("two")
+    display.print_line("two")
     assert stream.getvalue() == "two\n"
     assert capfd.readouterr().err == f"<stdout> cannot be written ({error}): continuing without it\n"
 
 
 def test_terminal_without_the_characters_gets_others(tmp_path):
-    Display(10, lasting_console(None)).begin(0).say("to nobody")
+    Display(10, non_fatal_console(None)).begin(0).print_line("to nobody")
     with (tmp_path / "screen").open("w", encoding="ascii") as stream:
-        Display(10, lasting_console(stream)).begin(0).say("mesh.data: 2 → 1 …")
+        Display(10, non_fatal_console(stream)).begin(0).print_line("mesh.data: 2 → 1 …")
     assert (tmp_path / "screen").read_text() == "mesh.data: 2 ? 1 ?\n"
 
 
@@ -180,7 +180,7 @@ tempfile.mkdtemp = lambda *_, **__: os.stat("no temporary directory")
 display = Display(10).begin(0)
 log = MetricsLog(Path(sys.argv[1]), 0, say=lambda line: print(line, file=sys.stderr))
 for step in range(1, 11):
-    display.say("a message")
+    display.print_once("a message")
     log.draw()
 print("left", file=sys.stderr)
 """

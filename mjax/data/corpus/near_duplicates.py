@@ -147,8 +147,8 @@ def _runs(values: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarra
     length = 1 << max(len(values) - 1, 1).bit_length()
     powers, inverses = _powers(length)
     prefix = np.zeros(len(values) + 1, np.uint64)
-    np.cumsum(_mixed(values) * powers[: len(values)], out=prefix[1:])
-    return _mixed((prefix[ends] - prefix[starts]) * inverses[starts] + (ends - starts).astype(np.uint64))
+    np.cumsum(_mix_bits(values) * powers[: len(values)], out=prefix[1:])
+    return _mix_bits((prefix[ends] - prefix[starts]) * inverses[starts] + (ends - starts).astype(np.uint64))
 
 
 @functools.lru_cache(maxsize=4)
@@ -163,7 +163,7 @@ def _powers(length: int) -> tuple[np.ndarray, np.ndarray]:
     return powers(BASE), powers(pow(BASE, -1, 2**64))
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
+def _mix_bits(values: np.ndarray) -> np.ndarray:
     """A bijection of 64-bit numbers that lets every bit reach every other (splitmix64)."""
     mixed = values + np.uint64(BASE)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -188,7 +188,7 @@ def _codes(text: str) -> np.ndarray:
 
 HASHES = 256
 RECALL = 0.99  # at the threshold
-LOWEST_THRESHOLD = 0.3  # below, a band is a single value and everything is a candidate of everything
+MIN_THRESHOLD = 0.3  # below, a band is a single value and everything is a candidate of everything
 SEED = 1908_09053 % 2**31
 
 
@@ -210,8 +210,8 @@ def choose_bands(threshold: float) -> Bands:
     Raises:
       UsageError: the threshold is below LOWEST_THRESHOLD or above 1.
     """
-    if not LOWEST_THRESHOLD <= threshold <= 1:
-        fix = f"use {LOWEST_THRESHOLD:g} to 1, such as 0.7, or --exact for equal texts only"
+    if not MIN_THRESHOLD <= threshold <= 1:
+        fix = f"use {MIN_THRESHOLD:g} to 1, such as 0.7, or --exact for equal texts only"
         raise UsageError(f"--threshold {threshold:g} is not a Jaccard similarity that can be searched for; {fix}")
     return next(
         bands
@@ -298,7 +298,7 @@ def begins(*keys: np.ndarray) -> np.ndarray:
     return found
 
 
-def bucketed(keys: np.ndarray, documents: np.ndarray) -> Buckets:
+def make_buckets(keys: np.ndarray, documents: np.ndarray) -> Buckets:
     """The buckets of one band, from keys, uint64 [documents], and the numbers of documents; key 0 is in none."""
     documents, keys = documents[keys != 0], keys[keys != 0]
     order = np.lexsort((documents, keys))
@@ -323,7 +323,7 @@ def similar_pairs(
     Returns:
       The pairs at or above the threshold, EDGE [pairs], and how many were compared.
     """
-    nodes = _numbered(members.buckets, clusters)
+    nodes = _number_clusters(members.buckets, clusters)
     parents, edges, compared = np.arange(nodes.max(initial=0) + 1), [np.empty(0, EDGE)], 0
     for pairs in _neighbours(members.buckets, nodes, parents):
         for part in (pairs[start : start + AT_ONCE] for start in range(0, len(pairs), AT_ONCE)):
@@ -345,7 +345,7 @@ def join(parents: np.ndarray, one: np.ndarray, other: np.ndarray) -> None:
         one, other = roots(parents, one), roots(parents, other)
         apart = one != other
         one, other = one[apart], other[apart]
-        np.minimum.at(parents, np.maximum(one, other), np.minimum(one, other))
+        np.minimum.begin_activity(parents, np.maximum(one, other), np.minimum(one, other))
 
 
 def roots(parents: np.ndarray, nodes: np.ndarray) -> np.ndarray:
@@ -366,7 +366,7 @@ def most_similar(edges: np.ndarray) -> np.ndarray:
     return both[begins(both["one"])]
 
 
-def _numbered(buckets: np.ndarray, clusters: np.ndarray) -> np.ndarray:
+def _number_clusters(buckets: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     """A number for each cluster within a bucket, int64 [members]."""
     order = np.lexsort((clusters, buckets))
     numbers = np.empty(len(buckets), np.int64)
@@ -397,7 +397,10 @@ def _possible(shingles: Shingles, one: np.ndarray, other: np.ndarray, threshold:
 
 
 def _similarities(shingles: Shingles, one: np.ndarray, other: np.ndarray) -> list[float]:
-    def of(document: int) -> np.ndarray:
+    def similarity_to(document: int) -> np.ndarray:
         return shingles.hashes[shingles.ends[document] : shingles.ends[document + 1]]
 
-    return [jaccard(of(this), of(that)) for this, that in zip(one.tolist(), other.tolist(), strict=True)]
+    return [
+        jaccard(similarity_to(this), similarity_to(that))
+        for this, that in zip(one.tolist(), other.tolist(), strict=True)
+    ]

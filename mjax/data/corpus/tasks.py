@@ -58,11 +58,11 @@ from mjax.data.corpus import Document, MalformedLines, TextFiles
 from mjax.data.corpus.documents import Block
 from mjax.errors import CONTINUES, RunError, UsageError, without_secrets
 from mjax.utils.files import lock_folder, parse_json, to_disk, write_whole
-from mjax.utils.progress import Pace, facts, watched
-from mjax.utils.remote import RemoteFile, beside, located, put, remove
+from mjax.utils.progress import Pace, facts, show_progress
+from mjax.utils.remote import RemoteFile, local_neighbor, locate, put, remove
 
-WORTH_A_WORKER = 2**22  # bytes of input; less is done before another process has started
-MANY = 256  # tasks by default, for less than LARGE bytes each
+MIN_WORKER_BYTES = 2**22  # bytes of input; less is done before another process has started
+MAX_TASKS = 256  # tasks by default, for less than LARGE bytes each
 LARGE = 2**30
 STAGE, BEGAN = "MJAX_STAGE", "MJAX_BEGAN"
 """Set in an array job: its stage, and the second at which the command was typed."""
@@ -101,9 +101,9 @@ class Job:
     def __init__(self, arguments: Any, corpus: TextFiles, output: str | Path, stages: Sequence[str]):
         self.arguments: Any = arguments
         self.corpus, self.output = corpus, str(output)
-        self.folder = Path(f"{beside(output)}.tmp")
+        self.folder = Path(f"{local_neighbor(output)}.tmp")
         # By the bytes of input alone, so that another machine continues the work.
-        self.tasks = arguments.tasks or max(1, min(corpus.size // WORTH_A_WORKER, MANY), corpus.size // LARGE)
+        self.tasks = arguments.tasks or max(1, min(corpus.size // MIN_WORKER_BYTES, MAX_TASKS), corpus.size // LARGE)
         self.pace, self.began = Pace(), float(os.environ.get(BEGAN, time.time()))
         self.stages = [*["lines"] * (self.tasks > 1), *stages]
         self._results: dict[str, list[Any]] = {}
@@ -162,12 +162,12 @@ class Job:
         descriptor, rank = self._counter
         os.pwrite(descriptor, self._read.to_bytes(8, "little"), 8 * rank)
 
-    def counted(self, stage: str) -> int:
+    def count_bytes(self, stage: str) -> int:
         """Return the bytes that `advance` has counted in all tasks of a stage."""
         file = self.folder / f"{stage}.bytes"
         return int(np.fromfile(file, "<i8").sum()) if file.exists() else 0
 
-    def malformed(self, parts: Sequence[dict[str, Any]] = ()) -> MalformedLines:
+    def sum_malformed(self, parts: Sequence[dict[str, Any]] = ()) -> MalformedLines:
         """The malformed lines of all `parts`, which come from markers, under the policy of the command."""
         together = MalformedLines(self.arguments.malformed)
         for part in parts:
@@ -186,13 +186,13 @@ class Job:
         for name in names:
             to_disk(self.part(name, rank))
 
-    def mapped(self, name: str, rank: int, dtype: Any) -> np.ndarray:
+    def map_file(self, name: str, rank: int, dtype: Any) -> np.ndarray:
         """The numbers in a file of a task, mapped from disk."""
-        return _mapped(self.part(name, rank), dtype)
+        return _map_file(self.part(name, rank), dtype)
 
     def values(self, name: str, dtype: Any = np.int64, mode: Literal["r", "r+"] = "r") -> np.ndarray:
         """The numbers in a file that tasks filled together, mapped from disk."""
-        return _mapped(self.folder / name, dtype, mode)
+        return _map_file(self.folder / name, dtype, mode)
 
     def new_values(self, name: str, dtype: Any, count: int) -> np.ndarray:
         """A file of `count` zeros, to be changed."""
@@ -202,12 +202,12 @@ class Job:
 
     def put_part(self, name: str, rank: int, file: Path, offset: int) -> None:
         """Copy a task's file to its place in `file`, which tasks fill together."""
-        with self.part(name, rank).open("rb") as source, _at(file, offset) as target:
+        with self.part(name, rank).open("rb") as source, _open_at(file, offset) as target:
             shutil.copyfileobj(source, target, 2**22)
 
     def put_values(self, name: str, first: int, values: np.ndarray) -> None:
         """Write some of the numbers in a file that tasks fill together, from number `first` on."""
-        with _at(self.folder / name, first * values.itemsize) as target:
+        with _open_at(self.folder / name, first * values.itemsize) as target:
             values.tofile(target)
 
     def offset(self, name: str, rank: int) -> int:
@@ -217,7 +217,7 @@ class Job:
     def results(self, stage: str) -> list[Any]:
         """Return values of the tasks of an earlier stage, by rank."""
         if stage not in self._results:
-            markers = (self.marker(stage, rank) for rank in range(self.tasks_of(stage)))
+            markers = (self.marker(stage, rank) for rank in range(self.divide_tasks(stage)))
             fix = f"remove {self.folder} and repeat the command"
             self._results[stage] = [parse_json(marker.read_bytes(), str(marker), fix) for marker in markers]
         return self._results[stage]
@@ -227,17 +227,17 @@ class Job:
     @property
     def processes(self) -> int:
         """Worker processes; 0: little text is done by this one, which answers Ctrl-C when a call of a library ends."""
-        worth = self.corpus.size // WORTH_A_WORKER
+        worth = self.corpus.size // MIN_WORKER_BYTES
         workers = min(self.arguments.workers or max(1, min(all_cores(), worth)), self.tasks)
         return workers if workers > 1 or worth else 0
 
-    def tasks_of(self, stage: str) -> int:
+    def divide_tasks(self, stage: str) -> int:
         """Number of tasks of a stage."""
         return 1 if stage in self.single else self.tasks
 
     def left(self, stage: str) -> list[int]:
         """Ranks of the tasks of a stage that have not finished."""
-        return [rank for rank in range(self.tasks_of(stage)) if not self.marker(stage, rank).exists()]
+        return [rank for rank in range(self.divide_tasks(stage)) if not self.marker(stage, rank).exists()]
 
     def marker(self, stage: str, rank: int) -> Path:
         """The file that says that a task is done, with what it returned."""
@@ -269,7 +269,7 @@ class Job:
 
 
 @contextmanager
-def _at(file: Path, offset: int) -> Iterator[BinaryIO]:
+def _open_at(file: Path, offset: int) -> Iterator[BinaryIO]:
     """A file to write from `offset` on, on the disk at the end."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
     with os.fdopen(descriptor, "wb") as target:
@@ -278,7 +278,7 @@ def _at(file: Path, offset: int) -> Iterator[BinaryIO]:
     to_disk(file)
 
 
-def _mapped(file: Path, dtype: Any, mode: Literal["r", "r+"] = "r") -> np.ndarray:
+def _map_file(file: Path, dtype: Any, mode: Literal["r", "r+"] = "r") -> np.ndarray:
     return np.memmap(file, dtype, mode).view(np.ndarray) if file.stat().st_size else np.empty(0, dtype)
 
 
@@ -304,7 +304,7 @@ def run(job: Job) -> Any:
             return None
         with _workers(job) as pool:
             for stage in job.stages:
-                with _watched(job, stage):
+                with _show_progress(job, stage):
                     _run_stage(job, stage, pool)
         result = job.result()
         job.close()
@@ -312,12 +312,12 @@ def run(job: Job) -> Any:
     return result
 
 
-def _watched(job: Job, stage: str) -> contextlib.AbstractContextManager[None]:
+def _show_progress(job: Job, stage: str) -> contextlib.AbstractContextManager[None]:
     """Show how far a stage is: by the input it reads, or by tasks."""
     verb = f"{stage} ({job.stages.index(stage) + 1} of {len(job.stages)})"
     if stage in job.readers:
-        return watched(verb, job.corpus.size, lambda: job.counted(stage), job.pace)
-    return watched(verb, job.tasks_of(stage), lambda: job.counted(stage), job.pace, "tasks")
+        return show_progress(verb, job.corpus.size, lambda: job.count_bytes(stage), job.pace)
+    return show_progress(verb, job.tasks_of(stage), lambda: job.count_bytes(stage), job.pace, "tasks")
 
 
 @contextmanager
@@ -361,7 +361,7 @@ def _start_over(job: Job, stream: TextIO) -> None:
 
 def _submit(job: Job) -> None:
     """Submit each stage to Slurm as an array job that repeats this command, after the stage before."""
-    name, logs = f"mjax-{job.output}", Path(f"{beside(job.output)}.logs")
+    name, logs = f"mjax-{job.output}", Path(f"{local_neighbor(job.output)}.logs")
     if not shutil.which("sbatch") or Path(sys.argv[0]).name not in ("mjax", "__main__.py"):
         raise UsageError("--sbatch submits a command typed where sbatch is; type it on a login node of Slurm")
     if queued := _answer("squeue", "--me", "--noheader", "--format=%A", f"--name={name}").split():
@@ -545,7 +545,7 @@ def check_outputs(arguments: Any, inputs: Sequence[Path]) -> None:
     Raises:
       UsageError: it does not end in .jsonl, exists (without `--overwrite`), or is one of `inputs`.
     """
-    output = located(arguments.output)
+    output = locate(arguments.output)
     if output.suffix != ".jsonl":
         raise UsageError(f"--output {output} is not a .jsonl file; give one such as {output.with_suffix('.jsonl')}")
     if isinstance(output, RemoteFile):
@@ -568,7 +568,7 @@ class FilterJob(Job):
     """A job that writes the three files of a run; a stage before `merge` writes the parts `kept` and `removed`."""
 
     def __init__(self, arguments: Any, corpus: TextFiles, stages: Sequence[str]):
-        arguments = replace(arguments, output=located(arguments.output))
+        arguments = replace(arguments, output=locate(arguments.output))
         super().__init__(arguments, corpus, arguments.output, stages)
 
     def merge(self, rank: int) -> None:

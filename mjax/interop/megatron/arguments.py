@@ -129,16 +129,16 @@ def _is_unset(value: Any) -> bool:
     return isinstance(value, type(None) | bool | int | float | str | list | tuple | dict) and not value
 
 
-def assumed_arguments(said: Mapping[str, Any], kind: Literal["gpt", "bert", "decoder"]) -> dict[str, Any]:
+def assume_arguments(arguments: Mapping[str, Any], kind: Literal["gpt", "bert", "decoder"]) -> dict[str, Any]:
     """The arguments that a checkpoint lacks and its model needs, with the `DEFAULTS` that the import assumes."""
-    names = [*NUMBERS.values(), Arguments(said, "").epsilon]
+    names = [*NUMBERS.values(), Arguments(arguments, "").epsilon]
     if kind == "decoder":
         names += ["position_embedding_type", *OF_ROPE.values()]
-        names += ["rope_scaling_factor"] if said.get("use_rope_scaling") else []
-        names += [name for name in DEFAULTS if name.startswith("moe_") and said.get("num_experts")]
-    elif not said.get("openai_gelu"):
+        names += ["rope_scaling_factor"] if arguments.get("use_rope_scaling") else []
+        names += [name for name in DEFAULTS if name.startswith("moe_") and arguments.get("num_experts")]
+    elif not arguments.get("openai_gelu"):
         names.append("bias_gelu_fusion")
-    return {name: (ONLY_DECODER | DEFAULTS)[name] for name in names if said.get(name) is None}
+    return {name: (ONLY_DECODER | DEFAULTS)[name] for name in names if arguments.get(name) is None}
 
 
 def _shapes(tensors: Tensors, trunk: str, source: str, mlp: str = "mlp.linear_fc2") -> dict[str, int]:
@@ -166,16 +166,16 @@ def _extent(tensors: Tensors, name: str, dim: int, source: str) -> int:
     return shape[dim]
 
 
-def without_ignored(said: Mapping[str, Any] | None, ignored: str, source: str) -> dict[str, Any] | None:
+def drop_ignored(arguments: Mapping[str, Any] | None, ignored: str, source: str) -> dict[str, Any] | None:
     """The arguments without those of `--ignore`, comma-separated.
 
     Raises:
       UsageError: there is no such argument.
     """
     names = [name for name in ignored.split(",") if name]
-    if absent := [name for name in names if name not in (said or {})]:
+    if absent := [name for name in names if name not in (arguments or {})]:
         raise UsageError(f"--ignore {ignored}: {source} has no argument {absent[0]}; leave it out")
-    return None if said is None else {name: value for name, value in said.items() if name not in names}
+    return None if arguments is None else {name: value for name, value in arguments.items() if name not in names}
 
 
 # --- GPT and BERT -----------------------------------------------------------------------------------------------------
@@ -232,22 +232,22 @@ def model_config(
     )
 
 
-def _heads(said: Arguments, heads: int | None) -> int:
-    theirs = said["num_attention_heads"]
+def _heads(arguments: Arguments, heads: int | None) -> int:
+    theirs = arguments["num_attention_heads"]
     if theirs is None and heads is None:
-        said.reject("it has no number of attention heads", "add --heads, 16 for the published 345M")
+        arguments.reject("it has no number of attention heads", "add --heads, 16 for the published 345M")
     if theirs is not None and heads not in (None, theirs):
-        said.reject(f"the model has {theirs} attention heads and --heads is {heads}", "leave it out")
-    return heads if theirs is None else said.count("num_attention_heads", least=1)
+        arguments.reject(f"the model has {theirs} attention heads and --heads is {heads}", "leave it out")
+    return heads if theirs is None else arguments.count("num_attention_heads", least=1)
 
 
-def _activations(kind: str, said: Arguments) -> dict[str, Activation]:
+def _activations(kind: str, arguments: Arguments) -> dict[str, Activation]:
     """GELU of the MLP, and of a BERT's MLM head, which Megatron's fused kernel (tanh) does not replace."""
-    fused = said["bias_gelu_fusion"] and not said["openai_gelu"]
-    if fused and said["onnx_safe"]:
-        said.reject("bias_gelu_fusion and onnx_safe are both set, which versions of Megatron compute differently")
+    fused = arguments["bias_gelu_fusion"] and not arguments["openai_gelu"]
+    if fused and arguments["onnx_safe"]:
+        arguments.reject("bias_gelu_fusion and onnx_safe are both set, which versions of Megatron compute differently")
     mlm: dict[str, Activation] = {"mlm_activation": "gelu_erf"} if fused and kind == "bert" else {}
-    return {"activation": "gelu_tanh" if fused or said["openai_gelu"] else "gelu_erf", **mlm}
+    return {"activation": "gelu_tanh" if fused or arguments["openai_gelu"] else "gelu_erf", **mlm}
 
 
 # --- Decoders ---------------------------------------------------------------------------------------------------------
@@ -311,14 +311,16 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
     )
 
 
-def _scaling(said: Arguments) -> dict[str, Any]:
+def _scaling(arguments: Arguments) -> dict[str, Any]:
     """Our fields for scaled positions; Llama 3's scaling has fixed frequencies and 8,192 positions there."""
-    factor = said.number("rotary_seq_len_interpolation_factor")
-    if not said["use_rope_scaling"]:
+    factor = arguments.number("rotary_seq_len_interpolation_factor")
+    if not arguments["use_rope_scaling"]:
         return {"rope_scaling": "linear", "rope_factor": factor} if factor else {}
     if factor not in (0, 1):
-        said.reject("use_rope_scaling and rotary_seq_len_interpolation_factor are both set; mjax knows one of the two")
-    return {"rope_scaling": "llama3", "rope_factor": said.number("rope_scaling_factor"), "rope_original": 8192}
+        arguments.reject(
+            "use_rope_scaling and rotary_seq_len_interpolation_factor are both set; mjax knows one of the two"
+        )
+    return {"rope_scaling": "llama3", "rope_factor": arguments.number("rope_scaling_factor"), "rope_original": 8192}
 
 
 # --- Mixtures of experts ----------------------------------------------------------------------------------------------
@@ -329,7 +331,7 @@ layer, with T the tokens of a micro-batch or of a sequence, and the mean over th
 LOSSES = (*OVER, "global_aux_loss", "none")
 
 
-def _mixture_fields(said: Arguments, tensors: Tensors, width: int) -> dict[str, Any]:
+def _mixture_fields(arguments: Arguments, tensors: Tensors, width: int) -> dict[str, Any]:
     """The fields of a `MixtureConfig` that a Llama does not have, and the width of the MLP.
 
     Args:
@@ -340,18 +342,18 @@ def _mixture_fields(said: Arguments, tensors: Tensors, width: int) -> dict[str, 
     Raises:
       UsageError: the arguments ask for what mjax does not compute, or contradict the tensors.
     """
-    capacity, frequency = said["moe_expert_capacity_factor"], said["moe_layer_freq"]
+    capacity, frequency = arguments["moe_expert_capacity_factor"], arguments["moe_layer_freq"]
     if capacity is not None and not (type(capacity) in (int, float) and capacity < 0):
-        said.reject(f"moe_expert_capacity_factor is {capacity!r}, with which Megatron drops tokens and mjax none")
-    if frequency is not None and any(type(each) is not int or each != 1 for each in _listed(frequency)):
-        said.reject(f"moe_layer_freq is {frequency!r}, and mjax convert reads 1: all layers have experts")
+        arguments.reject(f"moe_expert_capacity_factor is {capacity!r}, with which Megatron drops tokens and mjax none")
+    if frequency is not None and any(type(each) is not int or each != 1 for each in _to_list(frequency)):
+        arguments.reject(f"moe_layer_freq is {frequency!r}, and mjax convert reads 1: all layers have experts")
     router = tensors.kinds.get("decoder.layers.0.mlp.router.weight")
     experts = router.shape[0] if router is not None and router.shape else 0
-    said.check_shapes({"num_experts": experts, "moe_ffn_hidden_size": width})
-    score, chosen = said["moe_router_score_function"], said.count("moe_router_topk")
+    arguments.check_shapes({"num_experts": experts, "moe_ffn_hidden_size": width})
+    score, chosen = arguments["moe_router_score_function"], arguments.count("moe_router_topk")
     if score not in ("softmax", "sigmoid"):
-        said.reject(f"moe_router_score_function is {score!r}, and mjax knows softmax and sigmoid")
-    feed_forward = said.count("ffn_hidden_size", width)
+        arguments.reject(f"moe_router_score_function is {score!r}, and mjax knows softmax and sigmoid")
+    feed_forward = arguments.count("ffn_hidden_size", width)
     return {
         "experts": experts,
         "experts_per_token": chosen,
@@ -359,26 +361,28 @@ def _mixture_fields(said: Arguments, tensors: Tensors, width: int) -> dict[str, 
         "expert_width": None if feed_forward == width else width,
         "router": score,
         # A softmax after the choice is the one before it, divided by the sum of those chosen.
-        "router_normalized": chosen > 1 if score == "sigmoid" else not said["moe_router_pre_softmax"],
-        "router_scale": said.number("moe_router_topk_scaling_factor") or 1.0,
-        "shared_width": said.count("moe_shared_expert_intermediate_size", 0),
-        "z_loss": said.number("moe_z_loss_coeff"),
-        **_groups(said, score, chosen),
-        **_balance(said)[0],
+        "router_normalized": chosen > 1 if score == "sigmoid" else not arguments["moe_router_pre_softmax"],
+        "router_scale": arguments.number("moe_router_topk_scaling_factor") or 1.0,
+        "shared_width": arguments.count("moe_shared_expert_intermediate_size", 0),
+        "z_loss": arguments.number("moe_z_loss_coeff"),
+        **_groups(arguments, score, chosen),
+        **_balance(arguments)[0],
     }
 
 
-def _groups(said: Arguments, score: str, chosen: int) -> dict[str, int]:
+def _groups(arguments: Arguments, score: str, chosen: int) -> dict[str, int]:
     """Groups of experts; Megatron scores one by the sum of its best moe_router_topk / moe_router_group_topk, mjax by
     that of its best two."""
-    top, groups = said.count("moe_router_group_topk", 0), said.count("moe_router_num_groups", 1) or 1
+    top, groups = arguments.count("moe_router_group_topk", 0), arguments.count("moe_router_num_groups", 1) or 1
     if top in (0, groups):  # every expert can be chosen
         return {}
     if chosen // top != 2:
         best = f"score a group by its best {chosen // top} experts, and mjax by its best 2"
-        said.reject(f"moe_router_topk {chosen} and moe_router_group_topk {top} {best}")
-    if score == "softmax" and not said["moe_router_pre_softmax"]:
-        said.reject(f"moe_router_group_topk is {top} without moe_router_pre_softmax, and mjax has groups with it only")
+        arguments.reject(f"moe_router_topk {chosen} and moe_router_group_topk {top} {best}")
+    if score == "softmax" and not arguments["moe_router_pre_softmax"]:
+        arguments.reject(
+            f"moe_router_group_topk is {top} without moe_router_pre_softmax, and mjax has groups with it only"
+        )
     return {"router_groups": groups, "router_top_groups": top}
 
 
@@ -387,19 +391,19 @@ def balance_left_out(arguments: Mapping[str, Any], source: str) -> str:
     return _balance(Arguments(arguments, source))[1]
 
 
-def _balance(said: Arguments) -> tuple[dict[str, Any], str]:
+def _balance(arguments: Arguments) -> tuple[dict[str, Any], str]:
     """Our fields for the balance loss, and one line about a loss that they cannot say."""
-    kinds, name = _listed(said["moe_router_load_balancing_type"] or "aux_loss"), "moe_aux_loss_coeff"
+    kinds, name = _to_list(arguments["moe_router_load_balancing_type"] or "aux_loss"), "moe_aux_loss_coeff"
     if unknown := [kind for kind in kinds if not isinstance(kind, str) or kind not in LOSSES]:
-        said.reject(f"moe_router_load_balancing_type is {unknown[0]!r}, and mjax knows {', '.join(LOSSES)}")
-    numbers = [said.number(name, each) for each in _listed(said[name])]
+        arguments.reject(f"moe_router_load_balancing_type is {unknown[0]!r}, and mjax knows {', '.join(LOSSES)}")
+    numbers = [arguments.number(name, each) for each in _to_list(arguments[name])]
     if len(numbers) != len(kinds):
-        said.reject(f"{name} has {len(numbers)} numbers and moe_router_load_balancing_type {len(kinds)} losses")
+        arguments.reject(f"{name} has {len(numbers)} numbers and moe_router_load_balancing_type {len(kinds)} losses")
     losses = {kind: number for kind, number in zip(kinds, numbers, strict=True) if number and kind != "none"}
     if not losses:
         return {}, ""
     # Megatron's losses count the best experts of all groups, whichever a token takes.
-    in_groups = said["moe_router_group_topk"] not in (None, 0, said["moe_router_num_groups"])
+    in_groups = arguments["moe_router_group_topk"] not in (None, 0, arguments["moe_router_num_groups"])
     if len(losses) == 1 and losses.keys() <= OVER.keys() and not in_groups:
         ((kind, number),) = losses.items()
         return {"balance_loss": number, "balance_over": OVER[kind]}, ""
@@ -410,7 +414,7 @@ def _balance(said: Arguments) -> tuple[dict[str, Any], str]:
     )
 
 
-def _listed(value: Any) -> list[Any]:
+def _to_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 

@@ -17,10 +17,17 @@ from typing import Any, Literal
 
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import is_decoder
-from mjax.interop.megatron.tensors import DistributedTensors, RankTensors, Share, gathered, incomplete, renamed
+from mjax.interop.megatron.tensors import (
+    DistributedTensors,
+    RankTensors,
+    Share,
+    incomplete,
+    join_expert_ranks,
+    to_current_names,
+)
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors
-from mjax.interop.torch_files import COMMON_STATE, StandIn, as_arrays, load, read_metadata
+from mjax.interop.torch_files import COMMON_STATE, StandIn, load, read_metadata, to_arrays
 
 TRACKER = "latest_checkpointed_iteration.txt"
 SAVE_AGAIN = "save it again with Megatron's --ckpt-convert-format torch_dist"
@@ -133,12 +140,12 @@ def _open_ranks(folder: Path) -> Checkpoint:
     }
     names = list(chain.from_iterable(shares.values()))
     kind = _architecture(arguments, names, folder)
-    current = {at: renamed(share, kind, str(folder)) for at, share in shares.items()}
+    current = {at: to_current_names(share, kind, str(folder)) for at, share in shares.items()}
 
-    def of_rank(chunk: str, stage: int, rank: int) -> Share:
-        return gathered([current[chunk, rank, stage, expert] for expert in range(experts)], str(folder))
+    def open_rank(chunk: str, stage: int, rank: int) -> Share:
+        return join_expert_ranks([current[chunk, rank, stage, expert] for expert in range(experts)], str(folder))
 
-    pieces = [[of_rank(*at, rank) for rank in range(ranks)] for at in product(chunks, range(stages))]
+    pieces = [[open_rank(*at, rank) for rank in range(ranks)] for at in product(chunks, range(stages))]
     old = any(name.startswith("language_model.") for name in names)
     version = _version(first, folder, assumed=0 if old else 3)
     tensors = RankTensors(pieces, version, str(folder), gated=kind == "decoder")
@@ -195,7 +202,7 @@ def _weights(model: Any, file: Path) -> Share:
     """The weights in the `model` entry of a file."""
     if not isinstance(model, dict):
         raise incomplete(f"{file} has no model")
-    return as_arrays(file, {name: value for name, value in flat(model).items() if not NO_WEIGHT.fullmatch(name)})
+    return to_arrays(file, {name: value for name, value in flat(model).items() if not NO_WEIGHT.fullmatch(name)})
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -249,7 +256,7 @@ def _open_distributed(folder: Path) -> Checkpoint:
         raise incomplete(f"{folder} holds neither common.pt nor {COMMON_STATE}")
     arguments = _arguments(common, folder)
     kind = _architecture(arguments, list(stored), folder)
-    tensors = DistributedTensors(folder, renamed(stored, kind, str(folder)))
+    tensors = DistributedTensors(folder, to_current_names(stored, kind, str(folder)))
     version = _version(common, folder, assumed=3)
     missing = common.get("checkpoint_version") is None
     return Checkpoint(folder, kind, tensors, version, missing, arguments, None, old_names=False)

@@ -39,8 +39,8 @@ import numpy as np
 
 from mjax.config import LlamaConfig
 from mjax.errors import UsageError, first_line
-from mjax.interop.tensor_files import FLOATS, WORDS, Kind, Tensors
-from mjax.interop.torch_files import Chunk, Stored, as_arrays, load_tensors, read_chunk
+from mjax.interop.tensor_files import FLOATS, WORDS, TensorInfo, Tensors
+from mjax.interop.torch_files import Chunk, Stored, load_tensors, read_chunk, to_arrays
 from mjax.models.huggingface.family import Family
 
 
@@ -52,7 +52,7 @@ def incomplete(problem: str) -> UsageError:
 # --- Layout -----------------------------------------------------------------------------------------------------------
 
 
-def family_of(kind: str, version: float, layernorm: str = "pre", layers: int = 0) -> Family:
+def megatron_family(kind: str, version: float, layernorm: str = "pre", layers: int = 0) -> Family:
     """Current names of the tensors of a `gpt` or a `bert`, with the layouts of a `checkpoint_version`.
 
     Args:
@@ -139,7 +139,7 @@ def today(name: str, kind: str) -> str:
     return name.replace("TRUNK.", f"{TRUNKS[kind]}.", 1)
 
 
-def renamed(tensors: Mapping[str, Any], kind: str, source: str) -> dict[str, Any]:
+def to_current_names(tensors: Mapping[str, Any], kind: str, source: str) -> dict[str, Any]:
     """A dict with names of any year, with current names.
 
     Raises:
@@ -155,7 +155,7 @@ def renamed(tensors: Mapping[str, Any], kind: str, source: str) -> dict[str, Any
 # --- Decoders ---------------------------------------------------------------------------------------------------------
 
 QKV = "self_attention.linear_qkv"
-_OF_GPT = family_of("gpt", 3)
+_OF_GPT = megatron_family("gpt", 3)
 LAYER = "decoder.layers.{0}"
 DECODER = replace(
     _OF_GPT,
@@ -235,7 +235,7 @@ class RankTensors:
         """
         self._version, self._gated = version, gated
         self._shares: dict[str, list[np.ndarray]] = {}
-        self.kinds: dict[str, Kind] = {}
+        self.kinds: dict[str, TensorInfo] = {}
         layers = 0
         for number, piece in enumerate(pieces):
             for rank, share in enumerate(piece):
@@ -250,7 +250,7 @@ class RankTensors:
                 self.kinds[whole] = self._kind(whole, source)
             layers += 1 + max(numbers, default=-1)
 
-    def _kind(self, name: str, source: str) -> Kind:
+    def _kind(self, name: str, source: str) -> TensorInfo:
         shares, dim = self._shares[name], split_dim(name)
         first = shares[0]
         for rank, share in enumerate(shares):
@@ -259,7 +259,7 @@ class RankTensors:
                 kinds = f"{first.dtype} {first.shape} on tensor rank 0 and {share.dtype} {share.shape} on {rank}"
                 raise incomplete(f"{source}: {name} is {kinds}")
         shape = [sum(share.shape[dim] for share in shares) if i == dim else n for i, n in enumerate(first.shape)]
-        return Kind(WORDS.get(first.dtype.name, str(first.dtype)), tuple(shape))
+        return TensorInfo(WORDS.get(first.dtype.name, str(first.dtype)), tuple(shape))
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         shares, dim = self._shares[name], split_dim(name)
@@ -278,7 +278,7 @@ class RankTensors:
         return np.concatenate([share[max(0, first - start) : max(0, end - start)] for share, start in parts])
 
 
-def gathered(shares: Sequence[Share], source: str) -> Share:
+def join_expert_ranks(shares: Sequence[Share], source: str) -> Share:
     """Join the expert ranks of one tensor rank into one share with a tensor for each matrix of each expert.
 
     Args:
@@ -302,21 +302,23 @@ def gathered(shares: Sequence[Share], source: str) -> Share:
                 problem = f"does not say how many experts each of {len(shares)} expert ranks has"
                 raise incomplete(f"{source}: {before}.mlp.router.weight {problem}")
             own = len(router) // len(shares)
-            for number, rest, tensor in _of_rank(part, array, own, router.shape[1]):
+            for number, rest, tensor in _expert_matrices(part, array, own, router.shape[1]):
                 whole = f"{before}{EXPERTS}{rank * own + number}.{rest}"
                 if joined.setdefault(whole, tensor) is not tensor:
                     raise incomplete(f"{source}: two expert ranks hold {whole}, rank {rank} the second time")
     return joined
 
 
-def _of_rank(part: str, array: np.ndarray, own: int, hidden: int) -> Iterator[tuple[int, str, np.ndarray]]:
+def _expert_matrices(
+    part: str, array: np.ndarray, local_experts: int, hidden: int
+) -> Iterator[tuple[int, str, np.ndarray]]:
     """The matrices in one tensor of a rank with so many experts of its own: number, rest of the name, [out, in]."""
     if found := re.fullmatch(r"local_experts\.(\d+)\.(.+)", part):
         yield int(found[1]), found[2], array
     elif found := re.fullmatch(r"(linear_fc[12])\.(weight|bias)(\d+)", part):
         yield int(found[3]), f"{found[1]}.{found[2]}", array
-    elif part in ("weight1", "weight2") and array.size % (own * hidden) == 0:
-        shape = (own, hidden, -1) if part == "weight1" else (own, -1, hidden)
+    elif part in ("weight1", "weight2") and array.size % (local_experts * hidden) == 0:
+        shape = (local_experts, hidden, -1) if part == "weight1" else (local_experts, -1, hidden)
         for number, matrix in enumerate(array.reshape(shape)):
             yield number, f"linear_fc{part[-1]}.weight", matrix.T
     else:  # refused by its name with the other tensors that are not the model's
@@ -353,7 +355,7 @@ class DistributedTensors:
         """
         self._folder = folder
         self._places: dict[str, tuple[tuple[int, ...], list[Chunk]]] = {}
-        self.kinds: dict[str, Kind] = {}
+        self.kinds: dict[str, TensorInfo] = {}
         for name, tensor in stored.items():
             for chunk in tensor.chunks:
                 if not os.path.isfile(folder / chunk.file):  # False for a name that no file system takes, too
@@ -362,10 +364,10 @@ class DistributedTensors:
             if 0 in tensor.shape or sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
                 raise UsageError(f"{folder / '.metadata'} lists other parts of {name} than the whole; copy it again")
             dtype = WORDS.get(tensor.dtype, tensor.dtype)
-            parts = dict(_numbered(name, tensor.shape))
-            chunks = _by_index(tensor.chunks, len(next(iter(parts.values()))))
+            parts = dict(_list_numbered_names(name, tensor.shape))
+            chunks = _group_by_index(tensor.chunks, len(next(iter(parts.values()))))
             for part, index in parts.items():
-                self.kinds[part] = Kind(dtype, tensor.shape[len(index) :])
+                self.kinds[part] = TensorInfo(dtype, tensor.shape[len(index) :])
                 self._places[part] = (index, chunks[index])
         self._last: tuple[Chunk, np.ndarray] | None = None
 
@@ -394,25 +396,27 @@ class DistributedTensors:
                 tensor = load_tensors(read_chunk(file, chunk))
             except Exception as error:  # of many kinds, for bytes that are not a tensor
                 raise UsageError(f"{file} is truncated or damaged ({first_line(error)}); copy it again") from None
-            array = as_arrays(file, {"a part": tensor})["a part"]
+            array = to_arrays(file, {"a part": tensor})["a part"]
             if array.shape != chunk.sizes:
                 raise incomplete(f"{file} holds another part than .metadata says")
             self._last = (chunk, array)
         return self._last[1]
 
 
-def _numbered(name: str, shape: tuple[int, ...], index: tuple[int, ...] = ()) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _list_numbered_names(
+    name: str, shape: tuple[int, ...], index: tuple[int, ...] = ()
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The names of the tensors that are stored as one, with a number for each layer and expert, and their indices."""
     for many in STACKED:
         before, _, behind = name.partition(many)
         if behind and not behind.split(".")[0].isdigit() and len(index) < len(shape):
             for number in range(shape[len(index)]):
-                yield from _numbered(f"{before}{many}{number}.{behind}", shape, (*index, number))
+                yield from _list_numbered_names(f"{before}{many}{number}.{behind}", shape, (*index, number))
             return
     yield name, index
 
 
-def _by_index(chunks: Iterable[Chunk], dims: int) -> dict[tuple[int, ...], list[Chunk]]:
+def _group_by_index(chunks: Iterable[Chunk], dims: int) -> dict[tuple[int, ...], list[Chunk]]:
     """The parts that hold something of each index along so many first dims."""
     by_index = defaultdict(list)
     for chunk in chunks:
@@ -456,7 +460,7 @@ class DecoderTensors:
         """
         self._tensors, self._model = tensors, model
         self._origins: dict[str, tuple[str, int | None]] = {}
-        self.kinds: dict[str, Kind] = {}
+        self.kinds: dict[str, TensorInfo] = {}
         for theirs, kind in tensors.kinds.items():
             parts = self._parts(theirs)
             if len(parts) > 1 and kind.shape[:1] != (sum(parts.values()),):
@@ -464,7 +468,7 @@ class DecoderTensors:
                 raise incomplete(f"{source}: {theirs} has shape {kind.shape}, and {asked}")
             for which, (name, rows) in enumerate(parts.items()):
                 self._origins[name] = (theirs, which if len(parts) > 1 else None)
-                self.kinds[name] = Kind(kind.dtype, (rows, *kind.shape[1:])) if len(parts) > 1 else kind
+                self.kinds[name] = TensorInfo(kind.dtype, (rows, *kind.shape[1:])) if len(parts) > 1 else kind
 
     def _parts(self, name: str) -> dict[str, int]:
         """The names of the parts of a tensor, with their numbers of rows if there are several."""
@@ -476,7 +480,7 @@ class DecoderTensors:
             return {f"{module}.{'gate' if half == '_w' else 'up'}.{what}": 0}
         model, width = self._model, self._model.mlp_width
         if ".experts." in module:
-            width = getattr(model, "width_of_expert", 0)
+            width = getattr(model, "expert_width_in_use", 0)
         elif ".shared_experts." in module:
             width = getattr(model, "shared_width", 0)
         parts = {"gate": width, "up": width}

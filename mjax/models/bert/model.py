@@ -52,16 +52,16 @@ from mjax.models.gpt.model import transformer_layer
 from mjax.models.parts.mask import MASKED
 from mjax.models.parts.mlp import activate
 from mjax.models.parts.norms import LayerNorm
-from mjax.models.parts.positions import positions_of
+from mjax.models.parts.positions import document_positions
 from mjax.models.protocol import Context, LanguageModel
 from mjax.models.stack import stack
 from mjax.parallel import mappings, random
-from mjax.parallel.layers import VocabParallelEmbedding, normal, owned_rows
-from mjax.parallel.overlap import recomputed
+from mjax.parallel.layers import VocabParallelEmbedding, local_rows, normal
+from mjax.parallel.overlap import rematerialize
 from mjax.parallel.products import linear
 from mjax.parallel.random import dropout
 from mjax.parallel.sums import add_bias, lookup
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import TokenLayout
 from mjax.parallel.weights import parameter
 
 TOKEN_TYPES = 2
@@ -91,7 +91,7 @@ class MLMHead(nnx.Module):
         self.bias = parameter(key, jax.nn.initializers.zeros, (config.padded_vocabulary,), ("token",), dtype)
 
     def __call__(self, x: Float[Array, "t h"], embedding: VocabParallelEmbedding) -> Output:
-        activation = recomputed(partial(activate, name=self.activation))
+        activation = rematerialize(partial(activate, name=self.activation))
         return Output(embedding, self.norm(activation(self.transform(x))), self.bias[...])
 
 
@@ -122,18 +122,18 @@ class Encoder(LanguageModel):
         """The stream before the first layer, of `tokens` and `token_types`, int [b, s]."""
         tokens, token_types = context.tokens, context.tokens.local_rows(batch["token_types"].reshape(-1))
         x = self.embedding(batch["tokens"], tokens)
-        x = x + tokens.local_rows(positions_of(self.positions[...], tokens))
+        x = x + tokens.local_rows(document_positions(self.positions[...], tokens))
         # A product rather than a lookup: its gradient sums all rows of a type in float32, in any order.
         x = x + jax.nn.one_hot(token_types, TOKEN_TYPES, dtype=x.dtype) @ self.token_types[...]
         if self.config.layernorm == "post":
             x = self.embedding_norm(x)
-        return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
+        return context.with_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
 
-    def normed(self, x: Float[Array, "t h"]) -> Float[Array, "t h"]:
+    def final_norm(self, x: Float[Array, "t h"]) -> Float[Array, "t h"]:
         """The input of the heads, from the stream after the last layer."""
         return self.final_norm(x) if self.config.layernorm == "pre" else x
 
-    def pooled(self, x: Float[Array, "t h"], tokens: Tokens) -> tuple[Float[Array, "b h"], Bool[Array, " b"]]:
+    def pool(self, x: Float[Array, "t h"], tokens: TokenLayout) -> tuple[Float[Array, "b h"], Bool[Array, " b"]]:
         """The pooler's output for each sequence, from its first token.
 
         Args:
@@ -144,7 +144,7 @@ class Encoder(LanguageModel):
           `context`, a rank has only those whose first token it has.
         """
         first = jnp.arange(tokens.sequences) * tokens.positions
-        rows, owned = owned_rows(first, x.shape[0]) if tokens.split else (first, jnp.ones(first.shape, bool))
+        rows, owned = local_rows(first, x.shape[0]) if tokens.split else (first, jnp.ones(first.shape, bool))
         if tokens.across:
             owned = owned & (mappings.rank(CONTEXT) == 0)
         return jnp.tanh(self.pooler(lookup(x, rows))), owned
@@ -176,7 +176,7 @@ class BERT(Encoder):
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
         """The number of masked tokens, and of sequences."""
-        sequences = mappings.counted_once(len(batch["sentence_order"]))
+        sequences = mappings.mask_count_to_first_context_rank(len(batch["sentence_order"]))
         masked = batch["loss_mask"].sum(dtype=jnp.int32)
         return {"mlm_loss": masked, "order_loss": sequences, "order_accuracy": sequences}
 
@@ -186,11 +186,11 @@ class BERT(Encoder):
         These heads have no dropout.
         """
         tokens = context.tokens
-        x = self.normed(x)
+        x = self.final_norm(x)
         losses = self.output(x).cross_entropy(batch["labels"], context)
         masked = losses.sum(where=batch["loss_mask"].reshape(-1))
 
-        pooled, owned = self.pooled(x, tokens)
+        pooled, owned = self.pool(x, tokens)
         scores = self.order(pooled)
         log_probabilities = jax.nn.log_softmax(scores.astype(losses.dtype), axis=-1)
         swapped = batch["sentence_order"]
@@ -225,15 +225,15 @@ class TaskBERT(Encoder):
           Scores of the classes [b, classes], of the choices [b, c], or of being the first and the last token of the
           answer [b, 2, s], −1e30 at padding; float32 or wider, replicated over `model`.
         """
-        x, tokens = self.normed(x), context.tokens
+        x, tokens = self.final_norm(x), context.tokens
         if self.config.head == "span":
             scores = self.head(x)
             if tokens.split:
-                scores = mappings.gather_whole(scores.T, MODEL, -1).T
-            scores = tokens.all_positions(tokens.by_sequence(_wide(scores))).swapaxes(1, 2)  # [b, 2, s]
+                scores = mappings.all_gather(scores.T, MODEL, -1).T
+            scores = tokens.all_positions(tokens.split_sequences(_wide(scores))).swapaxes(1, 2)  # [b, 2, s]
             return jnp.where(context.documents[:, None] == 0, scores, MASKED)
-        pooled, owned = self.pooled(x, tokens)
-        pooled = dropout(pooled, self.config.hidden_dropout, context.of_layer(0).key_of(random.HEAD))
+        pooled, owned = self.pool(x, tokens)
+        pooled = dropout(pooled, self.config.hidden_dropout, context.with_layer(0).key_of(random.HEAD))
         scores = _wide(self.head(pooled))
         axes = [axis for axis, splits in ((MODEL, tokens.split), (CONTEXT, tokens.across)) if splits]
         if axes:
@@ -244,7 +244,7 @@ class TaskBERT(Encoder):
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
         """The number of samples."""
-        samples = mappings.counted_once(len(batch[self.config.label_names[0]]))
+        samples = mappings.mask_count_to_first_context_rank(len(batch[self.config.label_names[0]]))
         return {"loss": samples, "accuracy": samples}
 
     def loss(self, x: Float[Array, "t h"], batch: dict[str, Array], context: Context) -> dict[str, Array]:
@@ -255,7 +255,10 @@ class TaskBERT(Encoder):
         log_probabilities = jax.nn.log_softmax(scores, axis=-1)
         losses = -jnp.take_along_axis(log_probabilities, labels[..., None], axis=-1).mean((1, 2))
         right = (scores.argmax(-1) == labels).all(1)
-        return {"loss": mappings.once(losses.sum()), "accuracy": mappings.once(right.sum(dtype=losses.dtype))}
+        return {
+            "loss": mappings.mask_to_first_context_rank(losses.sum()),
+            "accuracy": mappings.mask_to_first_context_rank(right.sum(dtype=losses.dtype)),
+        }
 
 
 def _wide(scores: Array) -> Array:

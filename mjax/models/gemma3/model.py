@@ -27,14 +27,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.models.block import Block
 from mjax.models.gemma3.config import Gemma3Config
-from mjax.models.llama.model import Llama, rotary_of
+from mjax.models.llama.model import Llama, make_rotary
 from mjax.models.parts.attention import Attention
 from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.positions import Positions
 from mjax.models.parts.rotary import Rotary
 from mjax.models.protocol import Context
 from mjax.parallel import random
-from mjax.parallel.overlap import recomputed
+from mjax.parallel.overlap import rematerialize
 from mjax.parallel.sums import wide_type
 from mjax.parallel.weights import parameter
 
@@ -64,7 +64,7 @@ class UnitRMSNorm(nnx.Module):
         self.scale = parameter(None, zeros, (width,), ("out",), dtype, grad_partial_over_model=of_heads)
 
     def __call__(self, x: Array) -> Array:
-        return recomputed(partial(_unit_rms_norm, epsilon=self.epsilon))(x, self.scale[...])
+        return rematerialize(partial(_unit_rms_norm, epsilon=self.epsilon))(x, self.scale[...])
 
 
 def _unit_rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
@@ -82,7 +82,7 @@ class LocalAndGlobal(Positions):
     def turn(self, q: Array, k: Array, context: Context) -> tuple[Array, Array]:
         config = self.config
         local = Rotary(config.rotary_dim, config.local_rope_theta)
-        rotary = local if context.kind.window else rotary_of(config)
+        rotary = local if context.kind.window else make_rotary(config)
         return rotary.turn(q, k, context)
 
 

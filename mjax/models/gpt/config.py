@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Count
-from mjax.config.marks import FILE_ONLY, TUNING, Elsewhere
+from mjax.config.marks import FILE_ONLY, TUNING, Synonyms
 from mjax.config.model import AttentionDropout, HiddenDropout, Tuned, register
 from mjax.errors import UsageError
 from mjax.models.parts.config import MLPConfig
@@ -20,7 +20,7 @@ class TransformerConfig(MLPConfig):
     """Dropout rate on the embedding and on both residual branches of a layer."""
     attention_dropout: AttentionDropout = 0.1
     """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
-    layernorm_epsilon: Annotated[Tuned, FILE_ONLY, Elsewhere("norm-epsilon layer-norm-epsilon layer-norm-eps")] = 1e-5
+    layernorm_epsilon: Annotated[Tuned, FILE_ONLY, Synonyms("norm-epsilon layer-norm-epsilon layer-norm-eps")] = 1e-5
     """Added to the variance in LayerNorm."""
 
     learned_positions: ClassVar[bool] = True
@@ -33,7 +33,7 @@ class GPTConfig(TransformerConfig):
 
     kind: Literal["gpt"] = "gpt"
     """Architecture of the model."""
-    positions: Annotated[Literal["learned", "alibi"], FILE_ONLY, Elsewhere("position-embedding-type")] = "learned"
+    positions: Annotated[Literal["learned", "alibi"], FILE_ONLY, Synonyms("position-embedding-type")] = "learned"
     """Position encoding: learned positions, added to the embedding; or ALiBi (arXiv 2108.12409), a penalty on the
     distance between two tokens in attention, without weights."""
     embedding_layernorm: Annotated[bool, FILE_ONLY] = False

@@ -24,7 +24,7 @@ from mjax.models.gpt.config import GPTConfig, TransformerConfig
 from mjax.models.parts.attention import Attention
 from mjax.models.parts.mlp import MLP
 from mjax.models.parts.norms import LayerNorm
-from mjax.models.parts.positions import NO_POSITIONS, ALiBi, Positions, positions_of
+from mjax.models.parts.positions import NO_POSITIONS, ALiBi, Positions, document_positions
 from mjax.models.protocol import Context
 from mjax.models.stack import stack
 from mjax.parallel import random
@@ -58,10 +58,10 @@ class GPT(CausalModel):
         if self.config.embedding_layernorm:
             x = self.embedding_norm(x)
         if self.config.positions == "learned" and context.positions is None:
-            x = x + tokens.local_rows(positions_of(self.positions[...], tokens))
+            x = x + tokens.local_rows(document_positions(self.positions[...], tokens))
         elif self.config.positions == "learned":
             x = x + lookup(self.positions[...], tokens.local_rows(context.positions.reshape(-1)))
-        return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
+        return context.with_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
 
     def output(self, x: Float[Array, "t h"]) -> Output:
         return Output(self.embedding, self.final_norm(x))

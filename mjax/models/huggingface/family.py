@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any
 
-from mjax.config.bounds import fields_of
-from mjax.config.marks import ANY_FAMILY, in_use
+from mjax.config.bounds import bounded_fields
+from mjax.config.marks import ANY_FAMILY, effective_value
 from mjax.config.model import ModelConfig, config_class
 from mjax.errors import UsageError
 
@@ -145,7 +145,7 @@ def unlike(family: Family, model: ModelConfig) -> dict[str, Any]:
     """
     rows = {ours for ours, _ in family.fields.values()}
     expected = dict(family.fixed)
-    for option, (_, _, _, marks) in zip(dataclasses.fields(model), fields_of(type(model)), strict=True):
+    for option, (_, _, _, marks) in zip(dataclasses.fields(model), bounded_fields(type(model)), strict=True):
         if option.name not in rows | family.read_fields and ANY_FAMILY not in marks:
             expected.setdefault(option.name, option.default)
     if "feed_forward" not in rows and getattr(model, "mlp_width", None) != 4 * model.hidden:
@@ -228,7 +228,7 @@ def config_values(family: Family, model: ModelConfig) -> dict[str, Any]:
     """The settings of an export of `model`."""
     values: dict[str, Any] = {**ONLY, **family.only}
     for name, (ours, default) in family.fields.items():
-        values[name] = model.max_positions if ours == "sequence" else in_use(model, ours)
+        values[name] = model.max_positions if ours == "sequence" else effective_value(model, ours)
         if ours == "feed_forward" and default is None:
             values[name] = model.feed_forward
         elif ours == "activation":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Bounds
-from mjax.config.marks import FILE_ONLY, TUNING, UNPLANNED, Elsewhere
+from mjax.config.marks import FILE_ONLY, TUNING, UNPLANNED, Synonyms
 from mjax.config.model import HiddenDropout, Tuned, register
 from mjax.models.parts.config import GatedMLPConfig, GroupedQueryConfig, RotaryConfig
 
@@ -32,7 +32,7 @@ class LlamaConfig(DecoderConfig):
     kind: Literal["llama"] = "llama"
     """Architecture of the model."""
     activation: Annotated[
-        Literal["silu", "gelu_tanh", "gelu_erf"], TUNING, UNPLANNED, Elsewhere("activation-function")
+        Literal["silu", "gelu_tanh", "gelu_erf"], TUNING, UNPLANNED, Synonyms("activation-function")
     ] = "silu"
     """Activation of the MLP's gate: silu makes it SwiGLU, GELU GeGLU (arXiv 2002.05202)."""
     norms: Literal["pre", "post"] = "pre"

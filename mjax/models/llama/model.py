@@ -28,13 +28,13 @@ from mjax.models.llama.config import DecoderConfig, LlamaConfig
 from mjax.models.parts.attention import Attention
 from mjax.models.parts.config import RotaryConfig
 from mjax.models.parts.mlp import GatedMLP
-from mjax.models.parts.norms import RMSNorm, scaled
+from mjax.models.parts.norms import RMSNorm, scale_rows
 from mjax.models.parts.rotary import Rotary
 from mjax.models.protocol import Context
 from mjax.models.stack import stack
 from mjax.parallel import mappings, random
 from mjax.parallel.layers import VocabParallelEmbedding, local_columns
-from mjax.parallel.overlap import recomputed
+from mjax.parallel.overlap import rematerialize
 from mjax.parallel.sums import wide_type
 from mjax.parallel.weights import parameter
 
@@ -50,7 +50,7 @@ def llama_layer(key: Array, config: LlamaConfig, dtype, mlp: type[nnx.Module] = 
             attention,
             config,
             dtype,
-            rotary_of(config),
+            make_rotary(config),
             config.groups,
             bias=config.qkv_bias,
             out_bias=False,
@@ -62,7 +62,7 @@ def llama_layer(key: Array, config: LlamaConfig, dtype, mlp: type[nnx.Module] = 
     )
 
 
-def rotary_of(config: RotaryConfig) -> Rotary:
+def make_rotary(config: RotaryConfig) -> Rotary:
     """The rotary positions of a config."""
     return Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling, config.rope_factor, config.rope_original)
 
@@ -87,14 +87,14 @@ class AllHeadsRMSNorm(nnx.Module):
         self.scale = parameter(None, jax.nn.initializers.ones, (heads, size), ("columns", "out"), dtype)
 
     def __call__(self, x: Float[Array, "b s n d"]) -> Float[Array, "b s n d"]:
-        squares = recomputed(_sum_of_squares)(x)
+        squares = rematerialize(_sum_squares)(x)
         summed = x.shape[-2] * mappings.size(MODEL)  # heads, those of several ranks as often
         mean = mappings.sum_over(squares, frozenset({MODEL})) / (summed * self.size)
         scale = local_columns(self.scale[...], self.heads, 0)
-        return recomputed(scaled)(x, jax.lax.rsqrt(mean + self.epsilon), scale)
+        return rematerialize(scale_rows)(x, jax.lax.rsqrt(mean + self.epsilon), scale)
 
 
-def _sum_of_squares(x: Float[Array, "b s n d"]) -> Float[Array, "b s 1 1"]:
+def _sum_squares(x: Float[Array, "b s n d"]) -> Float[Array, "b s 1 1"]:
     return jnp.square(x.astype(wide_type(x.dtype))).sum((-2, -1), keepdims=True)
 
 
@@ -127,7 +127,7 @@ class Llama(CausalModel):
 
     def embed(self, batch: dict[str, Array], context: Context) -> Float[Array, "t h"]:
         x = self.embedding(batch["tokens"], context.tokens)
-        return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
+        return context.with_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
 
     def output(self, x: Float[Array, "t h"]) -> Output:
         return Output(self.embedding if self.config.tied else self.head, self.final_norm(x))

@@ -16,12 +16,12 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from mjax.config.pattern import stacks_of
+from mjax.config.pattern import layer_stacks
 from mjax.models.llama.model import Llama, llama_layer
 from mjax.models.mixture.config import MixtureConfig
 from mjax.models.parts.config import EXPERTS
 from mjax.models.parts.experts import Experts
-from mjax.models.parts.router import towards_balance
+from mjax.models.parts.router import bias_update_sign
 from mjax.parallel import mappings
 
 
@@ -43,7 +43,7 @@ class Mixture(Llama):
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
         layers = self.config.expert_layers
-        sequences = mappings.counted_once(batch["tokens"].shape[0])
+        sequences = mappings.mask_count_to_first_context_rank(batch["tokens"].shape[0])
         tokens = batch["tokens"].size * layers
         counts = {"router_entropy": tokens, "z_loss": tokens, "balance_loss": sequences * layers}
         # Not a mean but numbers of tokens, exact in float32 up to 2²⁴: dividing them would round.
@@ -63,6 +63,6 @@ class Mixture(Llama):
         if not self.config.balance_bias:
             return {}
         load = means["expert_load"]
-        step = self.config.balance_bias * towards_balance(load).astype(load.dtype)
-        (stack,) = (stack for stack in stacks_of(self.config) if stack.kinds[0].weights == EXPERTS)
+        step = self.config.balance_bias * bias_update_sign(load).astype(load.dtype)
+        (stack,) = (stack for stack in layer_stacks(self.config) if stack.kinds[0].weights == EXPERTS)
         return {f"{stack.name}.mlp.router.bias": step}

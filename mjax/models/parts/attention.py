@@ -69,7 +69,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
         lora = context.key_of(random.LORA_QKV)
-        q, k, v = self._by_head(columns(x, context.tokens, *self._projections(), key=lora), context)
+        q, k, v = self._split_heads(columns(x, context.tokens, *self._projections(), key=lora), context)
         attended = attend_across(q, k, v, self._mask(context), self.config.attention, context.tokens)
         attended = attended.reshape(context.tokens.count, *attended.shape[2:])
         return self.out(checkpoint_name(attended, "context"), context.tokens, context.key_of(random.LORA_OUT))
@@ -86,10 +86,10 @@ class Attention(nnx.Module):
         """Like `Block.decode`, for attention alone."""
         wholes = columns(x, context.tokens, *self._projections(), whole=True)  # weights are not cut for every token
         parts = [part for y in wholes for part in (y[None] if y.ndim == 3 else y.swapaxes(0, 1))]
-        (q, k, v), mask = self._by_head(parts, context), self._mask(context)
+        (q, k, v), mask = self._split_heads(parts, context), self._mask(context)
         if context.slots is None:
             attended = attend_across(q, k, v, mask, self.config.attention, context.tokens)
-            cached = cached.of_prompts(k, v)
+            cached = cached.fill(k, v)
         else:
             attended, cached = attend_cached(q, k, v, cached, lengths, context.slots, mask)
         return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), cached
@@ -103,11 +103,11 @@ class Attention(nnx.Module):
     def _projections(self) -> tuple[ColumnParallelLinear, ...]:
         return (self.query, self.key_value) if self.grouped else (self.qkv,)
 
-    def _by_head(
+    def _split_heads(
         self, parts: Sequence[Float[Array, "bs _ d"]], context: Context
     ) -> tuple[Float[Array, "b s n d"], Float[Array, "b s k d"], Float[Array, "b s k d"]]:
         """Queries, and keys and values, of this rank's heads, at least one, with their positions."""
-        q, k, v = (context.tokens.by_sequence(checkpoint_name(part, "qkv")) for part in parts)
+        q, k, v = (context.tokens.split_sequences(checkpoint_name(part, "qkv")) for part in parts)
         if self.query_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         q, k = self.positions.turn(q, k, context)

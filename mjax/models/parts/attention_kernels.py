@@ -34,7 +34,7 @@ from mjax.parallel import mappings, scopes
 from mjax.parallel.overlap import linear_map, tie
 from mjax.parallel.random import dropout
 from mjax.parallel.sums import wide_type
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import TokenLayout
 
 
 @jax.named_scope(scopes.ATTENTION)
@@ -94,7 +94,7 @@ def _attend_in_blocks(q: Array, k: Array, v: Array, mask: AttentionMask) -> Arra
     width = positions // (1 if positions % 4 else 4)
 
     @jax.checkpoint
-    def attended(q: Array, k: Array, v: Array) -> Array:
+    def attend_block(q: Array, k: Array, v: Array) -> Array:
         def block(first: int) -> Array:
             start = 0 if mask.window is None else max(0, first - mask.window + 1)
             end = first + width if mask.causal else positions
@@ -104,7 +104,7 @@ def _attend_in_blocks(q: Array, k: Array, v: Array, mask: AttentionMask) -> Arra
         return jnp.concatenate([block(first) for first in range(0, positions, width)], axis=2)
 
     q, k, v = (x.swapaxes(1, 2).astype(jnp.promote_types(dtype, jnp.float32)) for x in (q, k, v))
-    return attended(q, k, v).swapaxes(1, 2).astype(dtype)
+    return attend_block(q, k, v).swapaxes(1, 2).astype(dtype)
 
 
 def _attend_block(
@@ -171,7 +171,7 @@ def attend_across(
     v: Float[Array, "b s k e"],
     mask: AttentionMask,
     kernel: str,
-    tokens: Tokens,
+    tokens: TokenLayout,
 ) -> Float[Array, "b s n e"]:
     """`attend` for the positions of all ranks of `context`.
 
@@ -187,9 +187,9 @@ def attend_across(
         if slopes is not None:
             slopes = jax.lax.dynamic_slice_in_dim(slopes, first, local)
         first = mappings.rank(MODEL) * q.shape[HEADS] + first
-        q, k, v = (mappings.exchange(x, CONTEXT, HEADS, POSITIONS) for x in (q, *map(_enough, (k, v))))
+        q, k, v = (mappings.all_to_all(x, CONTEXT, HEADS, POSITIONS) for x in (q, *map(_enough, (k, v))))
         attended = attend(q, k, v, replace(mask, slopes=slopes, first_head=first), kernel)
-        return mappings.exchange(attended, CONTEXT, POSITIONS, HEADS)
+        return mappings.all_to_all(attended, CONTEXT, POSITIONS, HEADS)
     if tokens.across == "gather":
         mask = replace(mask, position_ids=tokens.position_ids())
         k, v = tokens.all_positions(k), tokens.all_positions(v)

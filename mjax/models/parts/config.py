@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from mjax.config.bounds import Bounds, Count, CountOrZero, Positive
-from mjax.config.marks import FILE_ONLY, NEW_RUN, TUNING, By, Elsewhere
+from mjax.config.marks import FILE_ONLY, NEW_RUN, TUNING, By, Synonyms
 from mjax.config.model import AttentionDropout, FeedForward, Gelu, ModelConfig, Tuned
 from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError
@@ -46,7 +46,7 @@ class GroupedQueryConfig(ModelConfig):
             return super().pattern
         return Pattern((LayerKind(self.window),) * (self.full_attention_every - 1) + (LayerKind(),))
 
-    def shared_columns(self) -> dict[str, int]:
+    def column_sizes(self) -> dict[str, int]:
         return {"key-value heads": self.groups}
 
     def check(self, config) -> None:
@@ -111,7 +111,7 @@ class MLPConfig(ModelConfig):
 
     feed_forward: FeedForward = None
     """Width of the MLP, f; by default 4 × hidden."""
-    activation: Annotated[Gelu, FILE_ONLY, TUNING, Elsewhere("activation-function")] = "gelu_tanh"
+    activation: Annotated[Gelu, FILE_ONLY, TUNING, Synonyms("activation-function")] = "gelu_tanh"
     """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
 
     @property
@@ -145,50 +145,50 @@ class GatedMLPConfig(ModelConfig):
 class ExpertsConfig(GatedMLPConfig):
     """Layers with experts, and layers with one MLP."""
 
-    experts: Annotated[Count, Elsewhere("num-experts num-local-experts n-routed-experts")] = 8
+    experts: Annotated[Count, Synonyms("num-experts num-local-experts n-routed-experts")] = 8
     """Experts of a layer, E: gated MLPs."""
-    experts_per_token: Annotated[Count, Elsewhere("moe-router-topk num-experts-per-tok")] = 2
+    experts_per_token: Annotated[Count, Synonyms("moe-router-topk num-experts-per-tok")] = 2
     """Experts that a token takes, those with the best scores, k."""
-    expert_width: Annotated[Count | None, By("width_of_expert"), Elsewhere("moe-ffn-hidden-size")] = None
+    expert_width: Annotated[Count | None, By("expert_width_in_use"), Synonyms("moe-ffn-hidden-size")] = None
     """Width of an expert; that of the MLP (feed_forward) when not given."""
-    dense_layers: Annotated[CountOrZero, Elsewhere("first-k-dense-replace")] = 0
+    dense_layers: Annotated[CountOrZero, Synonyms("first-k-dense-replace")] = 0
     """The first layers, so many, have one MLP, of width feed_forward, instead of experts (DeepSeek-V3: 3)."""
-    expert_interval: Annotated[Count, Elsewhere("moe-layer-freq decoder-sparse-step")] = 1
+    expert_interval: Annotated[Count, Synonyms("moe-layer-freq decoder-sparse-step")] = 1
     """Of so many layers the last has experts, and the others have one MLP, of width feed_forward; 1: all have experts,
     2: every second one."""
-    grouped: Annotated[Literal["auto", "pallas", "xla"], Elsewhere("moe-grouped-gemm")] = "auto"
+    grouped: Annotated[Literal["auto", "pallas", "xla"], Synonyms("moe-grouped-gemm")] = "auto"
     """Kernel of the products of experts: auto takes pallas on an NVIDIA GPU, and elsewhere xla, which runs one product
     after the other."""
-    router: Annotated[Literal["softmax", "sigmoid"], Elsewhere("moe-router-score-function")] = "softmax"
+    router: Annotated[Literal["softmax", "sigmoid"], Synonyms("moe-router-score-function")] = "softmax"
     """Function from the router's scores to the weights of the experts: a softmax over all of them, or a sigmoid of each
     (DeepSeek-V3, arXiv 2412.19437)."""
     router_normalized: bool = True
     """Divide the weights of a token's experts by their sum. With softmax it is the same as a softmax over the scores of
     those k only (Mixtral)."""
-    router_scale: Annotated[Positive, Elsewhere("moe-router-topk-scaling-factor routed-scaling-factor")] = 1.0
+    router_scale: Annotated[Positive, Synonyms("moe-router-topk-scaling-factor routed-scaling-factor")] = 1.0
     """Factor of the weights (DeepSeek-V3: 2.5)."""
     router_groups: Count = 1
     """Groups of neighbouring experts: a token first chooses groups, by the sum of their two best scores, and then
     experts in them (DeepSeek-V3)."""
     router_top_groups: Count | None = None
     """Groups that a token chooses; all when not given."""
-    shared_width: Annotated[CountOrZero, Elsewhere("moe-shared-expert-intermediate-size")] = 0
+    shared_width: Annotated[CountOrZero, Synonyms("moe-shared-expert-intermediate-size")] = 0
     """Width of the shared expert, which every token takes besides the others, of several together; 0: none."""
-    balance_loss: Annotated[Tuned, Elsewhere("moe-aux-loss-coeff router-aux-loss-coef")] = 0.0
+    balance_loss: Annotated[Tuned, Synonyms("moe-aux-loss-coeff router-aux-loss-coef")] = 0.0
     """Coefficient of the loss that balances experts, of every layer: E · Σ f P, with f the share of assignments and P
     the mean weight of an expert, over what balance_over says; 1 when balanced."""
-    balance_bias: Annotated[Tuned, Elsewhere("moe-router-bias-update-rate moe-router-enable-expert-bias")] = 0.0
+    balance_bias: Annotated[Tuned, Synonyms("moe-router-bias-update-rate moe-router-enable-expert-bias")] = 0.0
     """Balance experts without a loss (DeepSeek-V3; arXiv 2408.15664): a step moves the bias with which an expert is
     chosen by so much, up if it had fewer tokens than the mean of its layer, down if more; 0.001 there, 0: no bias."""
     balance_over: Annotated[Literal["sequence", "micro_batch"], TUNING] = "sequence"
     """Tokens that the balance loss compares: those of each sequence, which depends on neither mesh nor micro-batch; or,
     as Megatron's aux_loss, those of a micro-batch, which change with train.micro_batch and the mesh."""
-    z_loss: Annotated[Tuned, Elsewhere("moe-z-loss-coeff")] = 0.0
+    z_loss: Annotated[Tuned, Synonyms("moe-z-loss-coeff")] = 0.0
     """Coefficient of the mean of logsumexp(scores)² over tokens, of every layer: keeps the router's scores small
     (arXiv 2202.08906)."""
 
     @property
-    def width_of_expert(self) -> int:
+    def expert_width_in_use(self) -> int:
         """Width of an expert."""
         return self.mlp_width if self.expert_width is None else self.expert_width
 
@@ -211,7 +211,7 @@ class ExpertsConfig(GatedMLPConfig):
         return Pattern(tuple(kinds[dense:]), tuple(kinds[:dense]))
 
     def columns(self) -> dict[str, int]:
-        found = {**super().columns(), "expert width": self.width_of_expert}
+        found = {**super().columns(), "expert width": self.expert_width_in_use}
         if self.expert_layers == self.layers:
             del found["feed-forward width"]
         return found | ({"shared expert width": self.shared_width} if self.shared_width else {})

@@ -40,15 +40,15 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from mjax.config.axes import EXPERT
 from mjax.models.parts.config import ExpertsConfig
-from mjax.models.parts.mlp import GatedMLP, gated
-from mjax.models.parts.router import Choice, Router, Sums
+from mjax.models.parts.mlp import GatedMLP, apply_gate
+from mjax.models.parts.router import Router, RouterOutput, Sums
 from mjax.models.protocol import Context
 from mjax.parallel import mappings
-from mjax.parallel.grouped import ROWS, Groups, group, grouped_product
+from mjax.parallel.grouped import ROWS, Groups, group, grouped_matmul
 from mjax.parallel.layers import normal
-from mjax.parallel.overlap import linear_map, recomputed, tie
+from mjax.parallel.overlap import linear_map, rematerialize, tie
 from mjax.parallel.sums import wide_type
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import TokenLayout
 from mjax.parallel.weights import parameter
 
 
@@ -72,31 +72,33 @@ class Experts(nnx.Module):
     def __call__(self, x: Float[Array, "t h"], context: Context) -> tuple[Float[Array, "t h"], Sums]:
         """The sum of the experts' results for this rank's rows, and what the router adds to the means of the model."""
         local = self.up[...].shape[0]
-        region = Region(context.tokens, self.config.experts // local, EXPERT in mappings.varying_axes(x))
+        region = ExpertRegion(context.tokens, self.config.experts // local, EXPERT in mappings.varying_axes(x))
         choice = self.router(x)
-        rows, weights, experts = _entered(x, choice, region)
+        rows, weights, experts = _enter(x, choice, region)
         rows_of_tile = ROWS.get(self.kernel, ROWS["pallas"])
         which = experts.reshape(-1) - region.rank * local
         groups, row_of = group(which, local, rows_of_tile, at_once=region.count)
-        sent = Sent(row_of.reshape(experts.shape), _sources(row_of, len(groups.of_tile) * groups.rows))
-        y = region.leave(combined(self._of_experts(dispatched(rows, sent), of_rows(weights, sent), groups), sent))
+        sent = TokenPermutation(row_of.reshape(experts.shape), _sources(row_of, len(groups.of_tile) * groups.rows))
+        y = region.leave(combine(self._apply_experts(dispatch(rows, sent), row_weights(weights, sent), groups), sent))
         if self.config.shared_width:
-            y, x = in_turn(y, x, context.tokens.split)
+            y, x = sequence_collectives(y, x, context.tokens.split)
             y = y + self.shared(x, context)
-        y, sums = in_turn(y, self.router.sums_of_rows(choice, context.tokens), context.tokens.split)
+        y, sums = sequence_collectives(y, self.router.aux_loss_sums(choice, context.tokens), context.tokens.split)
         return y, self.router.sums(sums, context)
 
-    def _of_experts(self, x: Float[Array, "r h"], weights: Float[Array, " r"], groups: Groups) -> Float[Array, "r h"]:
+    def _apply_experts(
+        self, x: Float[Array, "r h"], weights: Float[Array, " r"], groups: Groups
+    ) -> Float[Array, "r h"]:
         """Each row's expert's result times its weight: this rank's part of a sum."""
         up = self.up[...]
-        both = grouped_product(x, up.reshape(*up.shape[:2], -1), groups, self.kernel)
+        both = grouped_matmul(x, up.reshape(*up.shape[:2], -1), groups, self.kernel)
         both = checkpoint_name(both, "mlp_up").reshape(len(x), 2, -1)
-        weighted = recomputed(partial(_weighted, activation=self.config.activation))(both, weights)
-        return grouped_product(weighted, self.down[...], groups, self.kernel)
+        weighted = rematerialize(partial(_apply_weights, activation=self.config.activation))(both, weights)
+        return grouped_matmul(weighted, self.down[...], groups, self.kernel)
 
 
 @dataclass(frozen=True)
-class Region:
+class ExpertRegion:
     """The region in which experts compute: the tokens of all ranks of `model`, and of `expert` if it splits the
     experts.
 
@@ -106,7 +108,7 @@ class Region:
       split: whether ranks of `expert` have different tokens, as in training; in generation they have the same.
     """
 
-    tokens: Tokens
+    tokens: TokenLayout
     ranks: int
     split: bool
 
@@ -127,8 +129,8 @@ class Region:
         over_experts = mappings.gather_tokens if self.split else mappings.enter
         steps = [(partial(over_experts, axis=EXPERT), self.split)] if self.ranks > 1 else []
         for enter, waits in (*steps, (self.tokens.enter, self.tokens.split)):
-            x, weights = in_turn(enter(x), weights, waits)
-            weights, x = in_turn(enter(weights), x, waits)
+            x, weights = sequence_collectives(enter(x), weights, waits)
+            weights, x = sequence_collectives(enter(weights), x, waits)
         return x, weights
 
     def leave(self, partial: Float[Array, "T h"]) -> Float[Array, "t h"]:
@@ -139,15 +141,15 @@ class Region:
         return mappings.scatter_tokens(y, EXPERT) if self.split else mappings.leave(y, EXPERT)
 
 
-def in_turn(collected: Array, others, waits: bool) -> tuple:
+def sequence_collectives(collected: Array, others, waits: bool) -> tuple:
     """The result of a collective, if it `waits`, and the operands of the next one, which then begins after it, and in
     the backward pass before it. Simulated devices may begin two that do not depend on each other in different orders,
     each of them waiting for the other one; a GPU runs them in the order of the program."""
     return tie((collected, others)) if waits else (collected, others)
 
 
-def _entered(
-    x: Float[Array, "t h"], choice: Choice, region: Region
+def _enter(
+    x: Float[Array, "t h"], choice: RouterOutput, region: ExpertRegion
 ) -> tuple[Float[Array, "T h"], Float[Array, "T k"], Int[Array, "T k"]]:
     """f of the rows x, and of their weights and experts, which travel together."""
     routing = jnp.concatenate([choice.weights, choice.experts.astype(choice.weights.dtype)], axis=-1)
@@ -156,8 +158,8 @@ def _entered(
     return x, weights, experts.astype(jnp.int32)
 
 
-def _weighted(both: Float[Array, "r 2 f"], weights: Float[Array, " r"], activation: str) -> Float[Array, "r f"]:
-    return (gated(both, activation).astype(weights.dtype) * weights[:, None]).astype(both.dtype)
+def _apply_weights(both: Float[Array, "r 2 f"], weights: Float[Array, " r"], activation: str) -> Float[Array, "r f"]:
+    return (apply_gate(both, activation).astype(weights.dtype) * weights[:, None]).astype(both.dtype)
 
 
 # --- Tokens to rows, and back -----------------------------------------------------------------------------------------
@@ -167,7 +169,7 @@ def _weighted(both: Float[Array, "r 2 f"], weights: Float[Array, " r"], activati
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Sent:
+class TokenPermutation:
     """The places of assignments of tokens to experts among the rows of a grouped product.
 
     Attributes:
@@ -190,35 +192,35 @@ def _sources(row_of: Int[Array, " A"], rows: int) -> Int[Array, " {rows}"]:
     return none.at[row_of].set(jnp.arange(row_of.size, dtype=row_of.dtype), mode="drop", unique_indices=True)
 
 
-def dispatched(x: Float[Array, "t h"], sent: Sent) -> Float[Array, "r h"]:
+def dispatch(x: Float[Array, "t h"], sent: TokenPermutation) -> Float[Array, "r h"]:
     """The rows of the assignments, zeros in rows that fill tiles."""
-    return linear_map(_rows_of_tokens, _sum_of_rows, x, sent)
+    return linear_map(_take_tokens, _sum_rows, x, sent)
 
 
-def combined(rows: Float[Array, "r h"], sent: Sent) -> Float[Array, "t h"]:
+def combine(rows: Float[Array, "r h"], sent: TokenPermutation) -> Float[Array, "t h"]:
     """The sum of each token's rows, in float32 or wider."""
-    return linear_map(_sum_of_rows, _rows_of_tokens, rows, sent)
+    return linear_map(_sum_rows, _take_tokens, rows, sent)
 
 
-def of_rows(weights: Float[Array, "t k"], sent: Sent) -> Float[Array, " r"]:
+def row_weights(weights: Float[Array, "t k"], sent: TokenPermutation) -> Float[Array, " r"]:
     """The weight of each row, 0 for rows that fill tiles."""
     return linear_map(
-        lambda weights, sent: _looked_up(weights.reshape(-1), sent.sources),
-        lambda gradient, sent: _looked_up(gradient, sent.rows),
+        lambda weights, sent: _take_or_zero(weights.reshape(-1), sent.sources),
+        lambda gradient, sent: _take_or_zero(gradient, sent.rows),
         weights,
         sent,
     )
 
 
-def _rows_of_tokens(x: Array, sent: Sent) -> Array:
-    return _looked_up(x, sent.tokens)
+def _take_tokens(x: Array, sent: TokenPermutation) -> Array:
+    return _take_or_zero(x, sent.tokens)
 
 
-def _sum_of_rows(rows: Array, sent: Sent) -> Array:
+def _sum_rows(rows: Array, sent: TokenPermutation) -> Array:
     wide = wide_type(rows.dtype)
-    return sum(_looked_up(rows, each).astype(wide) for each in sent.rows.T).astype(rows.dtype)
+    return sum(_take_or_zero(rows, each).astype(wide) for each in sent.rows.T).astype(rows.dtype)
 
 
-def _looked_up(table: Shaped[Array, " rows *dims"], ids: Int[Array, "*ids"]) -> Shaped[Array, ...]:
+def _take_or_zero(table: Shaped[Array, " rows *dims"], ids: Int[Array, "*ids"]) -> Shaped[Array, ...]:
     """table[ids], and zeros behind its end."""
     return table.at[ids].get(mode="fill", fill_value=0)

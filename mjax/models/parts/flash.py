@@ -41,7 +41,7 @@ without them."""
 LOG2_E = math.log2(math.e)
 
 
-class Aux(NamedTuple):
+class FlashInputs(NamedTuple):
     """The arrays besides queries, keys and values; None where there is no such thing.
 
     Attributes:
@@ -104,7 +104,7 @@ def _attend_flash(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask
     if mask.key is not None:
         words = mask.key.rows(mask.heads(heads), jnp.arange(positions) if rows is None else rows)
     starts = None if rows is None else jnp.stack([rows[0], rows[positions // 2]]) // BLOCK
-    aux = Aux(*words, mask.documents, mask.slopes, starts)
+    aux = FlashInputs(*words, mask.documents, mask.slopes, starts)
     static = AttentionMask(mask.causal, mask.window, rate=mask.rate)
     return flash_attention(q, k, v, aux, static, kernel == FLASH_INTERPRETED)
 
@@ -114,7 +114,7 @@ def flash_attention(
     q: Float[Array, "b s n d"],
     k: Float[Array, "b S k d"],
     v: Float[Array, "b S k d"],
-    aux: Aux,
+    aux: FlashInputs,
     how: AttentionMask,
     interpret: bool = False,
 ) -> Float[Array, "b s n d"]:
@@ -126,7 +126,7 @@ def flash_attention(
     return _forward(q, k, v, aux, how, interpret)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, aux: Aux, how: AttentionMask, interpret: bool):
+def _forward(q: Array, k: Array, v: Array, aux: FlashInputs, how: AttentionMask, interpret: bool):
     batch, positions, heads, _ = q.shape
     specs, grid = _Specs(q, k, aux), (positions // BLOCK, batch, heads)
     ins, outs = [specs.query_block, specs.keys, specs.keys, *specs.aux], [specs.query_block, specs.row_block]
@@ -178,7 +178,7 @@ class _Specs:
     `queries` above 1 a key-value head with its query heads. Head sizes are padded to a power of two, as Triton's tiles
     need; `_load` masks the padding."""
 
-    def __init__(self, q: Array, k: Array, aux: Aux, queries: int = 1):
+    def __init__(self, q: Array, k: Array, aux: FlashInputs, queries: int = 1):
         positions, size, group = q.shape[1], pl.next_power_of_2(q.shape[-1]), q.shape[2] // k.shape[2] // queries
         all_positions = k.shape[1]
         self.query_block = pl.BlockSpec((None, BLOCK, None, size), lambda i, b, n: (b, i, n, 0))
@@ -190,7 +190,7 @@ class _Specs:
         documents = pl.BlockSpec((None, all_positions), lambda i, b, n: (b, 0))
         slope = pl.BlockSpec((queries,), lambda i, b, n: (n,))
         starts = pl.BlockSpec((2,), lambda i, b, n: (0,))
-        every = Aux(self.rows, self.rows, documents, slope, starts)
+        every = FlashInputs(self.rows, self.rows, documents, slope, starts)
         self.aux = [None if array is None else spec for array, spec in zip(aux, every, strict=True)]
 
 
@@ -210,9 +210,9 @@ def _stand_in_forward(*inputs: Array):
     return context, (*inputs, context, rows)
 
 
-def _stand_in_backward(kept: tuple[Array, ...], gradient: Array):
-    inputs = kept[:-2]
-    return tuple(_never_run([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs], *kept, gradient))
+def _stand_in_backward(residuals: tuple[Array, ...], gradient: Array):
+    inputs = residuals[:-2]
+    return tuple(_never_run([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs], *residuals, gradient))
 
 
 flash_stand_in.defvjp(_stand_in_forward, _stand_in_backward)
@@ -257,7 +257,7 @@ class _Query(NamedTuple):
     head: Array | int
 
 
-def _query(local, blocks: int, aux: Aux, head: Array | int = 0) -> _Query:
+def _query(local, blocks: int, aux: FlashInputs, head: Array | int = 0) -> _Query:
     """The block with this number, of so many."""
     if aux.starts is None:
         return _Query(local, local, head)
@@ -266,7 +266,7 @@ def _query(local, blocks: int, aux: Aux, head: Array | int = 0) -> _Query:
     return _Query(local, jnp.where(local < half, first + local, second + local - half), head)
 
 
-def _scores(q: Array, k: Array, query: _Query, key, aux: Aux, how: AttentionMask, size: int) -> Array:
+def _scores(q: Array, k: Array, query: _Query, key, aux: FlashInputs, how: AttentionMask, size: int) -> Array:
     """Scores of a block of queries and a block of keys, over log 2, with MASKED where a query does not see a key:
     float32 [BLOCK, BLOCK]."""
     scores = triton.dot(q, k.T) * (LOG2_E / math.sqrt(size))
@@ -280,7 +280,7 @@ def _scores(q: Array, k: Array, query: _Query, key, aux: Aux, how: AttentionMask
     return scores if seen is True else jnp.where(seen, scores, MASKED)
 
 
-def _dropped(x: Array, query: _Query, key, aux: Aux, how: AttentionMask) -> Array:
+def _apply_dropout(x: Array, query: _Query, key, aux: FlashInputs, how: AttentionMask) -> Array:
     """A tile of probabilities, or of their gradients, with dropout."""
     if aux.first is None:
         return x
@@ -289,7 +289,7 @@ def _dropped(x: Array, query: _Query, key, aux: Aux, how: AttentionMask) -> Arra
     return jnp.where(keeps(how.rate, first, second, column), x * (1.0 / (1.0 - how.rate)), 0.0)
 
 
-def _keys_of(query: _Query, blocks: int, how: AttentionMask) -> tuple:
+def _key_range(query: _Query, blocks: int, how: AttentionMask) -> tuple:
     """The first and the last but one of the blocks of keys that a block of queries sees."""
     if not how.causal:
         return 0, blocks
@@ -297,7 +297,7 @@ def _keys_of(query: _Query, blocks: int, how: AttentionMask) -> tuple:
     return first, query.position + 1
 
 
-def _queries_of(key, blocks: int, aux: Aux, how: AttentionMask) -> list[tuple]:
+def _query_range(key, blocks: int, aux: FlashInputs, how: AttentionMask) -> list[tuple]:
     """The same of the blocks of queries that see a block of keys, in each run of neighbours."""
     if not how.causal:
         return [(0, blocks)]
@@ -315,7 +315,7 @@ def _queries_of(key, blocks: int, aux: Aux, how: AttentionMask) -> list[tuple]:
 
 def _forward_kernel(q_ref, k_ref, v_ref, *refs, how: AttentionMask, size: int) -> None:
     *aux, out_ref, log_sum_ref = refs
-    aux, q = Aux(*aux), _load(q_ref, size)
+    aux, q = FlashInputs(*aux), _load(q_ref, size)
     query = _query(pl.program_id(0), pl.num_programs(0), aux)
 
     def add(key, carry):
@@ -326,28 +326,28 @@ def _forward_kernel(q_ref, k_ref, v_ref, *refs, how: AttentionMask, size: int) -
         exponentials = jnp.exp2(scores - following[:, None])
         total = total * correction + exponentials.sum(-1)
         v = _load(v_ref, size, key)
-        dropped = _dropped(exponentials, query, key, aux, how).astype(v.dtype)
+        dropped = _apply_dropout(exponentials, query, key, aux, how).astype(v.dtype)
         return out * correction[:, None] + triton.dot(dropped, v), following, total
 
     nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(BLOCK, MASKED, jnp.float32), jnp.zeros(BLOCK, jnp.float32)
-    out, highest, total = lax.fori_loop(*_keys_of(query, k_ref.shape[0] // BLOCK, how), add, nothing)
+    out, highest, total = lax.fori_loop(*_key_range(query, k_ref.shape[0] // BLOCK, how), add, nothing)
     _store(out_ref, out / total[:, None], size)
     log_sum_ref[...] = highest + jnp.log2(total)
 
 
-def _tile(q, k, v, gradient, log_sums, deltas, query: _Query, key, aux: Aux, how: AttentionMask, size: int):
+def _tile(q, k, v, gradient, log_sums, deltas, query: _Query, key, aux: FlashInputs, how: AttentionMask, size: int):
     """The probabilities of a tile after dropout, and the gradient of its scores."""
     probabilities = jnp.exp2(_scores(q, k, query, key, aux, how, size) - log_sums[:, None])
-    to_dropped = _dropped(triton.dot(gradient, v.T), query, key, aux, how)
+    to_dropped = _apply_dropout(triton.dot(gradient, v.T), query, key, aux, how)
     to_scores = probabilities * (to_dropped - deltas[:, None]) * (1 / math.sqrt(size))
-    return _dropped(probabilities, query, key, aux, how), to_scores
+    return _apply_dropout(probabilities, query, key, aux, how), to_scores
 
 
 def _keys_kernel(
     q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, how: AttentionMask, size: int
 ) -> None:
     *aux, to_k_ref, to_v_ref = refs
-    aux, key, k, v = Aux(*aux), pl.program_id(0), _load(k_ref, size), _load(v_ref, size)
+    aux, key, k, v = FlashInputs(*aux), pl.program_id(0), _load(k_ref, size), _load(v_ref, size)
     blocks = q_ref.shape[0] // BLOCK
 
     def add(head, local, carry):
@@ -359,13 +359,13 @@ def _keys_kernel(
         to_v += triton.dot(dropped.astype(gradient.dtype).T, gradient)
         return to_k + triton.dot(to_scores.astype(q.dtype).T, q), to_v
 
-    def of_head(head, sums):
-        for run in _queries_of(key, blocks, aux, how):
+    def add_head(head, sums):
+        for run in _query_range(key, blocks, aux, how):
             sums = lax.fori_loop(*run, partial(add, head), sums)
         return sums
 
     nothing = jnp.zeros(k.shape, jnp.float32)
-    to_k, to_v = lax.fori_loop(0, q_ref.shape[1], of_head, (nothing, nothing))
+    to_k, to_v = lax.fori_loop(0, q_ref.shape[1], add_head, (nothing, nothing))
     _store(to_k_ref, to_k, size)
     _store(to_v_ref, to_v, size)
 
@@ -374,7 +374,7 @@ def _queries_kernel(
     q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, how: AttentionMask, size: int
 ) -> None:
     *aux, to_q_ref = refs
-    aux, q, gradient = Aux(*aux), _load(q_ref, size), _load(gradient_ref, size)
+    aux, q, gradient = FlashInputs(*aux), _load(q_ref, size), _load(gradient_ref, size)
     query = _query(pl.program_id(0), pl.num_programs(0), aux)
     of_rows = log_sum_ref[...], delta_ref[...]
 
@@ -383,5 +383,5 @@ def _queries_kernel(
         _, to_scores = _tile(q, k, v, gradient, *of_rows, query, key, aux, how, size)
         return to_q + triton.dot(to_scores.astype(k.dtype), k)
 
-    blocks = _keys_of(query, k_ref.shape[0] // BLOCK, how)
+    blocks = _key_range(query, k_ref.shape[0] // BLOCK, how)
     _store(to_q_ref, lax.fori_loop(*blocks, add, jnp.zeros(q.shape, jnp.float32)), size)

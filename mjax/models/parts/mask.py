@@ -47,7 +47,7 @@ class AttentionMask:
     first_head: Int[Array, ""] | None = None
     position_ids: Int[Array, " s"] | None = None
 
-    def scaled(self, q: Float[Array, "b s n d"]) -> Float[Array, "b s n d"]:
+    def scale_queries(self, q: Float[Array, "b s n d"]) -> Float[Array, "b s n d"]:
         """Queries with `scale`; the kernels divide by √d."""
         return q if self.scale == 1 else q * jnp.asarray(self.scale, q.dtype)
 

@@ -17,7 +17,7 @@ from mjax.models.parts.config import GatedMLPConfig, MLPConfig
 from mjax.models.protocol import Context
 from mjax.parallel import random
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from mjax.parallel.overlap import recomputed
+from mjax.parallel.overlap import rematerialize
 from mjax.parallel.sums import wide_type
 
 
@@ -33,7 +33,7 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
         up = checkpoint_name(self.up(x, context.tokens, context.key_of(random.LORA_UP)), "mlp_up")
         # Recomputed in the backward pass: autodiff would keep several tensors of width f for it.
-        activation = recomputed(partial(activate, name=self.activation))
+        activation = rematerialize(partial(activate, name=self.activation))
         return self.down(activation(up), context.tokens, context.key_of(random.LORA_DOWN))
 
 
@@ -53,11 +53,11 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
         both = self.up(x, context.tokens, context.key_of(random.LORA_UP))
         both = checkpoint_name(both, "mlp_up")  # [b s, 2, f / p]
-        activation = recomputed(partial(gated, activation=self.activation))
+        activation = rematerialize(partial(apply_gate, activation=self.activation))
         return self.down(activation(both), context.tokens, context.key_of(random.LORA_DOWN))
 
 
-def gated(both: Float[Array, "bs 2 f"], activation: str) -> Float[Array, "bs f"]:
+def apply_gate(both: Float[Array, "bs 2 f"], activation: str) -> Float[Array, "bs f"]:
     """act(x A) ⊙ x B of both halves."""
     return activate(both[:, 0], activation) * both[:, 1]
 

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mjax.parallel import mappings
-from mjax.parallel.overlap import in_two_stages, tie, with_backward
+from mjax.parallel.overlap import blockwise_sum, tie, with_backward
 from mjax.parallel.sums import wide_type
 from mjax.parallel.weights import parameter
 
@@ -48,7 +48,7 @@ class RMSNorm(nnx.Module):
         return _norm(x, self.scale[...], None, self.epsilon)
 
 
-def scaled(x: Array, inverse: Array, scale: Array) -> Array:
+def scale_rows(x: Array, inverse: Array, scale: Array) -> Array:
     """cast(x · inverse) · scale. The product is exact in float32 and rounded once; so is the gradient of the scale."""
     wide = wide_type(x.dtype)
     rows = (x.astype(wide) * inverse).astype(x.dtype)
@@ -76,8 +76,8 @@ def _one_dim(x: Array, scale: Array, bias: Array | None, epsilon: float) -> Arra
         x, scale, bias = saved
         statistics = _statistics(x, epsilon, bias is not None)
         if bias is None:
-            return scaled(x, *statistics, scale)
-        return (_normed(x, statistics) * scale + bias).astype(x.dtype)
+            return scale_rows(x, *statistics, scale)
+        return (_normalize(x, statistics) * scale + bias).astype(x.dtype)
 
     return with_backward(forward, partial(_one_dim_backward, epsilon), (), (x, scale, bias))
 
@@ -85,8 +85,8 @@ def _one_dim(x: Array, scale: Array, bias: Array | None, epsilon: float) -> Arra
 def _one_dim_backward(epsilon: float, saved, gradient: Array):
     x, scale, bias = saved
     x, gradient = tie((x, gradient))
-    statistics = _in_one_pass(x, epsilon) if bias is not None else _statistics(x, epsilon, False)
-    rows = _normed(x, statistics)
+    statistics = _one_pass_statistics(x, epsilon) if bias is not None else _statistics(x, epsilon, False)
+    rows = _normalize(x, statistics)
     g = gradient.astype(rows.dtype)
     along = g * scale
     to_x = along - rows * (along * rows).mean(-1, keepdims=True)
@@ -94,11 +94,11 @@ def _one_dim_backward(epsilon: float, saved, gradient: Array):
         to_x = to_x - along.mean(-1, keepdims=True)
     to_x = (to_x * statistics[-1]).astype(x.dtype)
 
-    rows = _normed(x, tie(statistics))
+    rows = _normalize(x, tie(statistics))
     rows = rows.astype(x.dtype) if bias is None else rows
 
     def to_weight(terms, weight):
-        return in_two_stages(terms.reshape(-1, terms.shape[-1])).astype(weight.dtype)
+        return blockwise_sum(terms.reshape(-1, terms.shape[-1])).astype(weight.dtype)
 
     return None, (to_x, to_weight(g * rows, scale), None if bias is None else to_weight(g, bias))
 
@@ -111,7 +111,9 @@ def _statistics(x: Float[Array, "*rows h"], epsilon: float, centred: bool) -> tu
     return *mean, jax.lax.rsqrt(jnp.square(_around(wide, mean)).mean(-1, keepdims=True) + epsilon)
 
 
-def _in_one_pass(x: Float[Array, "*rows h"], epsilon: float) -> tuple[Float[Array, "*rows 1"], Float[Array, "*rows 1"]]:
+def _one_pass_statistics(
+    x: Float[Array, "*rows h"], epsilon: float
+) -> tuple[Float[Array, "*rows 1"], Float[Array, "*rows 1"]]:
     """Mean and inverse standard deviation, of the distances from the first element of a row: their sum and that of
     their squares are one kernel, and neither is large beside the variance."""
     wide = x.astype(wide_type(x.dtype))
@@ -121,7 +123,7 @@ def _in_one_pass(x: Float[Array, "*rows h"], epsilon: float) -> tuple[Float[Arra
     return first + mean, jax.lax.rsqrt(jnp.maximum(variance, 0.0) + epsilon)
 
 
-def _normed(x: Array, statistics: tuple[Array, ...]) -> Array:
+def _normalize(x: Array, statistics: tuple[Array, ...]) -> Array:
     """x with mean 0, if that is among the statistics, and mean square 1, in float32 or wider."""
     *mean, inverse = statistics
     return _around(x.astype(inverse.dtype), mean) * inverse

@@ -32,7 +32,7 @@ from mjax.config.axes import MODEL
 from mjax.models.protocol import Context
 from mjax.parallel import mappings
 from mjax.parallel.sums import lookup, tile_rows
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import TokenLayout
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Positions:
 NO_POSITIONS = Positions()
 
 
-def positions_of(table: Float[Array, "S h"], tokens: Tokens) -> Float[Array, "bs h"]:
+def document_positions(table: Float[Array, "S h"], tokens: TokenLayout) -> Float[Array, "bs h"]:
     """The rows of a learned table of positions for all tokens."""
     if not tokens.across:
         return tile_rows(table[: tokens.positions], tokens.sequences)

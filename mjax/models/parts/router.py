@@ -40,13 +40,13 @@ from mjax.models.protocol import Context
 from mjax.parallel import mappings
 from mjax.parallel.layers import normal
 from mjax.parallel.sums import wide_type
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.tokens import TokenLayout
 from mjax.parallel.weights import parameter
 
 Sums = dict[str, Array]
 
 
-class Choice(NamedTuple):
+class RouterOutput(NamedTuple):
     """The router's result for rows of the stream.
 
     Attributes:
@@ -73,7 +73,7 @@ class Router(nnx.Module):
         if config.balance_bias:
             self.bias = parameter(key, jax.nn.initializers.zeros, (config.experts,), ("out",), dtype, keep_fp32=True)
 
-    def __call__(self, x: Float[Array, "t h"]) -> Choice:
+    def __call__(self, x: Float[Array, "t h"]) -> RouterOutput:
         config, wide = self.config, wide_type(x.dtype)
         kernel = self.kernel[...].astype(wide)
         scores = jnp.dot(x.astype(wide), kernel, precision=jax.lax.Precision.HIGHEST)
@@ -83,11 +83,11 @@ class Router(nnx.Module):
         experts = checkpoint_name(self._best(jax.lax.stop_gradient(preferred)), "experts")
         weights = jnp.take_along_axis(affinities, experts, axis=-1)
         if config.router_normalized:
-            weights = weights / _at_least(weights.sum(-1, keepdims=True))
+            weights = weights / _min_float32(weights.sum(-1, keepdims=True))
         probabilities = (
-            affinities if config.router == "softmax" else affinities / _at_least(affinities.sum(-1, keepdims=True))
+            affinities if config.router == "softmax" else affinities / _min_float32(affinities.sum(-1, keepdims=True))
         )
-        return Choice(experts, weights * config.router_scale, scores, probabilities)
+        return RouterOutput(experts, weights * config.router_scale, scores, probabilities)
 
     def _best(self, affinities: Float[Array, "t E"]) -> Int[Array, "t k"]:
         """The k best experts of each row, in order; of equal ones the first."""
@@ -99,23 +99,23 @@ class Router(nnx.Module):
             affinities = jnp.where(chosen[..., None] > 0, groups, -jnp.inf).reshape(affinities.shape)
         return jax.lax.top_k(affinities, config.experts_per_token)[1].astype(jnp.int32)
 
-    def sums_of_rows(self, choice: Choice, tokens: Tokens) -> Sums:
+    def aux_loss_sums(self, choice: RouterOutput, tokens: TokenLayout) -> Sums:
         """Sums over this rank's rows, of which `sums` makes the layer's losses and metrics."""
         config, scores = self.config, choice.scores
         chosen = jax.nn.one_hot(choice.experts, config.experts, dtype=scores.dtype).sum(1)  # [t, E]
-        entropy = -(choice.probabilities * jnp.log(_at_least(choice.probabilities))).sum()
+        entropy = -(choice.probabilities * jnp.log(_min_float32(choice.probabilities))).sum()
         sums = {"router_entropy": jax.lax.stop_gradient(entropy), "expert_load": chosen.sum(0)}
         if config.z_loss:
             sums["z_loss"] = jnp.square(jax.nn.logsumexp(scores, axis=-1)).sum()
         if config.balance_loss:
-            of_compared = _by_sequence if config.balance_over == "sequence" else lambda rows, _: rows.sum(0)
+            of_compared = _sum_by_sequence if config.balance_over == "sequence" else lambda rows, _: rows.sum(0)
             sums |= {"used": of_compared(chosen, tokens), "given": of_compared(choice.probabilities, tokens)}
         return sums
 
     def sums(self, of_rows: Sums, context: Context) -> Sums:
         """The sums that a layer adds to the means of the model: its losses and the tokens of each expert, in
         this layer's row of [l, E], of the l layers with experts."""
-        config, sums = self.config, _of_all(of_rows, context.tokens)
+        config, sums = self.config, _reduce_sums(of_rows, context.tokens)
         moe_layer = (context.layer - config.dense_layers) // config.expert_interval - 1
         here = jnp.arange(config.expert_layers)[:, None] == moe_layer
         sums["expert_load"] = jnp.where(here, sums["expert_load"], 0)
@@ -123,17 +123,19 @@ class Router(nnx.Module):
             sums |= self._balance(sums.pop("used"), sums.pop("given"), context.tokens)
         return sums
 
-    def _balance(self, used: Float[Array, "*b E"], given: Float[Array, "*b E"], tokens: Tokens) -> Sums:
+    def _balance(self, used: Float[Array, "*b E"], given: Float[Array, "*b E"], tokens: TokenLayout) -> Sums:
         """The balance loss of the assignments and the probabilities of each expert, by sequence or of all."""
         config = self.config
         if tokens.across:  # of whole sequences
             used, given = mappings.leave(jnp.stack([used, given]), CONTEXT)
         compared = tokens.whole * (1 if config.balance_over == "sequence" else tokens.sequences)
-        products = mappings.once((used * given).sum() * config.experts / (config.experts_per_token * compared**2))
+        products = mappings.mask_to_first_context_rank(
+            (used * given).sum() * config.experts / (config.experts_per_token * compared**2)
+        )
         return {"balance_loss": products if config.balance_over == "sequence" else products * tokens.sequences}
 
 
-def towards_balance(load: Float[Array, "l E"]) -> Int[Array, "l E"]:
+def bias_update_sign(load: Float[Array, "l E"]) -> Int[Array, "l E"]:
     """The sign of each expert's adjustment: 1 if it had fewer tokens than the mean of its layer, -1 if more, 0 if as
     many, from its tokens, which are whole numbers in a float dtype. In integers, so that a tie is one in any order of
     sums."""
@@ -142,11 +144,11 @@ def towards_balance(load: Float[Array, "l E"]) -> Int[Array, "l E"]:
     return jnp.where(load == mean, jnp.sign(rest), jnp.sign(mean - load))
 
 
-def _at_least(x: Array) -> Array:
+def _min_float32(x: Array) -> Array:
     return jnp.maximum(x, jnp.finfo(x.dtype).tiny)
 
 
-def _of_all(sums: Sums, tokens: Tokens) -> Sums:
+def _reduce_sums(sums: Sums, tokens: TokenLayout) -> Sums:
     """Sums over this rank's rows, as those over all of them, replicated over `model`: in one collective."""
     if not tokens.split:
         return sums
@@ -154,10 +156,10 @@ def _of_all(sums: Sums, tokens: Tokens) -> Sums:
     return back(mappings.leave(flat))
 
 
-def _by_sequence(rows: Float[Array, "t E"], tokens: Tokens) -> Float[Array, "b E"]:
+def _sum_by_sequence(rows: Float[Array, "t E"], tokens: TokenLayout) -> Float[Array, "b E"]:
     """The sums over this rank's tokens of each sequence."""
     if not tokens.split:
-        return tokens.by_sequence(rows).sum(1)
+        return tokens.split_sequences(rows).sum(1)
     sequences = tokens.local_rows(jnp.arange(tokens.count) // tokens.positions)
     nothing = mappings.vary(jnp.zeros((tokens.sequences, *rows.shape[1:]), rows.dtype), mappings.varying_axes(rows))
     return nothing.at[sequences].add(rows)

@@ -44,7 +44,7 @@ class Recurrence(nnx.Module):
 
     def recur(self, x, context, state):
         """The states [b, s, n, d] after each position, from the state before them, and the result [t, h]."""
-        y = context.tokens.by_sequence(self.into(x, context.tokens))
+        y = context.tokens.split_sequences(self.into(x, context.tokens))
         new, decay, gate = (y[:, :, part] for part in range(3))
         decay = jax.nn.sigmoid(decay + 2)
         product = lambda left, right: (left[0] * right[0], left[1] * right[0] + right[1])  # noqa: E731

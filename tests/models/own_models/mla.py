@@ -17,7 +17,7 @@ from mjax.config.bounds import Count, CountOrZero, NotNegative
 from mjax.config.model import register
 from mjax.models.block import Block
 from mjax.models.causal import Output
-from mjax.models.llama.model import rotary_of
+from mjax.models.llama.model import make_rotary
 from mjax.models.mixture.model import Mixture
 from mjax.models.parts.attention_kernels import attend_across
 from mjax.models.parts.config import EXPERTS, ExpertsConfig, RotaryConfig
@@ -67,7 +67,7 @@ class LatentAttention(nnx.Module):
     def __init__(self, key, config: DeepSeekConfig, dtype):
         qa, qb, kva, kvb, out = jax.random.split(key, 5)
         c, std, norm = config, config.init_std, partial(RMSNorm, epsilon=config.norm_epsilon, dtype=dtype)
-        self.config, self.positions = config, rotary_of(config)
+        self.config, self.positions = config, make_rotary(config)
         self.q_down, self.q_norm = Narrow(qa, c.hidden, c.q_rank, std, dtype), norm(c.q_rank)
         self.kv_down, self.kv_norm = Narrow(kva, c.hidden, c.kv_rank + c.rope_dim, std, dtype), norm(c.kv_rank)
         column = partial(ColumnParallelLinear, split=0, std=std, dtype=dtype, bias=False)
@@ -78,16 +78,16 @@ class LatentAttention(nnx.Module):
     def compressed(self, x, context):
         """Queries [b, s, n / p, d], the latent [t, r], and the key that all heads share [b, s, 1, d_r]."""
         c, tokens = self.config, context.tokens
-        q = tokens.by_sequence(self.q_up(self.q_norm(self.q_down(x)), tokens))
+        q = tokens.split_sequences(self.q_up(self.q_norm(self.q_down(x)), tokens))
         latent, shared = jnp.split(self.kv_down(x), [c.kv_rank], axis=-1)
-        shared = tokens.by_sequence(tokens.enter(shared))[:, :, None]
+        shared = tokens.split_sequences(tokens.enter(shared))[:, :, None]
         q_nope, q_rope = jnp.split(q, [c.nope_dim], axis=-1)
         q_rope, shared = self.positions.turn(q_rope, shared, context)
         return jnp.concatenate([q_nope, q_rope], axis=-1), self.kv_norm(latent), shared
 
     def expanded(self, latent, shared, tokens):
         """Keys and values of this rank's heads."""
-        k, v = jnp.split(tokens.by_sequence(self.kv_up(latent, tokens)), [self.config.nope_dim], axis=-1)
+        k, v = jnp.split(tokens.split_sequences(self.kv_up(latent, tokens)), [self.config.nope_dim], axis=-1)
         shared = jnp.broadcast_to(shared, (*k.shape[:-1], self.config.rope_dim))
         return jnp.concatenate([k, shared], axis=-1), v
 
@@ -145,7 +145,7 @@ class DeepSeek(Mixture):
 
     def counts(self, batch):
         rows, positions = batch["tokens"].shape
-        more = {"mtp": mappings.counted_once(rows * (positions - 1))} if self.config.predict else {}
+        more = {"mtp": mappings.mask_count_to_first_context_rank(rows * (positions - 1))} if self.config.predict else {}
         return super().counts(batch) | more
 
     def loss(self, x, batch, context):
@@ -155,7 +155,7 @@ class DeepSeek(Mixture):
         of_stream, of_token, last = self.mtp_norms
         after = self.embedding(batch["labels"], tokens)  # of the next token
         y = self.mtp_join(jnp.concatenate([of_stream(x), of_token(after)], axis=-1))
-        y = self.mtp_block(y, context.of_layer(self.config.layers + 1))
+        y = self.mtp_block(y, context.with_layer(self.config.layers + 1))
         labels = jnp.pad(tokens.all_positions(batch["labels"])[:, 1:], [(0, 0), (0, 1)])[:, tokens.position_ids()]
         has_label = jnp.broadcast_to(tokens.position_ids() < tokens.whole - 1, labels.shape)
         losses = Output(self.head, last(y)).cross_entropy(labels, context)

@@ -1,0 +1,272 @@
+"""Find names in `mjax/` that an engineer of this field would not guess.
+
+    python scripts/check_names.py            # prints each, exit code 1 if there is one
+    python scripts/check_names.py --warnings # also those for a person to decide
+
+A function is verb + object or, where it is a pure view, a noun; `to_x`, `from_x` and `with_x` are conversions and `on_x`
+is a callback. A class is a noun of the field with its domain. A limit is MAX_ or MIN_ with its unit. A name that has to
+stay is marked `name: ok` with the reason, in its line.
+"""
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PREPOSITIONS = set(
+    [
+        "about",
+        "and",
+        "at",
+        "behind",
+        "beside",
+        "by",
+        "for",
+        "in",
+        "into",
+        "of",
+        "off",
+        "or",
+        "over",
+        "per",
+        "than",
+        "through",
+        "towards",
+        "under",
+        "until",
+        "up",
+    ]
+)
+"""A function does not begin with one."""
+
+CONVERSIONS = {"as", "without"}
+"""`to_x` and `drop_x` say the same and begin like the others."""
+
+PARTICIPLE = re.compile("[a-z]{3,}(ed|wn|ght|ken|ven|tten|ld|lt)")
+WORDS_LIKE_PARTICIPLES = set(
+    [
+        "adult",
+        "belt",
+        "bold",
+        "build",
+        "child",
+        "chunked",
+        "cold",
+        "default",
+        "down",
+        "embed",
+        "even",
+        "fault",
+        "feed",
+        "field",
+        "fixed",
+        "flight",
+        "fold",
+        "freight",
+        "given",
+        "gold",
+        "grouped",
+        "halt",
+        "height",
+        "hold",
+        "insight",
+        "light",
+        "masked",
+        "melt",
+        "need",
+        "old",
+        "own",
+        "packed",
+        "red",
+        "result",
+        "right",
+        "salt",
+        "scaffold",
+        "seed",
+        "seven",
+        "shard",
+        "sharded",
+        "shield",
+        "smelt",
+        "speed",
+        "straight",
+        "threshold",
+        "tied",
+        "token",
+        "unknown",
+        "weight",
+        "world",
+        "yield",
+    ]
+)
+"""Verbs, nouns, and terms of the field: a grouped matmul, a chunked loss."""
+
+SUPERLATIVES = set(
+    [
+        "ENOUGH",
+        "FAR",
+        "FEW",
+        "FEWEST",
+        "HIGHEST",
+        "LARGEST",
+        "LEAST",
+        "LONGEST",
+        "LOWEST",
+        "MANY",
+        "MOST",
+        "SHORTEST",
+        "SMALLEST",
+        "WIDEST",
+        "WORTH",
+    ]
+)
+"""Of limits, which are MAX_ or MIN_."""
+
+GENERIC_CLASSES = set(
+    [
+        "Announced",
+        "Aux",
+        "Choice",
+        "Common",
+        "Facts",
+        "Form",
+        "How",
+        "Kind",
+        "Lasting",
+        "Line",
+        "Listener",
+        "Matrices",
+        "Moved",
+        "Numbers",
+        "Part",
+        "Parts",
+        "Place",
+        "Question",
+        "Region",
+        "Rung",
+        "Sample",
+        "Samples",
+        "Seen",
+        "Sent",
+        "Share",
+        "Software",
+        "Start",
+        "Step",
+        "Trial",
+        "Unfit",
+        "Way",
+        "Window",
+        "Written",
+    ]
+)
+"""Nouns that need their domain: `LayerKind`, `RouterOutput`."""
+
+EVERYDAY_WORDS = set(
+    [
+        "aloud",
+        "anew",
+        "apart",
+        "beside",
+        "dear",
+        "elsewhere",
+        "everywhere",
+        "farewell",
+        "found",
+        "hear",
+        "heard",
+        "hers",
+        "kept",
+        "lasting",
+        "likewise",
+        "mine",
+        "nobody",
+        "noted",
+        "nothing",
+        "obey",
+        "ours",
+        "own",
+        "roomy",
+        "said",
+        "say",
+        "says",
+        "straight",
+        "tell",
+        "tells",
+        "theirs",
+        "told",
+        "unfit",
+        "whom",
+    ]
+)
+"""Instead of terms: a heartbeat, a broadcast, saved, local, custom."""
+
+
+def split_name(name: str) -> list[str]:
+    """`_MaxGroups` and `max_groups` → ['max', 'groups']."""
+    return [word.lower() for word in re.split("_|(?<=[a-z0-9])(?=[A-Z])", name.strip("_")) if word]
+
+
+def check_function(node: ast.FunctionDef) -> Iterator[tuple[bool, str]]:
+    """Whether it is an error or a warning, and what is wrong, for each problem of a function's name."""
+    words = split_name(node.name)
+    if node.name.startswith("__"):
+        return
+    decorators = " ".join(map(ast.unparse, node.decorator_list))
+    is_view = "property" in decorators or "overload" in decorators or ".setter" in decorators
+    returns_bool = node.returns is not None and ast.unparse(node.returns) == "bool"
+    if words[0] in PREPOSITIONS:
+        yield True, "a function begins with a verb or a noun"
+    if words[0] in CONVERSIONS:
+        yield False, "`to_x`, `from_x` and `with_x` are conversions"
+    if PARTICIPLE.fullmatch(words[0]) and words[0] not in WORDS_LIKE_PARTICIPLES and not is_view and not returns_bool:
+        yield True, "a function is verb + object: `quantize`, not `rounded`"
+    if "of" in words[1:]:
+        yield False, "a compound: `layer_kinds`, not `kinds_of`"
+    for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+        if set(split_name(argument.arg)) & EVERYDAY_WORDS:
+            yield True, f"parameter {argument.arg}: a term of the field"
+
+
+def check_names(tree: ast.Module) -> Iterator[tuple[int, bool, str, str]]:
+    """Line, whether it is an error, name and problem of each name in a module that is not one of the field."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            for is_error, problem in check_function(node):
+                yield node.lineno, is_error, node.name, problem
+        if isinstance(node, ast.ClassDef) and node.name.strip("_") in GENERIC_CLASSES:
+            yield node.lineno, True, node.name, "a class is a noun with its domain: `RouterOutput`, not `Choice`"
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and set(split_name(node.name)) & EVERYDAY_WORDS:
+            yield node.lineno, True, node.name, "a term of the field"
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        for name in (target.id for target in targets if isinstance(target, ast.Name) and target.id.isupper()):
+            words = split_name(name)
+            if {word.upper() for word in words} & SUPERLATIVES and not {"max", "min"} & set(words):
+                yield node.lineno, True, name, "a limit is MAX_<THING>_<UNIT> or MIN_…"
+            if set(words) & EVERYDAY_WORDS:
+                yield node.lineno, True, name, "a term of the field"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--warnings", action="store_true", help="also print what a person decides")
+    warnings = parser.parse_args().warnings
+    errors = 0
+    for file in sorted((ROOT / "mjax").rglob("*.py")):
+        lines = file.read_text().splitlines()
+        for line, is_error, name, problem in check_names(ast.parse("\n".join(lines))):
+            if "name: ok" in lines[line - 1] or not (is_error or warnings):
+                continue
+            errors += is_error
+            print(f"{file.relative_to(ROOT)}:{line}: {'error' if is_error else 'warning'}: {name}: {problem}")
+    return errors > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
