@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from mjax.run.metrics import read_metrics
-from mjax.utils.stores import mirrored_address
+from mjax.utils.stores import mirror_address
 
 ROOT = Path(__file__).resolve().parent.parent
 EVERY = 8  # steps between two checkpoints
@@ -72,7 +72,7 @@ def _train(arguments, flags: list[str], runs: str, name: str, every: int) -> lis
         command = [sys.executable, script.name, "--config", arguments.config, "--runs", runs, "--name", name]
         length = ["--train.steps", str(arguments.steps), "--checkpoint.interval", str(every)]
         subprocess.run([*command, *SETTINGS.split(), *length, *flags], check=True, stdout=subprocess.DEVNULL)
-    return read_metrics(mirrored_address(runs) / name / "metrics.jsonl")
+    return read_metrics(mirror_address(runs) / name / "metrics.jsonl")
 
 
 def _median(records: list[dict]) -> float:

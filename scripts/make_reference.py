@@ -25,10 +25,10 @@ sys.path.insert(0, str(ROOT))
 
 import mjax  # noqa: E402
 from mjax.commands import cli  # noqa: E402
-from mjax.commands.flags import list_fields  # noqa: E402
+from mjax.commands.flags import list_flags  # noqa: E402
 from mjax.commands.train import TrainArguments  # noqa: E402
 from mjax.config import Config, available_configs, load_config  # noqa: E402
-from mjax.config.bounds import Bounds, bounded_fields  # noqa: E402
+from mjax.config.bounds import Bounds, section_fields  # noqa: E402
 from mjax.config.checks import validate  # noqa: E402
 from mjax.config.model import REGISTRY, ModelConfig  # noqa: E402
 from mjax.errors import UsageError  # noqa: E402
@@ -60,7 +60,7 @@ python train.py --config gpt_demo --train.steps 100 --mesh.data 2 --simulate 2
 ```
 """
     by_section: dict[str, list[tuple[str, ...]]] = {}
-    for flag in list_fields(TrainArguments, TrainArguments(settings=Config())):
+    for flag in list_flags(TrainArguments, TrainArguments(settings=Config())):
         section = flag.name.rpartition(".")[0] or "run"
         if section != "model":
             by_section.setdefault(section, []).append(_row(flag))
@@ -69,7 +69,7 @@ python train.py --config gpt_demo --train.steps 100 --mesh.data 2 --simulate 2
     for title, cls, names in [("model", ModelConfig, common), *((f"model: {k}", c, None) for k, c in REGISTRY.items())]:
         if cls.__module__.startswith("mjax."):
             default = next(iter(REGISTRY.values()))() if cls is ModelConfig else cls()
-            found = list_fields(type(default), default, "model.")
+            found = list_flags(type(default), default, "model.")
             shown.append((title, [_row(flag) for flag in found if (flag.field in common) == (names is not None)]))
     for title, rows in [*by_section.items(), *shown]:
         if rows:
@@ -78,7 +78,7 @@ python train.py --config gpt_demo --train.steps 100 --mesh.data 2 --simulate 2
 
 
 def _row(flag: Any) -> tuple[str, ...]:
-    (marks,) = (marks for name, _, _, marks in bounded_fields(flag.owner) if name == flag.field)
+    (marks,) = (marks for name, _, _, marks in section_fields(flag.owner) if name == flag.field)
     bounds = [str(mark) for mark in marks if isinstance(mark, Bounds)]
     values = ", ".join([flag.form.replace("|", ", ") or "yes or no", *filter(None, bounds[:1])])
     default = "" if flag.default in (None, "", (), dataclasses.MISSING) else flag.default

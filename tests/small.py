@@ -176,7 +176,7 @@ def compiled_step(config: Config):
 
 
 def state_of(config: Config):
-    """The first state with the weights of `weights_of`."""
+    """The first state with the weights of `measure_weights`."""
     program = program_of(config)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state.model)
     return program.begin(jax.device_put(split_into_virtual_stages(weights_of(config), config.mesh), shardings))

@@ -32,7 +32,7 @@ from mjax.parallel.random import key_words, mix
 from mjax.parallel.weights import combine, partition_trainable, trainable_only
 from mjax.step.precision import parameter_type
 from mjax.utils.files import path_below
-from mjax.utils.stores import FETCHED, WRITTEN, find_address, mirrored_address, to_absolute
+from mjax.utils.stores import FETCHED, WRITTEN, find_address, mirror_address, to_absolute
 
 
 def base_folder(base: Base, run: Path) -> Path:
@@ -41,7 +41,7 @@ def base_folder(base: Base, run: Path) -> Path:
     Raises:
       UsageError: it is at neither place, or at an address that only base.json names.
     """
-    address = find_address(mirrored_address(base.run))
+    address = find_address(mirror_address(base.run))
     may_fetch = address is None or _is_named_by_user(address, run)
     near = path_below(run.resolve().parent, Path(base.run).name, f"{run / BASE}: run")
     for folder in (*([read_folder(base.run)] if may_fetch else []), near):
@@ -59,9 +59,7 @@ def _is_named_by_user(address: str, run: Path) -> bool:
     """True if a command of the user named the store: `run` is in the same bucket, or `address` was fetched before."""
     of_run = find_address(run)
     same_bucket = of_run is not None and of_run.split("/")[:3] == address.split("/")[:3]
-    return same_bucket or any(
-        (mirrored_address(address, kind) / "config.json").is_file() for kind in (WRITTEN, FETCHED)
-    )
+    return same_bucket or any((mirror_address(address, kind) / "config.json").is_file() for kind in (WRITTEN, FETCHED))
 
 
 def without_base(model: Model) -> Model:
@@ -87,10 +85,10 @@ def with_base(saved: Model, target: Model, run: Path, print_line: Callable[[str]
     """All weights of a run, from those that it saves itself.
 
     Args:
-      own: the weights of `own_part(target)`.
+      saved: the weights of `without_base(target)`.
       target: the model of ShapeDtypeStructs with shardings.
       run: folder of the run.
-      say: called with notices.
+      print_line: called with notices.
 
     Raises:
       UsageError: the base of its adapters is gone, or has other weights.
@@ -123,7 +121,7 @@ def read_frozen(folder: Path, step: int | None, target: Model, print_line: Calla
       folder: of a run without adapters.
       step: of the checkpoint; None: the newest intact one.
       target: the frozen weights of ShapeDtypeStructs with shardings, and None in place of adapters.
-      say: called with notices.
+      print_line: called with notices.
 
     Raises:
       UsageError: there is no such checkpoint, or it has another model.
@@ -159,7 +157,7 @@ def compute_digest(weights: Any) -> str:
 
 
 def digest_in_blocks(folder: Path) -> str:
-    """`digest_of` the weights of the checkpoint in `folder`, with one block of one weight in memory.
+    """`compute_digest` the weights of the checkpoint in `folder`, with one block of one weight in memory.
 
     Args:
       folder: of the checkpoint, which `Checkpoints.find` has checked.

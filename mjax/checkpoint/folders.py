@@ -72,7 +72,7 @@ def check_run_folder(folder: Path) -> None:
 def lock_folder(folder: Path, print_line: Callable[[str], None]) -> Iterator[None]:
     """Lock the run folder for this process; the system releases the lock when the process ends, however it ends.
 
-    On a file system without locks `say` is told, and nothing is locked.
+    On a file system without locks `print_line` is told, and nothing is locked.
 
     Raises:
       UsageError: another process trains here, or the lock is a link.
@@ -95,7 +95,7 @@ class Base:
     Attributes:
       run: absolute path of the run folder.
       step: its checkpoint.
-      digest: of the weights (`digest_of`).
+      digest: of the weights (`compute_digest`).
     """
 
     run: str
@@ -205,7 +205,7 @@ def read_manifest(folder: Path, print_line: Callable[[str], None] = print) -> di
 
     Raises:
       Damaged: it is missing, is not what was written, or names files elsewhere.
-      Unreadable: the system could not read it, `READS` times; `say` reports each attempt.
+      Unreadable: the system could not read it, `READS` times; `print_line` reports each attempt.
       Misnamed: it has another step.
     """
     content = _read_with_retries(folder, MANIFEST, Path.read_bytes, print_line)
@@ -240,7 +240,7 @@ def check_files(
 
     Raises:
       Damaged: one is missing, of another size, or of another content.
-      Unreadable: the system could not read one, `READS` times; `say` reports each attempt.
+      Unreadable: the system could not read one, `READS` times; `print_line` reports each attempt.
     """
     needed = {name: files[name] for name in select_files(files, field)}
     for name, (size, _) in needed.items():

@@ -49,7 +49,7 @@ from mjax.utils.stores import (
     alone,
     find_address,
     is_address,
-    mirrored_address,
+    mirror_address,
     modification_time,
     to_stderr,
     version,
@@ -97,7 +97,7 @@ def _local_value(flag: str, value: str, also: bool, trains: bool) -> str:
     if not is_address(address := value.removeprefix(prefix)):
         return value
     if flag == "--runs":
-        return str(mirrored_address(address))
+        return str(mirror_address(address))
     if trains and flag in TO_TRAIN:
         return str(run_to_train(address))
     return f"{prefix}{local_run(address)}" if prefix or also or flag in TO_READ else value
@@ -108,7 +108,7 @@ def _local_value(flag: str, value: str, also: bool, trains: bool) -> str:
 
 def local_run(run: str | Path, print_line: Callable[[str], None] = to_stderr) -> Path:
     """The local folder in which a run can be read: of an address, what is fetched from there; another path as it is."""
-    return fetch(mirrored_address(run), print_line)
+    return fetch(mirror_address(run), print_line)
 
 
 def read_folder(run: str | Path) -> Path:
@@ -137,18 +137,18 @@ def fetch(folder: Path, print_line: Callable[[str], None], to_list: bool = False
 
     Args:
       folder: of a run; another path is returned as it is.
-      say: takes one line about each problem.
+      print_line: takes one line about each problem.
       to_list: fetch only what a list of runs shows.
       tries: listings at most, while objects that they have are removed.
     """
     if (address := find_address(folder)) is None:
         return folder
-    readable = written = mirrored_address(address)
+    readable = written = mirror_address(address)
     if not is_locked(written):
         store = Store(address, print_line)
         objects = store.files(address)
         if not _is_ahead(written, address, objects, store.print_once):
-            readable = mirrored_address(address, FETCHED)
+            readable = mirror_address(address, FETCHED)
             try:
                 _refresh(readable, address, store, objects, to_list)
             except FileNotFoundError:  # as by the rotation of a process that trains elsewhere
@@ -165,9 +165,9 @@ def run_to_train(run: str | Path, print_line: Callable[[str], None] = to_stderr)
 
     If the store is ahead, what it lacks of this machine's folder is set aside.
     """
-    if (address := find_address(mirrored_address(run))) is None:
+    if (address := find_address(mirror_address(run))) is None:
         return Path(run)
-    folder = mirrored_address(address)
+    folder = mirror_address(address)
     if (cache := fetch(folder, print_line)) == folder:
         return folder
     with alone(folder), alone(cache):
@@ -189,7 +189,7 @@ def bring(
       checkpoint: its folder.
       files: names in it.
       sizes: bytes first, by name.
-      say: takes one line about it.
+      print_line: takes one line about it.
       again: fetch all of them, also those that are here.
     """
     if (address := find_address(checkpoint)) is None:
@@ -217,7 +217,7 @@ def is_locked(folder: Path) -> bool:
 def local_folders(folder: Path) -> list[Path]:
     """The local folders of the run in `folder`: that alone, or of an address what was written and what was fetched."""
     address = find_address(folder)
-    both = [] if address is None else [mirrored_address(address), mirrored_address(address, FETCHED)]
+    both = [] if address is None else [mirror_address(address), mirror_address(address, FETCHED)]
     return [folder, *(other for other in both if other != folder and other.is_dir())]
 
 
@@ -428,7 +428,7 @@ class Mirror:
     Args:
       folder: local, as `run_to_train` has left it, and locked by this process.
       address: of the run in the store.
-      say: takes one line about each upload and each failure; from several threads.
+      print_line: takes one line about each upload and each failure; from several threads.
 
     Attributes:
       lock: of the run in the store.

@@ -49,7 +49,7 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> tuple[str, int
     """The launcher that started several processes, and how many if it gives a number; None for a single process."""
     for launcher, names in LAUNCHERS.items():
         count, *others = (environment.get(name, "").strip() for name in names)  # Slurm leaves some empty
-        half = launcher == OF_JAX and (count or others[0])  # `under_launcher` says what is missing
+        half = launcher == OF_JAX and (count or others[0])  # `with_launcher` says what is missing
         if not half and not (count and all(others)):
             continue
         if others and (count, others[0]) == ("1", "0"):
@@ -328,7 +328,7 @@ def enable_compilation_cache(several: bool | None = None, print_line: Callable[[
 
     Args:
       several: whether this process is one of several; by default what a launcher says.
-      say: takes one sentence if nothing can be kept; by default it goes to stderr.
+      print_line: takes one sentence if nothing can be kept; by default it goes to stderr.
     """
     print_line = print_line or (lambda line: print(line, file=sys.stderr))
     several = find_launcher() is not None if several is None else several

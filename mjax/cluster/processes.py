@@ -313,7 +313,7 @@ class StopSignal:
     """Turns SIGTERM, `WARNINGS` and Ctrl-C into a request to stop after the steps in flight; a second Ctrl-C stops
     immediately. Warnings that are ignored, as SIGHUP under `nohup`, or have another handler are left alone.
 
-    Several processes have to agree on the step, so there SIGTERM is handled by JAX (`told_to_stop`), warnings
+    Several processes have to agree on the step, so there SIGTERM is handled by JAX (`stop_agreed`), warnings
     become one, and Ctrl-C stops immediately.
 
     Leave the context when the save is committed. After a stop request these signals are ignored from then on:

@@ -56,7 +56,7 @@ class Watchdog:
     """Watches the processes of a run while its context is open; a single process only for a hang limit.
 
     Attributes:
-      say: called by process 0 with one line of text; the loop puts its display here.
+      print_line: called by process 0 with one line of text; the loop puts its display here.
       heartbeat: seconds of silence after which a process is lost.
       patience: seconds without a finished step, at least, after which process 0 reports who is behind.
     """
@@ -89,7 +89,9 @@ class Watchdog:
         self.patience = PATIENCE
         self._seconds: deque[float] = deque(maxlen=99)  # of the last steps
         self._began = time.monotonic()  # start of the current step of this process
-        self._heard: queue.SimpleQueue = queue.SimpleQueue()  # values for `ask_first`, with the index of the sender
+        self._heard: queue.SimpleQueue = (
+            queue.SimpleQueue()
+        )  # values for `decide_on_first`, with the index of the sender
         self._peers: dict[
             int, tuple[processes.JsonConnection, ProcessStatus]
         ] = {}  # process 0; in process 0 all others

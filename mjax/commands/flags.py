@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 
 import tyro
 
-from mjax.config.bounds import bounded_fields, check_bounds, is_unsectioned
+from mjax.config.bounds import check_bounds, is_unsectioned, section_fields
 from mjax.config.marks import FILE_ONLY, PLANNED, RUN_SYNONYMS, Mark, Synonyms
 from mjax.config.model import KIND_FLAG, REGISTRY
 from mjax.config.plain_values import describe, fits, get_type_hints
@@ -219,7 +219,7 @@ def _model_fields(name: str) -> dict[str, list[str]]:
     """The kinds of registered models with a field of this name, here or elsewhere, by the field's flag."""
     kinds: dict[str, list[str]] = {}
     for kind, cls in REGISTRY.items():
-        for _, flag, _, marks in bounded_fields(cls):
+        for _, flag, _, marks in section_fields(cls):
             if flag == name or _translate_value(marks, name, "") is not None:
                 kinds.setdefault(flag, []).append(kind)
     return kinds
@@ -245,7 +245,7 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
     """Every flag of a command: what it needs first, then the others by section, each with its default."""
     sections: dict[str, list[str]] = {"": [], "required": []}
     positional = {}
-    for name, _, _, marks in bounded_fields(cls):
+    for name, _, _, marks in section_fields(cls):
         if tyro.conf.Positional in marks:
             positional[name] = _form(marks) or name.upper()
             sections[""] += _entry(positional[name], _field_texts(cls)[name])
@@ -329,7 +329,7 @@ def list_fields(
     """The flags of `cls`, and its fields that are no flags (`hidden`): by default those with the mark `cls.without`."""
     without = without or getattr(cls, "without", None)
     kinds = get_type_hints(cls)
-    for field, (name, flag, _, marks) in zip(dataclasses.fields(cls), bounded_fields(cls), strict=True):
+    for field, (name, flag, _, marks) in zip(dataclasses.fields(cls), section_fields(cls), strict=True):
         kind = kinds[name]
         value = getattr(default, name, None) if default is not None else field.default
         reason = f"no result depends on {prefix}{name}: leave it out" if without in marks else hidden

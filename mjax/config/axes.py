@@ -118,11 +118,11 @@ def axes_sharing_weights() -> tuple[str, ...]:
 
 @cache
 def sharding() -> tuple[str, ...]:
-    """Names of the axes of `holding` over which ZeRO splits a weight."""
+    """Names of the axes of `axes_sharing_weights` over which ZeRO splits a weight."""
     return tuple(axis.name for axis in AXES if axis.shards and axis.name in axes_sharing_weights())
 
 
-def axes_of_gradient_sum(mesh) -> frozenset[str]:
+def gradient_sum_axes(mesh) -> frozenset[str]:
     """Axes over which the gradients of weights are summed after the backward pass rather than in it."""
     sums = {"always": True, "with sequence parallelism": mesh.splits_tokens}
     return frozenset(axis.name for axis in AXES if sums.get(axis.sums, sizes(mesh)[axis.name] > 1))

@@ -55,7 +55,7 @@ Share = Annotated[float, Bounds(ge=0, lt=1)]
 
 
 @functools.cache
-def bounded_fields(cls: type) -> tuple[tuple[str, str, Any, tuple[Any, ...]], ...]:
+def section_fields(cls: type) -> tuple[tuple[str, str, Any, tuple[Any, ...]], ...]:
     """Name, flag name, type and annotations of each field of a dataclass."""
     hints = get_type_hints(cls, include_extras=True)
     found = []
@@ -80,7 +80,7 @@ def check_bounds(values: Any, prefix: str = "--") -> None:
       UsageError: one sentence with the flag, its value and what is allowed.
     """
     spelled = prefix.startswith("--")
-    for name, flag, kind, marks in bounded_fields(type(values)):
+    for name, flag, kind, marks in section_fields(type(values)):
         value, flag = getattr(values, name), flag if spelled else name
         if dataclasses.is_dataclass(value):
             check_bounds(value, f"{prefix}{flag}." if flag else prefix)

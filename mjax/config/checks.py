@@ -284,8 +284,8 @@ def check_devices(config: Config, available: int, name: str = "this config") -> 
     mesh = config.mesh
     if mesh.devices != available:
         raise UsageError(
-            f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({axes.describe_mesh(mesh)}); {available} found: "
-            f"set --mesh.data and the other axes, or --simulate {mesh.devices}"
+            f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({axes.describe_mesh(mesh)}); "
+            f"{available} found: set --mesh.data and the other axes, or --simulate {mesh.devices}"
         )
 
 

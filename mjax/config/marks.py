@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from mjax.config.bounds import bounded_fields
+from mjax.config.bounds import section_fields
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def fields_with(mark: Mark, config: Any) -> tuple[str, ...]:
 
 
 def _marks(cls: type) -> dict[str, tuple[Any, ...]]:
-    return {name: marks for name, _, _, marks in bounded_fields(cls)}
+    return {name: marks for name, _, _, marks in section_fields(cls)}
 
 
 RUN_SYNONYMS = Synonyms("load ckpt checkpoint-path resume-from-checkpoint checkpoint resume pretrained init-from")

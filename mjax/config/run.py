@@ -384,7 +384,7 @@ def load_user_model(given: str | None, run: Path, print_line: Callable[[str], No
     Args:
       given: as for `load_config`, but the file needs no `config`; None: the class is registered already, if at all.
       run: folder of the run.
-      say: called with a note if the file that defines the model is not the one that the run remembers.
+      print_line: called with a note if the file that defines the model is not the one that the run remembers.
 
     Raises:
       UsageError: the run has a model of mjax; or the file raises an error, or registers no such model.

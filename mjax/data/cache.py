@@ -55,7 +55,7 @@ class IndexCache:
     Args:
       folders: where to look and where to write, best first; a later one is used where an earlier one cannot be. With
         none, every call builds.
-      say: takes one sentence about each problem.
+      print_line: takes one sentence about each problem.
     """
 
     def __init__(self, folders: Sequence[Path] = (), print_line: Callable[[str], None] = print):

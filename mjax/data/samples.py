@@ -16,7 +16,7 @@ that every document has been seen equally often before. All shuffles use one gen
 whose stream never changes.
 
 The rest of the stream after the last whole sample is dropped. A document begins after each end-of-document token;
-`labelled` derives positions, document numbers and a loss mask from that, for training without attention across
+`add_labels` derives positions, document numbers and a loss mask from that, for training without attention across
 documents.
 
 Given the same files, split, seed and number of samples, sample i is Megatron's sample i, token for token.
@@ -354,7 +354,7 @@ class BlendedDataset:
     """Samples of several datasets, blended.
 
     Args:
-      parts: the datasets. With weights each must hold what `samples_of_parts` says.
+      parts: the datasets. With weights each must hold what `split_samples` says.
       shares: weight of each part, summing to one; None: in proportion to their lengths, each sample at most once.
       samples: length of the blend; None: all samples of all parts, which needs `shares` None.
       cache: keeps the order on disk.

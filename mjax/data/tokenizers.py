@@ -565,7 +565,7 @@ def end_token_ids(folder: Path, eod: int, given: str | None = None) -> list[int]
 
 
 def add_end_tokens(folder: Path, eod: int, ids: Iterable[int]) -> None:
-    """Name ids that end a text in the generation_config.json of a tokenizer's folder, unless `ends_of_text` has them.
+    """Name ids that end a text in the generation_config.json of a tokenizer's folder, unless `end_token_ids` has them.
 
     Raises:
       UsageError: the file is damaged.

@@ -96,7 +96,7 @@ def resolve_recipe(arguments: FinetuneArguments, saved: Config, print_line: Call
 
     Args:
       saved: config of the pre-trained run.
-      say: called if rows are shortened because the model has fewer positions.
+      print_line: called if rows are shortened because the model has fewer positions.
 
     Raises:
       UsageError: rows are longer than the model's sequence, or the batch does not divide.

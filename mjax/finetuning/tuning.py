@@ -78,10 +78,10 @@ class Finetuning:
         """Nothing is compiled or read before the first seed.
 
         Args:
-          config: of `recipe.config_of`, with `model.attention` resolved to a kernel.
+          config: of `recipe.finetuning_config`, with `model.attention` resolved to a kernel.
           saved: config of the pre-trained run.
           task: with its files read.
-          request: of `recipe.request_of`.
+          request: of `recipe.read_request`.
           output: folder of the results.
           console: for progress and notices.
           watchdog: for the processes of this run.

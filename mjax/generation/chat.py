@@ -223,7 +223,7 @@ class Chat:
 
 
 def read_conversations(text: str) -> list[tuple[list[Message], list | None]]:
-    """Conversations in JSON, with their tools: one, or one a line. Each is a list of messages, or as for `messages_of`.
+    """Conversations in JSON, with their tools: one, or one a line; each a list of messages, or as for `read_messages`.
 
     Raises:
       UsageError: it is not JSON, or not a conversation.
@@ -516,7 +516,7 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
 
     Args:
       chat: template and tokenizer.
-      fields: a JSON object or a row, as for `messages_of`.
+      fields: a JSON object or a row, as for `read_messages`.
       trained: what of it is trained.
 
     Raises:

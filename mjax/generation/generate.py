@@ -15,7 +15,7 @@ a part of the cache. Replicas along `data` do the same work, so every process of
 **Positions.** A token's slot in the cache is its position. Prompts of different lengths are padded on the right; each
 sequence writes its next token over its own padding (`decoding.prefill` says why padding is never read).
 
-**Compilation.** Widths of prompts and of the cache are rounded up (`padded_width`), and everything else about a request
+**Compilation.** Widths of prompts and of the cache are rounded up (`pad_width`), and everything else about a request
 is an argument, so a second request of similar size compiles nothing.
 """
 

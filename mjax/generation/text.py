@@ -24,7 +24,7 @@ HALF = "\ufffd"  # what bytes decode to that are no whole character
 
 
 def decode_suffix(decode: Decode, prompt: list[int], tokens: list[int]) -> str:
-    """The text of a continuation, which is what `Streamed` shows of it."""
+    """The text of a continuation, which is what `StreamingText` shows of it."""
     streamed = StreamingText(decode, prompt)
     streamed.finish(tokens)
     return streamed.text
@@ -188,7 +188,7 @@ def generate_texts(
       sampling: fields of `Sampling`, such as `tokens` and `temperature`.
 
     Returns:
-      A `Sample` for each continuation of a prompt, a `Continuation` for each of ids.
+      A `TextContinuation` for each continuation of a prompt, a `Continuation` for each of ids.
 
     Raises:
       UsageError: as on the command line.
@@ -226,7 +226,7 @@ def compute_logits(
     Args:
       run: its folder, or what `open_run` returned.
       ids: token ids, a list for each text; at most as many as the model has positions.
-      step, mesh, compute: as for `continuations_of`.
+      step, mesh, compute: as for `generate_texts`.
 
     Returns:
       For each text float32 [tokens, vocabulary].

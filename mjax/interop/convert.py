@@ -228,7 +228,7 @@ def scale_positions(model: ModelConfig, given: str | None, source: str) -> Model
 
 
 def rope_line(model: ModelConfig, given: str | None) -> str:
-    """Return one line on the result of `extended`; empty without `--rope`."""
+    """Return one line on the result of `scale_positions`; empty without `--rope`."""
     if given is None:
         return ""
     return f"--rope {given}, {model.max_positions:,} positions instead of {model.unscaled_sequence:,}"

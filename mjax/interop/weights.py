@@ -71,7 +71,7 @@ class TensorPlace:
 def places(family: Family, model: ModelConfig) -> dict[str, TensorPlace]:
     """The place of every tensor of the model by name: in the order of the table, and layer by layer."""
     shapes, dims = {name: shape for name, (shape, _) in abstract_weights(model).items()}, weight_dims(model)
-    stored, table, whole = _stacked_positions(shapes, model), {}, slice(None)
+    stored, table, whole = _positions_in_stacks(shapes, model), {}, slice(None)
     for layer, (module, names) in _modules(family, model):
         for ours in (module, *(f"{module}.{part}" for part in ("table", "kernel", "scale", "bias"))):
             if (ours, layer) not in stored or (ours != module and ours in family.names):
@@ -96,7 +96,7 @@ def _modules(family: Family, model: ModelConfig) -> Iterator[tuple[int, tuple[st
         yield from product(range(model.layers if in_layers else 1), rows)
 
 
-def _stacked_positions(weights: Iterable[str], model: ModelConfig) -> dict[tuple[str, int], tuple[str, int]]:
+def _positions_in_stacks(weights: Iterable[str], model: ModelConfig) -> dict[tuple[str, int], tuple[str, int]]:
     """Map a weight's name in a model of equal layers, and a layer from 0, to the stacked weight that has it and the
     index in it. Weights outside layers have layer 0."""
     stored = {}

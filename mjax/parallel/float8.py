@@ -6,10 +6,10 @@
 The scale follows from the largest magnitude in the array as it is, not in earlier steps, and all ranks that hold a part
 of the array agree on it. As a power of two it changes no digit of a value, only which of the very small ones are
 rounded to fewer digits or to zero: below 2^-14 of the largest in e4m3, below 2^-30 in e5m2. So another scale, because
-another mesh or micro-batch puts other tokens together, hardly changes a product. It also makes `rounded` exact for
+another mesh or micro-batch puts other tokens together, hardly changes a product. It also makes `quantize` exact for
 arrays that are in float8 already, so that they may travel as such.
 
-Products multiply what `restored` gives. On a GPU XLA compiles that to a product of the float8 values (cuBLASLt), with
+Products multiply what `dequantize` gives. On a GPU XLA compiles that to a product of the float8 values (cuBLASLt), with
 float32 sums; elsewhere the product has the dtype of the stream, in which the same values are exact.
 """
 
@@ -45,7 +45,7 @@ class Float8:
       bits: the values. (What `jax.checkpoint` keeps for the backward pass, it rounds to the dtype that it has;
         in e4m3 that turns all values above 240, which an IEEE type of 4 exponent bits would not have, into NaN.)
       scale: a power of two; the same on every rank that holds a part of the array: [], or for stacked arrays one for
-        each (`scales_of`), with as many dims as the values.
+        each (`weight_scales`), with as many dims as the values.
       dtype: of the values.
     """
 
@@ -68,7 +68,7 @@ def quantize(x: Array, dtype, scale: Array | None = None) -> Float8:
     """`x` in float8; NaN and infinities stay visible, as NaN or infinity.
 
     Args:
-      scale: from `scale_of`; by default that of this array, agreed between the ranks that hold its parts.
+      scale: from `tensor_scale`; by default that of this array, agreed between the ranks that hold its parts.
     """
     scale = tensor_scale(x, dtype, (MODEL, *axes_sharing_weights())) if scale is None else scale
     wide = to_at_least_float32(x)

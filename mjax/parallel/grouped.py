@@ -165,7 +165,7 @@ def grouped_matmul(
 
 
 def _implementation(kernel: str) -> tuple[Callable, Callable]:
-    """The product and its gradient, with the arguments of `product_in_loops` and `kernel_gradients_in_loops`."""
+    """The product and its gradient, with the arguments of `grouped_matmul_loop` and `kernel_gradients_in_loops`."""
     if kernel == "xla":
         return grouped_matmul_loop, kernel_gradients_in_loops
     interpret = {"pallas": False, INTERPRETED: True}[kernel]
@@ -227,8 +227,8 @@ MULTIPLE = 16  # of the rows of a tile, and of all sizes: Triton's smallest prod
 
 
 def grouped_matmul_pallas(x: Array, kernels: Array, groups: Groups, transposed: bool, interpret: bool = False) -> Array:
-    """Compute `product_in_loops` in Pallas, for sizes that are multiples of 16 and tiles whose rows are a power of two
-    from 16."""
+    """Compute `grouped_matmul_loop` in Pallas, for sizes that are multiples of 16 and tiles whose rows are a power of
+    two from 16."""
     depth, width = reversed(kernels.shape[1:]) if transposed else kernels.shape[1:]
     block, rows = _block(width), groups.rows
     return pl.pallas_call(

@@ -151,7 +151,7 @@ def mask_to_first_context_rank(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dim
 
 
 def mask_count_to_first_context_rank(count: int) -> Int[Array, ""] | int:
-    """`once` of a number that is the same for all parts of the batch, as `Model.counts` returns it."""
+    """`mask_to_first_context_rank` of a number that all parts of the batch share, as of `Model.counts`."""
     if size(CONTEXT) == 1:
         return count
     return vary(mask_to_first_context_rank(jnp.int32(count)), frozenset(axes_splitting("batch")))

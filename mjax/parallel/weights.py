@@ -51,7 +51,7 @@ def parameter(
 
     Args:
       dims: what each dim is, of `DIMS`.
-      muon: whether Muon may train it, if it has inputs and outputs (`matrix_of`).
+      muon: whether Muon may train it, if it has inputs and outputs (`matrix_dims`).
       float8, keep_fp32, grad_partial_over_model: as in `zero.Storage`.
 
     Raises:
@@ -114,7 +114,7 @@ def matrix_dims(dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def muon_matrices(weights) -> list[tuple[tuple[int, ...], tuple[int, ...]] | None]:
-    """For each leaf of `weights`: `matrix_of` it, or None if Muon does not train it."""
+    """For each leaf of `weights`: `matrix_dims` it, or None if Muon does not train it."""
     cards = zip(read_dims(weights), weight_metadata(weights, "muon"), strict=True)
     return [None if muon is False else matrix_dims(dims) for dims, muon in cards]
 
@@ -134,7 +134,7 @@ def is_frozen(weight: nnx.Param) -> bool:
 
 def partition_trainable(weights) -> tuple:
     """The weights that are trained and those that are frozen: two trees like that of all of them, each with None in
-    place of the others; `joined` is the reverse. Also for a tree of something else in place of each weight."""
+    place of the others; `combine` is the reverse. Also for a tree of something else in place of each weight."""
     leaves, structure = jax.tree.flatten(weights)
     each = list(zip(leaves, map(bool, weight_metadata(weights, "frozen")), strict=True))
     return tuple(structure.unflatten(leaf if of == frozen else None for leaf, of in each) for frozen in (False, True))
@@ -146,5 +146,5 @@ def trainable_only(weights):
 
 
 def combine(one, other):
-    """All weights from the two trees of `split_trained`."""
+    """All weights from the two trees of `partition_trainable`."""
     return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None)

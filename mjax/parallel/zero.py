@@ -84,7 +84,9 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
 
     def one(leaf, spec: P) -> Storage:
         stacked, partial, float8, keep_fp32 = map(bool, next(cards))
-        return replace(plan_weight_storage(stacked, leaf.shape, spec, mesh, partial), float8=float8, keep_fp32=keep_fp32)
+        return replace(
+            plan_weight_storage(stacked, leaf.shape, spec, mesh, partial), float8=float8, keep_fp32=keep_fp32
+        )
 
     return jax.tree.map(one, shapes, specs)
 
@@ -121,7 +123,9 @@ def compute_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
     return P(*(None if is_whole(dim, entry) else entry for dim, entry in zip(shape, entries, strict=True)))
 
 
-def plan_weight_storage(stacked: bool, shape: tuple[int, ...], spec: P, mesh: MeshConfig, partial: bool = False) -> Storage:
+def plan_weight_storage(
+    stacked: bool, shape: tuple[int, ...], spec: P, mesh: MeshConfig, partial: bool = False
+) -> Storage:
     """The storage of a weight with this whole shape and its module's `spec`; `stacked` and `partial` as in
     `Storage`."""
     layers = layer_dims(mesh) if stacked else 0
@@ -181,15 +185,15 @@ def local_shard(whole: Array, spec: P) -> Array:
 def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False):
     """The weights of the computation in `dtype`, inside `shard_map`; those gathered in the loop stay shards.
 
-    With `in_float8` those of linear layers are gathered in float8, and have the values that these layers would round
+    With `uses_float8` those of linear layers are gathered in float8, and have the values that these layers would round
     them to.
 
-    They vary over every axis over which their gradients are summed after the backward pass (`axes.summed`), and over
-    `model` where its ranks have parts of the gradient: else the backward pass would sum these layer by layer.
+    They vary over every axis over which their gradients are summed after the backward pass
+    (`axes.gradient_sum_axes`), and over `model` where its ranks have parts of the gradient: else the backward pass would sum these layer by layer.
     """
 
     def one(shard: Array, storage: Storage) -> Array:
-        summed = axes.axes_of_gradient_sum(mesh) | ({MODEL} if storage.grad_partial_over_model else frozenset())
+        summed = axes.gradient_sum_axes(mesh) | ({MODEL} if storage.grad_partial_over_model else frozenset())
         if storage.gather_per_layer:  # over these axes their gradients are summed layer by layer
             return mappings.vary(shard, summed - {*axes.sharding()})
         return mappings.vary(materialize_weight(shard, storage, dtype, in_float8, layer_dims(mesh)), summed)

@@ -87,7 +87,7 @@ def smooth(values: Sequence[float], window: int) -> Sequence[float]:
 
     Args:
       values: of consecutive steps.
-      window: as `window_of` gives for a run.
+      window: as `smoothing_window` gives for a run.
     """
     if window < 3:
         return values

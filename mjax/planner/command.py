@@ -143,7 +143,7 @@ def refuse_too_big(
 def enough_devices(
     config: Config, devices: int, memory_of: MemoryOf, capacity: float, keep: Collection[str] = ()
 ) -> int | None:
-    """Twice, four times … as many GPUs, on which a candidate leaves HEADROOM free; None if `LARGEST` are not enough.
+    """Twice, four times … as many GPUs, on which a candidate leaves HEADROOM free; None if `MAX_DEVICES` are too few.
 
     Only candidates with one sequence per micro-batch, full recomputation and one chunk are tried: those that need least
     memory.
@@ -405,7 +405,7 @@ def check_local_gpus(config: Config, name: str, force: bool, print_line: Callabl
       config: validated.
       name: name of the config in messages.
       force: only report and continue.
-      say: called with that sentence, or the warning.
+      print_line: called with that sentence, or the warning.
 
     Raises:
       UsageError: the config does not fit, or needs an attention kernel or float8 products that are not available.

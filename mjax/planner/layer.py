@@ -6,7 +6,7 @@ its FLOPs, its plan and its MFU without further code.
 
 One layer is traced for one sample on one rank of `model`, or for this rank of `context`'s positions of it: everything
 is proportional to the samples of a micro-batch (but for `expert_rows`). Where layers differ, one of each kind is traced
-(`kinds_of`). Dropout is left out, since its masks are recomputed and never kept.
+(`layer_kinds`). Dropout is left out, since its masks are recomputed and never kept.
 
     layer_forward    products and collectives of a layer; the time of a step follows from them
     layer_backward   what a layer keeps, and the largest arrays of its backward pass, for the memory of a step
@@ -276,7 +276,7 @@ def _record(of: Traced, kind: type, kernel: str = "xla", recompute: str = "none"
 
 
 def trace_once(key: Any, model: ModelConfig, trace: Callable[[], Any], of_plain: Callable[..., Any]) -> Any:
-    """The result of `trace`, or `of_plain` of what an earlier command has left of it under `key`, with tuples for
+    """The result of `trace`, or `from_json` of what an earlier command has left of it under `key`, with tuples for
     lists."""
     if not _STORES or not type(model).__module__.startswith("mjax."):  # the sources of others are not in a file's name
         return trace()

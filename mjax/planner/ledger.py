@@ -7,7 +7,7 @@ pipeline's backward pass traces the embedding once more, but needs only its deri
 collective in it is refused.
 
 The source of a collective is read from the names that the step puts on its equations (`parallel/scopes.py`), which JAX
-carries through differentiation; `source_of` does the same with a name in the metadata of a compiled program.
+carries through differentiation; `find_source` does the same with a name in the metadata of a compiled program.
 
 Bytes are those of ring algorithms, the minimum: of a tensor of k bytes on n ranks each rank sends 2 (n − 1) / n · k in
 an all-reduce, (n − 1) / n · k in an all-gather, a reduce-scatter or an all-to-all (k is the whole tensor), and k in a

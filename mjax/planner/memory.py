@@ -161,7 +161,7 @@ class _Sizes:
       batch: the device's part of a batch.
       accumulates: gradients are accumulated over micro-batches, in float32.
       sharded: weights are gathered from shards.
-      masters, computed, sums, activations, messages: of all points (`_memory`, `_computed`, `_sums`, …).
+      masters, computed, sums, activations, messages: of all points (`_memory`, `_compute_copies`, `_sums`, …).
     """
 
     def __init__(self, config: Config, kernel: str):
@@ -228,8 +228,8 @@ class _Sizes:
 
 
 class _LayerGroup(NamedTuple):
-    """Layers of one kind (`trace.kinds_of`) on a device: how many in each of its chunks, the weights of all, those of
-    them that are trained, and sizes of one layer."""
+    """Layers of one kind (`trace.layer_kinds`) on a device: how many in each of its chunks, the weights of all, those
+    that are trained, and sizes of one layer."""
 
     kind: int | None
     layers: int
@@ -424,12 +424,12 @@ class DeviceWeights:
 
     Attributes:
       stored: master weights between steps, of layers and everything else; as many float32 gradients.
-      matrices: of `stored`, those of which Muon keeps one moment rather than two.
+      matrices: of `bytes_in_storage`, those of which Muon keeps one moment rather than two.
       layers: weights of its layers, as used in the computation: split over `model`, and experts over `expert`.
       experts: of `layers`, those that `expert` splits: they are shared by fewer replicas than all other weights.
       shared: all other weights, as used in the computation.
       gathered: of `layers`, those gathered layer by layer inside the loop (ZeRO-3) and never held as a whole.
-      gathered_shards: of `stored`, their shards.
+      gathered_shards: of `bytes_in_storage`, their shards.
       table: of `shared`, the embedding of the tokens.
       largest: of `layers`, the largest weight.
       transposed: of `gathered`, the largest weight whose shards are not contiguous: gathering it, and scattering its
@@ -452,7 +452,7 @@ def device_weights(
     model: ModelConfig, mesh: MeshConfig, kind: int | None = None, trained: bool = False
 ) -> DeviceWeights:
     """Elements of `model` that one device of `mesh` holds, or of those that are `trained`; with `kind`
-    (`trace.kinds_of`) of the layers of that kind alone."""
+    (`trace.layer_kinds`) of the layers of that kind alone."""
     return _elements(model, STORED_BY(mesh), kind, trained and _has_frozen(model))
 
 

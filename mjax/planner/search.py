@@ -5,7 +5,7 @@ curve. Candidates that `mjax.config.checks` would refuse are never made, because
 
     model         divides devices, heads, feed-forward width and padded vocabulary
     pipe          divides the remaining devices, and the layers
-    context       divides the remaining devices and the positions, of which a rank keeps `LEAST_POSITIONS`
+    context       divides the remaining devices and the positions, of which a rank keeps `MIN_POSITIONS`
     data          is the rest, and divides the global batch
     replica       divides `data`; a group fills servers
     micro-batch   divides a replica's share of the global batch
@@ -150,7 +150,7 @@ def _possible_values(
 
 def meshes(config: Config, devices: int, context: int | None = None) -> Iterator[tuple[int, int, int, int]]:
     """(pipe, data, context, model) whose product is `devices` and which divide the model and the global batch; with
-    this `context`, or with those that leave a rank `LEAST_POSITIONS`; with at most `SERVER` ranks of `model`, or as
+    this `context`, or with those that leave a rank `MIN_POSITIONS`; with at most `SERVER` ranks of `model`, or as
     many as the config has."""
     model, unit, most = config.model, batch_unit(config), max(SERVER, config.mesh.model)
     matrices = math.gcd(*model.columns().values())
@@ -163,7 +163,7 @@ def meshes(config: Config, devices: int, context: int | None = None) -> Iterator
 
 
 def _sequence_splits(model: ModelConfig) -> Iterator[int]:
-    """Ranks of `context` that leave each `LEAST_POSITIONS`."""
+    """Ranks of `context` that leave each `MIN_POSITIONS`."""
     yield 1  # the others need a trace of the model
     if model.sequence >= 2 * MIN_POSITIONS and not mixing_class(model):
         yield from (n for n in divisors(model.sequence)[1:] if n * MIN_POSITIONS <= model.sequence)
@@ -636,7 +636,7 @@ def largest_model(
       rungs: smallest first.
       budget: devices and days.
       search: all ways to run a config.
-      say: told about each trial.
+      print_line: told about each trial.
 
     Raises:
       UsageError: not even the smallest is.

@@ -3,8 +3,8 @@
 Three things are kept apart:
 
     hardware     `Gpu`: data-sheet values (`mjax/cluster/hardware.py`).
-    software     `Software`: properties of the program that no config contains: what it sends in addition, in which
-                 dtype, and what it hides. Read from the code and from compiled programs, never fitted.
+    software     `FrameworkModel`: properties of the program that no config contains: what it sends in addition, in
+                 which dtype, and what it hides. Read from the code and from compiled programs, never fitted.
     calibration  `Calibration`: the share of the data-sheet rates that kernels reach: a few numbers of one GPU, measured
                  there kernel by kernel (`benchmarks/calibrate.py`), or taken from published runs
                  (`benchmarks/published.py`; a test repeats the fit), from one product on an H100, and assumed.

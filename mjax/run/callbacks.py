@@ -121,7 +121,7 @@ class Goodput(Callback):
         self._written = self._since
 
     def begin(self, folder: Path, step: int, print_line: Callable[[str], None] = print) -> None:
-        """Write to the run `folder` from now on; the run continues after `step`; `say` reports a damaged file."""
+        """Write to the run `folder` from now on; the run continues after `step`. `print_line` gets a damaged file."""
         self.file, self._first, self._last = folder / GOODPUT, step, step
         self._starts = read_starts(RunStart, self.file, print_line)
         self._done = max((start["last"] for start in self._starts), default=0)
@@ -158,7 +158,7 @@ class Goodput(Callback):
 
 
 def read_starts(kind: type, file: Path, print_line: Callable[[str], None]) -> list[Any]:
-    """The list to which each start of a run adds an entry of a `kind`; a damaged file is set aside, and `say` told."""
+    """The list to which each start of a run adds an entry of a `kind`; a damaged file is set aside and reported."""
     try:
         return read(list[kind], file, "") if file.exists() else []
     except UsageError:

@@ -97,7 +97,7 @@ def non_fatal_console(stream: TextIO | None, shown: bool = True) -> Console:
 class Display(Callback):
     """Shows progress up to step `steps` of a run.
 
-    `begin` shows the line, `close` ends it, and `say` prints a message without breaking it.
+    `begin` shows the line, `close` ends it, and `print_line` prints a message without breaking it.
     """
 
     def __init__(self, steps: int, console: Console | None = None, shown: bool = True, metrics: Sequence[Metric] = ()):

@@ -233,7 +233,7 @@ class MetricsLog(Callback):
       folder: of the run.
       step: the step the run continues from; later lines belong to an abandoned continuation and are dropped.
       log: names what else gets the metrics; None: nothing.
-      say: called with one line about each damage or failure.
+      print_line: called with one line about each damage or failure.
       metrics: those of the model (`ModelConfig.metrics`), which loss.png shows.
     """
 

@@ -87,7 +87,7 @@ def restore_state(
 
 
 def checkpoint_state(state: TrainState) -> TrainState:
-    """The part of a state that a checkpoint holds (`base.own_part`)."""
+    """The part of a state that a checkpoint holds (`base.without_base`)."""
     return replace(state, model=without_base(state.model))
 
 
@@ -167,7 +167,7 @@ def describe_environment(config: Config, print_line: Callable[[str], None]) -> d
 def write_environment(config: Config, folder: Path, print_line: Callable[[str], None]) -> None:
     """Append this start of the run to environment.json, a list with one entry per start.
 
-    A file that is not such a list is kept under another name; `say` is told about that and about other failures.
+    A file that is not such a list is kept under another name; `print_line` is told about that and about other failures.
     """
     file = folder / "environment.json"
     starts = read_starts(dict[str, Any], file, print_line)

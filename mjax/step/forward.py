@@ -53,7 +53,7 @@ class Forward:
 
     def __call__(self, weights: Model, micro_batch: MicroBatch, frozen: Model | None = None):
         """The parts of the means by name, [] each; or the result of `head`. Weights may come in the two parts of
-        `weights.split_trained`."""
+        `weights.partition_trainable`."""
         weights = weights if frozen is None else combine(weights, frozen)
         x = self.embed(weights, micro_batch)
         x, aux = self.layers(weights.blocks, x, micro_batch)

@@ -59,7 +59,7 @@ class StepMetrics:
 
     Attributes:
       loss: mean cross entropy over the labels of the global batch that count, before the update, in nats;
-        0 if none counts; as `reported_loss` if a model has several losses.
+        0 if none counts; as `select_loss` if a model has several losses.
       grad_norm: global L2 norm of the unscaled gradient before clipping.
       learning_rate, loss_scale: as used in this step.
       skipped: whether nothing was updated: a gradient was not finite, or the loss was above the limit.

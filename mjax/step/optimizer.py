@@ -119,20 +119,20 @@ def count_nonfinite(model, state: optax.OptState, mesh: MeshConfig) -> Array:
     def flags(tree, sound):
         return jax.tree.map(lambda x: (~sound(x)).astype(wide_type(x.dtype)), tree)
 
-    def bounded(x):
+    def is_bounded(x) -> Array:
         return jnp.abs(x) <= MAX_MAGNITUDE
 
     def has_root(x):
         return jnp.isfinite(jnp.sqrt(x))
 
-    broken = [flags(model, bounded)]
+    broken = [flags(model, is_bounded)]
     for moments, has_squares in find_moments(state, model):
-        broken.append(flags(moments, has_root if has_squares else bounded))
+        broken.append(flags(moments, has_root if has_squares else is_bounded))
     return reduce_per_parameter(broken, mesh)
 
 
 def find_moments(state: optax.OptState, model) -> list[tuple]:
-    """The parts of an optimizer's state that have an array for each weight, or for some (`has_none`), such as Adam's
+    """The parts of an optimizer's state that have an array for each weight, or for some (`is_masked`), such as Adam's
     two moments; and whether it is the second one, a mean of squares."""
     structure = jax.tree.structure(model)
 
@@ -156,7 +156,7 @@ def reduce_per_parameter(trees: list, mesh: MeshConfig) -> Array:
 
     Args:
       trees: with the model's structure and equal sharding; all but the first may have none for some weights
-        (`has_none`).
+        (`is_masked`).
     """
 
     def sum_local(stacked, *leaves):
@@ -182,7 +182,7 @@ def _place_stage(squares: Array, mesh: MeshConfig) -> Array:
 
 
 def gradient_names(model, config: ModelConfig) -> list[str]:
-    """The names of the entries of `squared_norms`: 'embedding.table', …, 'blocks.mlp.up.kernel of layer 3', …"""
+    """The names of the entries of `norms_squared`: 'embedding.table', …, 'blocks.mlp.up.kernel of layer 3', …"""
     names = []
     for name in (leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(model)):
         stack = find_stack(config, name)

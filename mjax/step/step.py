@@ -141,7 +141,7 @@ def build_program(
         step = partial(_eval_step, with_sequence_length(config, batch), layout.plan, loss)
         return shard_map(step, in_specs=(specs.model, of_batch), out_specs=P())(model, batch)
 
-    def broken(state):
+    def count_broken(state):
         return count_nonfinite(trainable_only(state.model), state.optimizer, config.mesh)
 
     def begin(model):
@@ -156,7 +156,7 @@ def build_program(
         initialize=jax.jit(lambda: first_state(config, transform, initial_weights(config)), out_shardings=shardings),
         begin=jax.jit(begin, out_shardings=shardings, donate_argnums=0),
         train_step=jax.jit(train_step, donate_argnums=0, compiler_options=options),
-        broken=jax.jit(shard_map(broken, in_specs=(specs,), out_specs=P())),
+        broken=jax.jit(shard_map(count_broken, in_specs=(specs,), out_specs=P())),
         eval_step=jax.jit(eval_step, compiler_options=options),
         gradient_names=names,
         config=config,

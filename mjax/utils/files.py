@@ -124,7 +124,7 @@ def take_lock(stream: IO, print_line: Callable[[str], None]) -> bool:
     """Lock `stream` for this process; False if another process holds the lock.
 
     The lock ends with the process, however that ends, so it never has to be cleaned up. On a file system without locks
-    `say` gets one sentence about it, and the result is True.
+    `print_line` gets one sentence about it, and the result is True.
     """
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

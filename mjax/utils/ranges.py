@@ -22,7 +22,7 @@ from pathlib import Path
 
 from mjax.errors import RunError, UsageError
 from mjax.utils.files import cache_home, put, to_disk, write_whole
-from mjax.utils.stores import FETCHED, Store, alone, find_address, is_address, mirrored_address, to_stderr, version
+from mjax.utils.stores import FETCHED, Store, alone, find_address, is_address, mirror_address, to_stderr, version
 
 RANGE = 1 << 23  # bytes
 TOGETHER = 8  # ranges of one request, and requests at a time
@@ -40,7 +40,7 @@ def local_prefix(prefix: str) -> str:
     """
     if not is_address(prefix):
         return prefix
-    local, store = mirrored_address(prefix, FETCHED), Store(prefix, to_stderr)
+    local, store = mirror_address(prefix, FETCHED), Store(prefix, to_stderr)
     with alone(local):
         objects = {name: about for name in WHOLE + IN_RANGES if (about := store.get_info(f"{prefix}{name}"))}
         if missing := [name for name in (".bin", ".idx") if name not in objects]:

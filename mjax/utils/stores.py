@@ -64,7 +64,7 @@ def is_address(path: str | Path) -> bool:
     return ADDRESS.fullmatch(str(path)) is not None
 
 
-def mirrored_address(address: str | Path, kind: str = WRITTEN) -> Path:
+def mirror_address(address: str | Path, kind: str = WRITTEN) -> Path:
     """The local path of an address, of what is `WRITTEN` or `FETCHED`; any other path as it is.
 
     Raises:
@@ -120,7 +120,7 @@ class Store:
 
     Args:
       address: of a file or folder in it, or its scheme alone: s3 or gs.
-      say: takes one sentence about each failure.
+      print_line: takes one sentence about each failure.
 
     Attributes:
       patience: seconds for which a call is repeated.

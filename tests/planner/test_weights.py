@@ -1,4 +1,4 @@
-"""The layout of weights as numbers is the one that `lay_out` decides by their arrays."""
+"""The layout of weights as numbers is the one that `build_layout` decides by their arrays."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from tests.products import one_in
 
 
 def counted(config):
-    """Count the values of `weights_of_device` on the layout of the arrays."""
+    """Count the values of `device_weights` on the layout of the arrays."""
     layout = build_layout(config, abstract_mesh(config.mesh))
     plan = [storage for _, storage in jax.tree_util.tree_leaves_with_path(layout.plan)]
     matrices = collect_matrices(layout, config.mesh)

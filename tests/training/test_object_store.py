@@ -27,7 +27,7 @@ from mjax.run import loop
 from mjax.run.metrics import read_metrics
 from mjax.utils import stores
 from mjax.utils.files import write_whole
-from mjax.utils.stores import Store, explain_failure, mirrored_address, version
+from mjax.utils.stores import Store, explain_failure, mirror_address, version
 from tests.object_store import bucket
 from tests.test_train_command import command, losses, run_here
 
@@ -167,7 +167,7 @@ def quick(monkeypatch):
 @pytest.fixture
 def run(server, quick):
     """The folder of a run that this machine writes."""
-    folder = mirrored_address(ADDRESS)
+    folder = mirror_address(ADDRESS)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     return folder
@@ -262,11 +262,11 @@ def test_folder_that_is_behind_is_set_aside_not_removed(server, elsewhere, tmp_p
     """
     here = tmp_path / "here"
     upload(ADDRESS, {}, steps=(10,))
-    checkpoint(mirrored_address(ADDRESS), 12)
+    checkpoint(mirror_address(ADDRESS), 12)
     elsewhere()
     upload(ADDRESS, {}, steps=(15,))
     monkeypatch.setenv("XDG_CACHE_HOME", str(here))
-    folder = mirrored_address(ADDRESS)
+    folder = mirror_address(ADDRESS)
     assert sound(ADDRESS) == [15]
     assert local_run(ADDRESS) != folder
     assert steps_in(folder / "checkpoints") == [10, 12]  # no command that reads has touched it
@@ -357,7 +357,7 @@ def test_run_continues_on_another_machine(server, elsewhere, tmp_path, capsys):
     assert "s3://bucket/runs/run, continued after step 8" in output
     assert "stores/s3" not in output
     run_here(tmp_path, "--optimizer.decay-steps", "12")
-    assert losses(mirrored_address(runs)) == losses(tmp_path)
+    assert losses(mirror_address(runs)) == losses(tmp_path)
     elsewhere()
     assert cli.main(["runs", "--runs", runs, "--json"]) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -442,7 +442,7 @@ def test_run_that_loses_its_lock_saves_and_ends(server, tmp_path, capsys, quick,
     output = capsys.readouterr()
     assert "trained by process 7 on elsewhere now, so this process has stopped" in output.err
     assert "is kept on this machine as s3://bucket/runs/run.not-copied, which --run and --init take" in output.err
-    (step,) = steps_in(mirrored_address("s3://bucket/runs/run.not-copied") / "checkpoints")
+    (step,) = steps_in(mirror_address("s3://bucket/runs/run.not-copied") / "checkpoints")
     assert f"stopped by the loss of its lock after step {step}, which is saved" in output.out
     assert marked("s3://bucket/runs/run") == []
 
@@ -456,15 +456,15 @@ def test_store_without_conditional_writes_is_named(server, run):
 
 def test_only_known_runs_of_a_store_are_listed_from_here(server, run, elsewhere):
     upload("s3://bucket/runs/two", {}, steps=(10,))
-    assert [folder.name for folder in fetch_all(mirrored_address("s3://bucket/runs"))] == [run.name, "two"]
+    assert [folder.name for folder in fetch_all(mirror_address("s3://bucket/runs"))] == [run.name, "two"]
     elsewhere()
-    assert [folder.name for folder in fetch_all(mirrored_address("s3://bucket/runs"))] == ["two"]
+    assert [folder.name for folder in fetch_all(mirror_address("s3://bucket/runs"))] == ["two"]
 
 
 def test_list_of_a_store_asks_once_for_each_run(server, quick, elsewhere):
     """And fetches no tokenizer and no picture, which reading the run brings."""
     for name in ("a", "b", "c"):
-        folder = mirrored_address(f"s3://bucket/runs/{name}")
+        folder = mirror_address(f"s3://bucket/runs/{name}")
         (folder / "tokenizer").mkdir(parents=True)
         for file in ("tokenizer/vocab.txt", "loss.png"):
             (folder / file).write_text("x")
@@ -472,14 +472,14 @@ def test_list_of_a_store_asks_once_for_each_run(server, quick, elsewhere):
     elsewhere()
     for expected in (3, 0):
         server.requests.clear()
-        folders = fetch_all(mirrored_address("s3://bucket/runs"))
+        folders = fetch_all(mirror_address("s3://bucket/runs"))
         asked = [path for method, path, _ in server.requests if method in ("GET", "HEAD")]
         assert len([path for path in asked if path == "/bucket"]) == 1 + 3
         assert sum(path.endswith("config.json") for path in asked) == expected
         assert not [path for path in asked if "tokenizer" in path or "png" in path]
     assert [steps_in(folder / "checkpoints") for folder in folders] == [[20]] * 3
     assert (local_run("s3://bucket/runs/a") / "tokenizer" / "vocab.txt").is_file()
-    fetch_all(mirrored_address("s3://bucket/runs"))
+    fetch_all(mirror_address("s3://bucket/runs"))
     assert (folders[0] / "tokenizer" / "vocab.txt").is_file()
 
 
@@ -742,10 +742,10 @@ def test_many_processes_of_a_machine_fetch_together(server, run, elsewhere):
     elsewhere()
     with ThreadPoolExecutor(8) as pool:
         jobs = [pool.submit(run_to_train, ADDRESS) for _ in range(4)]
-        jobs += [pool.submit(fetch_all, mirrored_address("s3://bucket/runs")) for _ in range(4)]
+        jobs += [pool.submit(fetch_all, mirror_address("s3://bucket/runs")) for _ in range(4)]
         for job in jobs:
             job.result()
-    folder = mirrored_address(ADDRESS)
+    folder = mirror_address(ADDRESS)
     assert steps_in(folder / "checkpoints") == [10, 20]
     assert not list(folder.parent.glob("*not-copied*"))
     assert local_run(ADDRESS) == folder

@@ -10,7 +10,7 @@ Names and layouts of Megatron's tensors since 2020:
     2021  language_model.encoder.layers.3.self_attention.query_key_value.weight
     2023  decoder.layers.3.self_attention.linear_qkv.weight       (encoder.layers.… in a BERT)
 
-Names are replaced by current ones when a checkpoint is opened (`today`), so one table is enough (`family_of`).
+Names are replaced by current ones when a checkpoint is opened (`today`), so one table is enough (`find_family`).
 
 Weights are those of a `torch.nn.Linear`, [out, in]. Queries, keys and values are fused along out, in one of three
 orders, which only `checkpoint_version` tells: names and shapes do not.

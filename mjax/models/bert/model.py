@@ -96,7 +96,7 @@ class MLMHead(nnx.Module):
 
 
 class Encoder(LanguageModel):
-    """Embeddings and layers: a BERT without its heads. `pooled` is for models with a pooler."""
+    """Embeddings and layers: a BERT without its heads. `pool` is for models with a pooler."""
 
     after_layers = ("final_norm", "head", "mlm", "order", "pooler")
 
@@ -137,7 +137,7 @@ class Encoder(LanguageModel):
         """The pooler's output for each sequence, from its first token.
 
         Args:
-          x: the result of `normed`.
+          x: the result of `final_norm`.
 
         Returns:
           The outputs, and for which sequences they are valid: with sequence parallelism, or sequences split over
@@ -167,7 +167,7 @@ class BERT(Encoder):
         self.order = Linear(order, config.hidden, 2, config.init_std, dtype)
 
     def output(self, x: Float[Array, "t h"]) -> Output:
-        """The scores of the original token at each position, from the result of `normed`."""
+        """The scores of the original token at each position, from the result of `final_norm`."""
         return self.mlm(x, self.embedding)
 
     @classmethod

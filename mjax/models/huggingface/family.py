@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any
 
-from mjax.config.bounds import bounded_fields
+from mjax.config.bounds import section_fields
 from mjax.config.marks import ANY_FAMILY, effective_value
 from mjax.config.model import ModelConfig, config_class
 from mjax.errors import UsageError
@@ -145,7 +145,7 @@ def unlike(family: Family, model: ModelConfig) -> dict[str, Any]:
     """
     rows = {ours for ours, _ in family.fields.values()}
     expected = dict(family.fixed)
-    for option, (_, _, _, marks) in zip(dataclasses.fields(model), bounded_fields(type(model)), strict=True):
+    for option, (_, _, _, marks) in zip(dataclasses.fields(model), section_fields(type(model)), strict=True):
         if option.name not in rows | family.read_fields and ANY_FAMILY not in marks:
             expected.setdefault(option.name, option.default)
     if "feed_forward" not in rows and getattr(model, "mlp_width", None) != 4 * model.hidden:
