@@ -108,7 +108,7 @@ def leaves_by_path(tree: Any, field: str | None = None) -> dict[str, Any]:
 
 
 def names_with_layer_dim(tree: Any, field: str | None = None) -> set[str]:
-    """Names, as in `leaves_by_path`, of the arrays whose card has a layer dim: their first, or first two with chunks."""
+    """Names, as in `leaves_by_path`, of the arrays whose first dim, or first two with chunks, are layers."""
     weights = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Param))
     cards = (are_stacked(node) if isinstance(node, nnx.Param) else [False] for node in weights)
     return {name for name, stacked in zip(leaves_by_path(tree, field), itertools.chain(*cards), strict=True) if stacked}

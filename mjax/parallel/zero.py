@@ -189,7 +189,8 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False
     them to.
 
     They vary over every axis over which their gradients are summed after the backward pass
-    (`axes.gradient_sum_axes`), and over `model` where its ranks have parts of the gradient: else the backward pass would sum these layer by layer.
+    (`axes.gradient_sum_axes`), and over `model` where its ranks have parts of the gradient: else the backward pass
+    would sum these layer by layer.
     """
 
     def one(shard: Array, storage: Storage) -> Array:

@@ -66,7 +66,7 @@ def test_sample_depends_on_seed_and_index_alone(indexed):
 
 
 def test_index_is_kept_by_all_it_depends_on(indexed, tmp_path, monkeypatch):
-    monkeypatch.setattr("mjax.data.cache.WORTH_KEEPING", 0)
+    monkeypatch.setattr("mjax.data.cache.MIN_CACHED_BYTES", 0)
     cache = IndexCache([tmp_path / "cache"], pytest.fail)
     longer = write(tmp_path / "longer", [[np.append(each, 4) for each in sentences] for sentences in text(0, 80)])
     changes = ({}, {"seed": 5}, {"samples": 500}, {"sequence": 32}, {"indexed": longer})

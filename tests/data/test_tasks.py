@@ -181,7 +181,7 @@ def test_progress_counts_the_input_as_it_is_read(corpus, monkeypatch, command):
             yield
         assert max(counts[verb]) == count() == total == (size if unit == "bytes" else total)
 
-    monkeypatch.setattr("mjax.data.corpus.tasks.watched", watch)
+    monkeypatch.setattr("mjax.data.corpus.tasks.show_progress", watch)
     run(command, corpus, tasks=3)
     several = [verb for verb, values in counts.items() if len(set(values)) > 10]
     assert len(several) == {"dedup": 3, "clean": 2, "prepare": 1}[command]

@@ -63,7 +63,7 @@ ASKED = []
 def done(run, mnli):
     """The folder of a fine-tuning of two seeds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mjax.run.loop.told_to_stop", ASKED.append)
+        patch.setattr("mjax.run.loop.stop_agreed", ASKED.append)
         assert finetune(arguments_of(run, "mnli", mnli, *MNLI)) == 0
     return run.parent / "bert-mnli"
 
