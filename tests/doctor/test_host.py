@@ -172,7 +172,7 @@ def pretend(monkeypatch, **versions):
     installed = {name: version for name, version in packages.list_versions().items() if not name.startswith("jax-cuda")}
     installed |= {name.replace("_", "-"): version for name, version in versions.items()}
     installed = {name: version for name, version in installed.items() if version is not None}
-    monkeypatch.setattr(packages, "installed", lambda: installed)
+    monkeypatch.setattr(packages, "list_versions", lambda: installed)
 
 
 @pytest.mark.parametrize(("version", "status"), [("3.10.4", RED), ("3.13.0", GREEN), ("3.14.0", YELLOW)])

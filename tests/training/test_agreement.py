@@ -90,7 +90,7 @@ def test_data_facts_are_digests_of_the_contents(tmp_path):
 def test_software_facts_show_edits_versions_and_settings(monkeypatch, tmp_path):
     before = compared(software_facts())
     assert {"jax", "numpy", "Python", "XLA_FLAGS", "jax_enable_x64", "mjax/run/loop.py"} <= before.keys()
-    monkeypatch.setattr(agreement, "installed", lambda: {"jax": "0.0.1", "unrelated": "1"})
+    monkeypatch.setattr(agreement, "list_versions", lambda: {"jax": "0.0.1", "unrelated": "1"})
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/of/process/7 --xla_x=1")
     same = compared(software_facts())
     assert (same["jax"], same["XLA_FLAGS"]) == ("0.0.1", "--xla_x=1")

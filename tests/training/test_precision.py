@@ -147,7 +147,7 @@ ci = partial(pytest.param, marks=pytest.mark.ci)
 )
 def test_only_the_designed_operations_have_16_bits(changes, monkeypatch):
     for module in (bert, experts, gemma3, llama, mlp):  # it would stand between operations and their writers
-        monkeypatch.setattr(module, "recomputed", lambda function: function)
+        monkeypatch.setattr(module, "rematerialize", lambda function: function)
     config = small_config(**{"compute": "bf16", **changes})
     program, step = traced_step(config)
     assert not Counter(carried_in_16_bits(program, step))
