@@ -82,16 +82,16 @@ class Day:
         ended = Ended(self.part, name, shlex.join(command), round(limit, 1), "left out: no time")
         self.ended.append(ended)
         if limit < LEAST:
-            self.print_once(f"-- {name}: {ended.verdict}")
+            self.say(f"-- {name}: {ended.verdict}")
         else:
-            self.print_once(f"-- {name}, at most {limit:.0f} s: {ended.command}")
+            self.say(f"-- {name}, at most {limit:.0f} s: {ended.command}")
             begun = time.monotonic()
             try:
                 self._run(ended, command, limit, environment or {}, kill_when)
             except OSError as error:
                 ended.verdict = f"{type(error).__name__}: {error}"
             ended.seconds = round(time.monotonic() - begun, 1)
-            self.print_once(f"-- {name}: {ended.verdict}, {ended.seconds:.0f} s")
+            self.say(f"-- {name}: {ended.verdict}, {ended.seconds:.0f} s")
         self.write()
         return ended
 
@@ -119,7 +119,7 @@ class Day:
         lines = []
         for line in process.stdout:
             lines.append(line)
-            self.print_once("   " + line.rstrip()[:400])
+            self.say("   " + line.rstrip()[:400])
         code = process.wait()
         watcher.join()
         ended.output = "".join(lines)
@@ -129,7 +129,7 @@ class Day:
         """Add a table; `text` is Markdown, made of `rows` by default."""
         text = markdown(rows) if text is None else text
         self.tables.append((title, text, rows))
-        self.print_once(f"\n{title}\n\n{text}\n")
+        self.say(f"\n{title}\n\n{text}\n")
         self.write()
 
     def write(self) -> None:

@@ -324,10 +324,10 @@ def main() -> int:
                 PARTS[part](day)
             except Exception as error:  # a part never ends the day
                 day.ended.append(Ended(part, part, "", 0.0, f"{type(error).__name__}: {error}"))
-                day.print_once(f"-- {part}: {day.ended[-1].verdict}")
+                day.say(f"-- {part}: {day.ended[-1].verdict}")
     day.write()
-    day.print_once(markdown([{"command": e.name, "result": e.verdict, "seconds": e.seconds} for e in day.ended]))
-    day.print_once(f"written to {arguments.output / day.results}.md and .json")
+    day.say(markdown([{"command": e.name, "result": e.verdict, "seconds": e.seconds} for e in day.ended]))
+    day.say(f"written to {arguments.output / day.results}.md and .json")
     return int(not all(ended.fine for ended in day.ended))
 
 

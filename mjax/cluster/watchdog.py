@@ -83,7 +83,7 @@ class Watchdog:
         """
         self.where, self.index, self.count = where, index, count
         self._explain, self._share, self._leave = explain, share, leave
-        self.say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+        self.print_line: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
         self.place = ProcessStatus(f"process {index} on {socket.gethostname()} (pid {os.getpid()})")
         self.heartbeat: float = processes.HEARTBEAT
         self.patience = PATIENCE
@@ -289,16 +289,16 @@ class Watchdog:
         peers = {index: peer for index, (_, peer) in self._peers.items()}
         silent = {index for index, peer in peers.items() if now - peer.heard > self.heartbeat / 2}
         for index in silent - self._silent:
-            self.print_once(f"{peers[index].silence(now)}; at {self.heartbeat:g} s the run ends")
+            self.print_line(f"{peers[index].silence(now)}; at {self.heartbeat:g} s the run ends")
         for index in (self._silent - silent) & peers.keys():
-            self.print_once(f"{peers[index].name} is heard again")
+            self.print_line(f"{peers[index].name} is heard again")
         self._silent = silent
 
         places = [self.place, *peers.values()]
         slowest = min(place.step for place in places)
         if slowest != self._slowest:
             if self._reported:
-                self.print_once(f"continuing: step {slowest} after {now - self._progress:.0f} s")
+                self.print_line(f"continuing: step {slowest} after {now - self._progress:.0f} s")
             self._slowest, self._progress, self._reported = slowest, now, 0.0
         waited, patience, limit = now - self._progress, self._patience(places), self.where.hang_limit
         ends = limit is not None and waited >= limit * patience
@@ -308,7 +308,7 @@ class Watchdog:
         standing = f"no step has been finished for {waited:.0f} s: {_standing(places, now)}"
         if ends:
             return f"{standing}; --distributed.hang-limit is {limit:g} s"
-        self.print_once(standing)
+        self.print_line(standing)
         return ""
 
     def _limit(self) -> float:

@@ -287,7 +287,7 @@ class DedupJob(FilterJob):
         for part in self._all_documents():
             fate = self.fate(part)
             needed[fate.numbers] |= np.where(fate.retained, KEPT, 0).astype(np.uint8)
-            np.add.begin_activity(sizes, fate.instead[~fate.exact], 1)
+            np.add.at(sizes, fate.instead[~fate.exact], 1)
             by_jaccard += np.histogram(fate.jaccard[fate.near], edges)[0]
             # Examples are the least similar near-duplicates, the most doubtful removals.
             for name, which in ((EXACT, fate.exact), (NEAR, fate.near)):

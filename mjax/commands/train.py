@@ -142,7 +142,7 @@ class _SampleWriter(Callback):
         ends = tokenizer.eod if chat is None else chat.stops
         samples = self._continue(run, texts, [encode(text) for text in texts], decode, ends)
         for prompt, sample in zip(prompts, samples, strict=True):
-            run.print_once(f"step {step}: {prompt} → {sample.continuation.strip()}")
+            run.print_line(f"step {step}: {prompt} → {sample.continuation.strip()}")
         if run.log:
             run.log.write_samples(step, prompts, [sample.continuation for sample in samples])
 
@@ -160,18 +160,18 @@ class _SampleWriter(Callback):
         tokenizer = tokenizer_from_folder(data.tokenizer)
         decode = tokenizer.decode
         if log.prompt is None:  # as ids: their text may spell tokens that no text encodes to
-            batch = (data.validation or data.training).begin_activity(0)
+            batch = (data.validation or data.training).batch_at(0)
             end = int(batch["loss_mask"][0].argmax()) + 1 if run.config.data.conversations else 8  # before an answer
             ids = batch["tokens"][0, :end].tolist()
             prompt = Chat(data.tokenizer).decode(ids, special=True) if run.config.data.conversations else decode(ids)
         else:
             prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
-        display.print_once("")
+        display.print_line("")
         ends = end_token_ids(data.tokenizer, tokenizer.eod)
         (sample,) = self._continue(run, [prompt], [ids], decode, ends)
         text = Text(prompt, style="dim") + Text(sample.continuation)
         display.console.print(text, soft_wrap=True, highlight=False)
-        display.print_once("")
+        display.print_line("")
 
     def _continue(self, run: Run, prompts, encoded, decode, ends) -> list[TextContinuation]:
         from mjax.generation.generate import Generator, Sampling

@@ -59,7 +59,7 @@ class IndexCache:
     """
 
     def __init__(self, folders: Sequence[Path] = (), print_line: Callable[[str], None] = print):
-        self.folders, self.say = folders, print_line
+        self.folders, self.print_line = folders, print_line
 
     def arrays(self, source: Mapping[str, object], names: Sequence[str], build: Callable[[], Arrays]) -> Arrays:
         """The arrays `names` that `build` makes of `source`: mapped from disk, or newly built.
@@ -79,7 +79,7 @@ class IndexCache:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except DAMAGED:
-                self.print_once(
+                self.print_line(
                     f"{folder}/{key}.json or its arrays are damaged or unreadable: building the indices again"
                 )
         built = build()
@@ -94,9 +94,9 @@ class IndexCache:
                 problem = problem or f"{folder} cannot be used ({getattr(error, 'strerror', None) or error})"
                 continue
             if problem:
-                self.print_once(f"{problem}: the indices are kept in {folder}")
+                self.print_line(f"{problem}: the indices are kept in {folder}")
             return arrays
-        self.print_once(
+        self.print_line(
             f"{problem}: the indices are built in memory at every start; name another folder with --data.cache"
         )
         return built

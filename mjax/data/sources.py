@@ -133,7 +133,7 @@ class _Files:
 
     def __init__(self, config: Config, print_line: Callable[[str], None]):
         data, model = config.data, config.model
-        self.config, self.say = config, print_line
+        self.config, self.print_line = config, print_line
         if data.train_path:
             paths = {"--data.train-path": data.train_path, "--data.valid-path": data.valid_path}
             blends = [parse_blend(values, flag) if values else None for flag, values in paths.items()]
@@ -194,7 +194,7 @@ class _Files:
             options = {"vocabulary": self.config.model.vocabulary, "pack": data.pack, "cache": cache}
             return ConversationDataset(*drawn, f"{part} part", **options)
         if indexed.masked:
-            self.print_once(
+            self.print_line(
                 f"note: {prefix} holds conversations, and all of their text is trained, in sequences that cut them; "
                 "set data.conversations in a config file to train what the assistant wrote"
             )
@@ -207,7 +207,7 @@ class _Files:
         return range(count) if data.train_path else split_sequences(data.split, count)[PARTS.index(part)]
 
     def _cache(self, prefix: str) -> IndexCache:
-        return IndexCache(cache_folders(prefix, self.config.data.cache), self.say)
+        return IndexCache(cache_folders(prefix, self.config.data.cache), self.print_line)
 
 
 def _summary(blend: Blend, dataset: GPTDataset | BertDataset | BlendedDataset) -> str:

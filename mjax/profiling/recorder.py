@@ -50,9 +50,9 @@ class Recorder(Callback):
     def on_start(self, run: Run) -> None:
         """Report steps that the run has taken already."""
         self.close()
-        self._say = run.say
+        self._say = run.print_line
         if self.steps and run.step >= self.steps.start:
-            run.print_once(f"note: the run continues after step {run.step}, and --profile records later steps only")
+            run.print_line(f"note: the run continues after step {run.step}, and --profile records later steps only")
 
     def needs_state(self, run: Run, step: int) -> bool:
         """Return True before the first step to profile, and after the last: no step may be in flight."""

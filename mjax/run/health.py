@@ -245,7 +245,7 @@ class Guard(Callback):
         continued_from: int | None = None,
     ):
         """Nothing is read before `begin`."""
-        self.config, self.checkpoints, self.say = config, checkpoints, print_line
+        self.config, self.checkpoints, self.print_line = config, checkpoints, print_line
         self.folder = checkpoints.folder.parent
         self.health = Health(config.health)
         self.passed_over: list[Rewind] = []
@@ -310,10 +310,10 @@ class Guard(Callback):
         self.spike, self._put_off, self._healthy_since = None, False, 0
         self._candidate = start if there and start > 0 and not known.get("suspect") else None
         if known.get("suspect"):
-            self.print_once(f"checkpoint {start} was saved while the run was unhealthy; {self._last_good()}")
+            self.print_line(f"checkpoint {start} was saved while the run was unhealthy; {self._last_good()}")
         for entry in self.passed_over:
             if entry["steps"][1] > start:
-                self.print_once(_describe(entry))
+                self.print_line(_describe(entry))
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
@@ -401,7 +401,7 @@ class Guard(Callback):
         suspect = self.health.suspect
         if suspect and not ends:
             if not self._put_off:
-                self.print_once(f"checkpoint {step} is postponed until the run is healthy; {self._last_good()}")
+                self.print_line(f"checkpoint {step} is postponed until the run is healthy; {self._last_good()}")
             self._put_off = True
             return False
         if self._candidate is not None and self._healthy_since > 0:
@@ -440,7 +440,7 @@ class Guard(Callback):
         entry: Rewind = {"steps": (first, step), "spike": step, "loss": loss, "from": good}
         if is_first():
             write_whole(self.folder / PASSED_OVER, json.dumps([*self.passed_over, entry], indent=1) + "\n")
-        self.print_once(f"rewinding to checkpoint {good}")
+        self.print_line(f"rewinding to checkpoint {good}")
         self.passed_over = [*self.passed_over, entry]
         return good
 

@@ -133,7 +133,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
 
     # --- Program and state --------------------------------------------------------------------------------------------
     program = build_program(resolved, mesh, optimizer=options.optimizer, loss=options.loss)
-    watchdog.say = display.print_line
+    watchdog.print_line = display.print_line
     with _open_checkpoints(config, folder, display.print_line) as checkpoints:
         if (step := from_first(-1 if options.step is None else options.step)) >= 0:
             continue_from(checkpoints, step, display.print_line)
@@ -383,7 +383,7 @@ class Run:
     def to_devices(self, batches: Batches, step: int) -> dict[str, jax.Array]:
         """The batch of `step`; a process reads only the rows of its own devices."""
         size = batches.sizes.size(step)
-        rows = cache(lambda begin, end: batches.begin_activity(step, slice(begin, end)))
+        rows = cache(lambda begin, end: batches.batch_at(step, slice(begin, end)))
 
         def read_part(index: tuple[slice, ...], name: str) -> np.ndarray:
             return rows(*index[0].indices(size)[:2])[name][:, *index[1:]]
@@ -443,7 +443,7 @@ class Evaluate(Callback):
             return
         run.begin_activity(step, "evaluating")
         run.validation = metrics.val_loss, metrics.val_metrics = self.measure(run, step)
-        run.print_once(f"step {step}: validation {losses(*run.validation, run.config.model.metrics)}")
+        run.print_line(f"step {step}: validation {losses(*run.validation, run.config.model.metrics)}")
 
     def measure(self, run: Run, step: int) -> tuple[float, dict[str, float]]:
         """Return the mean loss over all labels, nats per label, and the other metrics of the model."""

@@ -47,7 +47,7 @@ def config_of(steps=10, batch=4, **data):
 
 def rows(batches, steps):
     """Return the tokens of every sample, in order."""
-    return [row for step in range(steps) for row in batches.begin_activity(step)["tokens"].tolist()]
+    return [row for step in range(steps) for row in batches.batch_at(step)["tokens"].tolist()]
 
 
 def origins(batches, steps):
@@ -104,7 +104,7 @@ def chats(tmp_path, monkeypatch):
 
 def times_seen(batches, steps):
     """How often the only trained label of each conversation is trained."""
-    batches = [batches.begin_activity(step) for step in range(steps)]
+    batches = [batches.batch_at(step) for step in range(steps)]
     labels = np.concatenate([batch["labels"][batch["loss_mask"]] for batch in batches])
     return dict(zip(*np.unique(labels, return_counts=True), strict=True))
 

@@ -15,7 +15,7 @@ def examples(count: int) -> Examples:
 
 def seen(batches: EpochBatches, epoch: int) -> list[int]:
     steps = range(epoch * batches.steps, (epoch + 1) * batches.steps)
-    return np.concatenate([batches.begin_activity(step)["label"] for step in steps]).tolist()
+    return np.concatenate([batches.batch_at(step)["label"] for step in steps]).tolist()
 
 
 def test_epoch_shows_each_example_once():

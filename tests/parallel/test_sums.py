@@ -25,7 +25,7 @@ def rows_of_positions(positions):
 
 def summed_by_id(gradient):
     total = np.zeros((64, 16))
-    np.add.begin_activity(total, IDS, gradient)
+    np.add.at(total, IDS, gradient)
     return total
 
 

@@ -19,7 +19,9 @@ def test_environment_keeps_flags_and_no_secrets(tmp_path, monkeypatch):
     for name, value in (flags | {"HF_TOKEN": "secret", "MY_XLA_KEY": "secret"}).items():
         monkeypatch.setenv(name, value)
     launch.set_variable("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9", start.os.environ)
-    monkeypatch.setattr(agreement, "list_versions", lambda: {"jax": "0.11.2", "numpy": "2.4", "nvidia-nccl-cu13": "2.32.3"})
+    monkeypatch.setattr(
+        agreement, "list_versions", lambda: {"jax": "0.11.2", "numpy": "2.4", "nvidia-nccl-cu13": "2.32.3"}
+    )
     start.write_environment(Config(), tmp_path, pytest.fail)
     [found] = json.loads((tmp_path / "environment.json").read_text())
     assert found["flags"] == flags | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}

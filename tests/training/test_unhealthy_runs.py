@@ -88,7 +88,7 @@ def healthy(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         launcher = Launcher(tmp_path_factory.mktemp("healthy"), patch)
         assert launcher() == 0
-        assert launcher.enqueue() == ["16", "20"]
+        assert launcher.saved() == ["16", "20"]
         return launcher.losses()
 
 
@@ -101,7 +101,7 @@ def test_poisoned_run_keeps_its_last_good_checkpoint(launcher, healthy, capfd):
     assert "checkpoint 12 is postponed until the run is healthy; the last good one is 8" in captured.out
     assert launcher("--checkpoint.keep-last", "1") == 3  # a launcher that takes no hint
     assert "ended unhealthy (" in capfd.readouterr().err
-    assert launcher.enqueue() == ["8"]
+    assert launcher.saved() == ["8"]
     assert launcher.resume("--step", "8") == 0
     assert launcher.losses() == healthy
 
@@ -140,17 +140,17 @@ def test_broken_moment_ends_the_run_and_is_not_saved(launcher, capfd, value, ste
     broken = "weights or moments are not finite, or above 1e20 (blocks.mlp.up.kernel of layer 2 first, 1 of 28)"
     assert f"after step {found} {broken}" in error
     assert f"--run {launcher.run_folder} --step 4" in error
-    assert launcher.enqueue() == ["4"]
+    assert launcher.saved() == ["4"]
 
 
 def test_stopped_unhealthy_run_keeps_its_good_checkpoints(launcher, healthy, capfd):
     launcher.poisons, launcher.stop_at = {10: loss_scale(jnp.inf)}, 12
     assert launcher("--checkpoint.keep-last", "1") == 75
-    assert launcher.enqueue() == ["12", "4", "8"]
+    assert launcher.saved() == ["12", "4", "8"]
     launcher.poisons, launcher.stop_at = {13: loss_scale(1)}, 15
     assert launcher("--checkpoint.keep-last", "1") == 75
     assert "checkpoint 12 was saved while the run was unhealthy; the last good one is 4" in capfd.readouterr().out
-    assert launcher.enqueue() == ["15", "4"], "checkpoint 12 counts as good"
+    assert launcher.saved() == ["15", "4"], "checkpoint 12 counts as good"
     assert launcher.resume("--step", "4") == 0
     assert "set aside the checkpoints after 4 as 15.abandoned" in capfd.readouterr().out
     assert launcher.losses() == healthy
@@ -161,7 +161,7 @@ def test_command_goes_back_once(launcher, capfd):
     assert launcher("--checkpoint.keep-last", "3") == 75
     launcher.stop_at = 5
     assert launcher.resume("--step", "4") == 75
-    assert launcher.enqueue() == ["4", "5", "6.abandoned"]
+    assert launcher.saved() == ["4", "5", "6.abandoned"]
     launcher.stop_at = 6
     assert launcher.resume("--step", "4") == 75
     assert "checkpoint 5 continues from 4 already" in capfd.readouterr().out
@@ -190,4 +190,4 @@ def test_run_with_differing_replicas_ends_with_3(launcher, capfd):
     launcher.poisons = {5: flip}
     assert launcher("--mesh.data", "2") == 3
     assert "after step 8 the replicas have different weights: replica 0" in capfd.readouterr().err
-    assert launcher.enqueue() == ["4"]
+    assert launcher.saved() == ["4"]

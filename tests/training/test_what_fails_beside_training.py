@@ -180,7 +180,7 @@ tempfile.mkdtemp = lambda *_, **__: os.stat("no temporary directory")
 display = Display(10).begin(0)
 log = MetricsLog(Path(sys.argv[1]), 0, say=lambda line: print(line, file=sys.stderr))
 for step in range(1, 11):
-    display.print_once("a message")
+    display.print_line("a message")
     log.draw()
 print("left", file=sys.stderr)
 """

@@ -27,7 +27,7 @@ class Run:
             )
             for index in range(count)
         ]
-        self.all[0].say = self.said.append
+        self.all[0].print_line = self.said.append
         for one in self.all:
             one.heartbeat, one.patience = heartbeat, math.inf
 

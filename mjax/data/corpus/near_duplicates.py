@@ -345,7 +345,7 @@ def join(parents: np.ndarray, one: np.ndarray, other: np.ndarray) -> None:
         one, other = roots(parents, one), roots(parents, other)
         apart = one != other
         one, other = one[apart], other[apart]
-        np.minimum.begin_activity(parents, np.maximum(one, other), np.minimum(one, other))
+        np.minimum.at(parents, np.maximum(one, other), np.minimum(one, other))
 
 
 def roots(parents: np.ndarray, nodes: np.ndarray) -> np.ndarray:
