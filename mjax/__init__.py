@@ -21,10 +21,26 @@ import JAX.
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what editors and type checkers read; at run time a name is imported when it is first used
+    from mjax.cluster.launch import simulate_devices as simulate
+    from mjax.commands.evaluate import score_task as evaluate
+    from mjax.commands.lm_eval import EvaluateWithHarness
+    from mjax.commands.plan import plan_config as plan
+    from mjax.config import Config, load_config
+    from mjax.config.checks import validate
+    from mjax.generation.inference import open_run
+    from mjax.generation.text import compute_logits as logits
+    from mjax.generation.text import generate_texts as generate
+    from mjax.parallel.mesh import make_mesh
+    from mjax.run.callbacks import Callback, KeepBestCheckpoint
+    from mjax.run.trainer import Trainer
+    from mjax.step.step import build_program
 
 __version__ = "0.2.0"
 
-_PLACES = {
+_LAZY_IMPORTS = {
     "Callback": "mjax.run.callbacks:Callback",
     "Config": "mjax.config:Config",
     "EvaluateWithHarness": "mjax.commands.lm_eval:EvaluateWithHarness",
@@ -42,15 +58,32 @@ _PLACES = {
     "validate": "mjax.config.checks:validate",
 }
 
-__all__ = ["__version__", *_PLACES]
+__all__ = [
+    "Callback",
+    "Config",
+    "EvaluateWithHarness",
+    "KeepBestCheckpoint",
+    "Trainer",
+    "__version__",
+    "build_program",
+    "evaluate",
+    "generate",
+    "load_config",
+    "logits",
+    "make_mesh",
+    "open_run",
+    "plan",
+    "simulate",
+    "validate",
+]
 
 
 def __getattr__(name: str):
-    if name not in _PLACES:
-        raise AttributeError(f"module 'mjax' has no attribute {name!r}; it has {', '.join(_PLACES)}")
-    module, _, inside = _PLACES[name].partition(":")
+    if name not in _LAZY_IMPORTS:
+        raise AttributeError(f"module 'mjax' has no attribute {name!r}; it has {', '.join(_LAZY_IMPORTS)}")
+    module, _, inside = _LAZY_IMPORTS[name].partition(":")
     return getattr(importlib.import_module(module), inside)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PLACES])
+    return sorted([*globals(), *_LAZY_IMPORTS])

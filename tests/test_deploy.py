@@ -154,8 +154,7 @@ def test_command_fits_nodes_and_gpus(name):
 PROGRAM = """
 import pathlib
 from mjax.cluster import launch, processes
-processes.START_TIMEOUT = 60  # below the test's limit: it says who is missing
-processes.start(launch.Distributed())
+processes.start(launch.Distributed(start_timeout=60))  # below the test's limit: it says who is missing
 import jax
 pathlib.Path(f"met{jax.process_index()}").write_text(str(jax.process_count()))
 """

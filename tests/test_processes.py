@@ -192,10 +192,10 @@ def test_cut_cable_between_two_hosts_ends_both(hosts, tmp_path):
 @pytest.mark.ci
 def test_unjoined_processes_end_after_start_timeout(tmp_path):
     """One that waits for another, and one that waits for process 0: JAX's client would abort both."""
-    short = changed(tmp_path, "processes.START_TIMEOUT = 5")
+    short = ["--distributed.start-timeout", "5"]
     with Group(tmp_path / "a", *short, count=2, only=[0]) as first, Group(tmp_path / "b", *short, only=[1]) as other:
         (waiting,), (alone,) = first.finish(code=2), other.finish(code=2)
-    late = "mjax: error: the processes of this run did not come together within 5 s: "
+    late = "mjax: error: the processes of this run did not come together within --distributed.start-timeout 5 s: "
     assert re.fullmatch(rf"{late}process 0 listens at 127.0.0.1:\d+, and not all of 2 connected; check .*\n", waiting)
     assert re.fullmatch(
         rf"{late}this one on \S+ cannot reach process 0 at 127.0.0.1:\d+ \(Connection refused\); .*\n", alone

@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
 from mjax.cluster.hardware import USABLE_FRACTION
 from mjax.cluster.huge_pages import SET_BY_MJAX
+from mjax.config.bounds import Bounds
 from mjax.errors import UsageError
 from mjax.utils.files import cache_home, make_private
 
@@ -141,6 +143,8 @@ class Distributed:
     """Number of processes."""
     process: int | None = None
     """Index of this process, from 0."""
+    start_timeout: Annotated[int, Bounds(ge=5)] = 300
+    """Seconds within which all processes have to connect."""
     hang_limit: float | None = None
     """Seconds without a finished step after which the run ends with exit code 1, for a launcher to restart it; ten
     times as many while it compiles, evaluates or saves. By default never."""

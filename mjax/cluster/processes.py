@@ -39,7 +39,6 @@ from mjax.cluster.launch import Distributed, enable_compilation_cache, find_laun
 from mjax.errors import UsageError
 
 MESSAGE_BYTES = 2048  # of bytes_from_first
-START_TIMEOUT = 300  # seconds within which all processes have to connect
 HEARTBEAT = 25  # seconds of silence after which a process is lost; one that dies is noticed at once
 JAX_TIMEOUT_MARGIN = 60  # seconds by which JAX's limits are longer than ours, which have a better message
 WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -82,13 +81,13 @@ def start(where: Distributed, simulate: int | None = None) -> None:
     if process == 0 or (process is None and os.environ.get("SLURM_PROCID") == "0"):
         _check_port(where.listening_port())
     try:
-        with _time_limit(START_TIMEOUT, lambda: _who_is_missing(where, processes, process)):
+        with _time_limit(where.start_timeout, lambda: _who_is_missing(where, processes, process)):
             jax.distributed.initialize(
                 where.coordinator,
                 processes,
                 process,
                 local_device_ids=local_devices(),
-                initialization_timeout=START_TIMEOUT + JAX_TIMEOUT_MARGIN,
+                initialization_timeout=where.start_timeout + JAX_TIMEOUT_MARGIN,
                 # A fallback for mjax/cluster/watchdog.py, which should report first: JAX may send only one heartbeat
                 # in half of its timeout.
                 heartbeat_timeout_seconds=2 * HEARTBEAT + 10,
@@ -164,7 +163,7 @@ def _time_limit(seconds: float, explain: Callable[[], str]) -> Iterator[None]:
 
 def _who_is_missing(where: Distributed, count: int | None, process: int | None) -> str:
     """Describe why the processes did not connect, as far as one of them can tell."""
-    late = f"the processes of this run did not come together within {START_TIMEOUT} s"
+    late = f"the processes of this run did not come together within --distributed.start-timeout {where.start_timeout} s"
     if where.coordinator is None:  # the launcher told JAX where process 0 is
         return f"{late}; see the output of the others for one that ended, or {GIVE_EACH}"
     host, port = where.coordinator.rsplit(":", 1)
@@ -425,7 +424,7 @@ def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int,
       UsageError: some did not connect.
     """
     met: dict[int, tuple[JsonConnection, str]] = {}
-    deadline = time.monotonic() + START_TIMEOUT
+    deadline = time.monotonic() + where.start_timeout
     with _server(0, backlog=count) as server, selectors.DefaultSelector() as door:
         token, port, hosts = secrets.token_hex(16), server.getsockname()[1], _addresses(where)
         share(json.dumps({"hosts": hosts, "port": port, "token": token, "name": name}).encode())
@@ -435,7 +434,7 @@ def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int,
                 missing = ", ".join(str(index) for index in range(1, count) if index not in met)
                 raise UsageError(
                     f"processes {missing} did not reach process 0 at port {port} of {' or '.join(hosts)} "
-                    f"within {START_TIMEOUT} s; open the port range between the hosts"
+                    f"within {where.start_timeout} s; open the port range between the hosts"
                 )
             # Connections are not waited for: a stranger that connects and says nothing must not block the others.
             for key, _ in door.select(max(0.01, deadline - time.monotonic())):
@@ -464,7 +463,7 @@ def _welcome(line: JsonConnection, token: str) -> dict[int, tuple[JsonConnection
     return {}
 
 
-def connect(index: int, name: str, share: Share) -> dict[int, tuple[JsonConnection, str]]:
+def connect(where: Distributed, index: int, name: str, share: Share) -> dict[int, tuple[JsonConnection, str]]:
     """In process `index`: the connection to process 0, and its name, by its index. Arguments as for `listen`.
 
     Raises:
@@ -472,7 +471,7 @@ def connect(index: int, name: str, share: Share) -> dict[int, tuple[JsonConnecti
     """
     there = json.loads(share(b""))
     hosts, port = there["hosts"], there["port"]
-    deadline = time.monotonic() + START_TIMEOUT
+    deadline = time.monotonic() + where.start_timeout
     while time.monotonic() < deadline:
         for host in hosts:
             with contextlib.suppress(*STRANGE):  # try the next host

@@ -175,7 +175,7 @@ class Watchdog:
         """Meet all others in process 0; in the others process 0, which is not silent until it has met all."""
         met: dict[int, tuple[processes.JsonConnection, str]] = {}
         if self.index:
-            met = processes.connect(self.index, self.place.name, self._share)
+            met = processes.connect(self.where, self.index, self.place.name, self._share)
         elif self.count > 1:
             met = processes.listen(self.where, self.count, self.place.name, self._share)
         for index, (line, name) in met.items():

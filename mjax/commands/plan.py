@@ -99,10 +99,10 @@ class PlanArguments:
 def plan(argv: Sequence[str]) -> int:
     """`mjax plan`; returns the exit code."""
     chosen = choose_config(_with_default(argv))
-    config = chosen.config if chosen.resume is None else str(chosen.resume)
-    default = PlanArguments(config=config, run=chosen.resume, settings=chosen.settings)
+    config = chosen.config if chosen.run is None else str(chosen.run)
+    default = PlanArguments(config=config, run=chosen.run, settings=chosen.settings)
     arguments = parse(PlanArguments, argv, "mjax plan", default)
-    if chosen.resume is None:
+    if chosen.run is None:
         folder = TrainArguments.runs / default_name(config)
         settings, taken = resolve(arguments.settings, chosen.settings, flag_names(argv), config, folder)
     else:

@@ -42,13 +42,13 @@ class TrainArguments:
     """Name of the run, whose folder is RUNS/NAME; by default that of the config. An existing run is continued."""
     runs: Annotated[Path, Synonyms("save~ output-dir~ out-dir~ save-dir~")] = Path("runs")
     """Folder that contains the run folders."""
-    resume: Annotated[Path | None, tyro.conf.arg(aliases=["--run"]), RUN_SYNONYMS] = None
+    run: Annotated[Path | None, tyro.conf.arg(aliases=["--resume"]), RUN_SYNONYMS] = None
     """Continue the run in this folder with its saved config."""
     init: Annotated[Path | None, Synonyms("pretrained pretrained-checkpoint init-from finetune")] = None
     """Start a new run from the weights alone of the run in this folder, trained or converted: optimizer, step and data
     order start from scratch. Once the new run has checkpoints the same command continues it."""
     step: int | None = None
-    """With --resume: continue from this checkpoint and set later ones aside. With --init: the checkpoint whose weights
+    """With --run: continue from this checkpoint and set later ones aside. With --init: the checkpoint whose weights
     are loaded. By default the newest."""
     simulate: int | None = None
     """Number of CPU devices to simulate, in each process."""
@@ -203,7 +203,7 @@ def read_prompts(file: str) -> list[str]:
 def _train_arguments(
     argv: Sequence[str], choose: Callable[[Sequence[str]], TrainArguments], prog: str
 ) -> tuple[TrainArguments, str, Origin | None, list[str]]:
-    """The arguments of `mjax train`, with the run folder in `resume`; the label of the config; the origin of a new run;
+    """The arguments of `mjax train`, with the run folder in `run`; the label of the config; the origin of a new run;
     and lines about settings taken from the data and changed in the run.
 
     Every check that needs no device is made here, before jax is imported.
@@ -221,7 +221,7 @@ def _train_arguments(
     run_to_train(folder)
     if arguments.step is not None and arguments.init is None:
         if arguments.resume is None:
-            raise UsageError(f"--step {arguments.step} goes with --resume or --init; add --resume {folder}")
+            raise UsageError(f"--step {arguments.step} goes with --run or --init; add --run {folder}")
         if arguments.step not in (steps := checkpoint_steps(folder)):
             raise UsageError(f"--step {arguments.step}: {folder} has no such checkpoint; use {either(steps)}")
     from mjax.run.continuing import after_steps_taken, changes_since, choose_origin, with_positions
@@ -251,7 +251,7 @@ def _train_arguments(
     from mjax.run.metrics import check_trackers
 
     check_trackers(settings.log)
-    return replace(arguments, resume=folder, settings=settings), label, origin, [*taken, *changes]
+    return replace(arguments, run=folder, settings=settings), label, origin, [*taken, *changes]
 
 
 def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> None:
@@ -303,4 +303,4 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
                 f"new run type --config {config if own else folder / 'config.json'} --name NEW"
             )
     load_user_model(config, folder, lambda line: None)  # `changes_since` has the note
-    return TrainArguments(resume=folder, settings=read_config(folder / "config.json"))
+    return TrainArguments(run=folder, settings=read_config(folder / "config.json"))
