@@ -1,6 +1,9 @@
 """The Python interface of a trained run: its texts, its ids and its logits, on any mesh."""
 
+import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +19,7 @@ from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.models.build import build_model
 from mjax.parallel.weights import leaf_name
+from tests.conftest import ROOT
 from tests.small import batch_of, program_of, small_config
 
 CONFIG = small_config(layers=4, heads=4, vocabulary=257, dropout=0.0)
@@ -178,3 +182,16 @@ def test_errors_name_arguments_in_place_of_flags(run, tmp_path):
         mjax.evaluate(run, "positions", "x", stride=3)
     with pytest.raises(UsageError, match=r"^longest=8 needs gpu h100; add it$"):
         mjax.plan(read_config(run / "config.json"), longest=8)
+
+
+def test_type_checkers_know_the_interface(tmp_path):
+    """Every name of `mjax`, though it is imported when it is first used."""
+    file = tmp_path / "door.py"
+    names = [name for name in mjax.__all__ if not name.startswith("_")]
+    file.write_text("import mjax\n" + "".join(f"reveal_type(mjax.{name})\n" for name in names))
+    command = [sys.executable, "-m", "pyrefly", "check", "--python-interpreter-path", sys.executable]
+    shown = subprocess.run([*command, "--search-path", ROOT, file], capture_output=True, text=True).stdout
+    types = re.findall("revealed type: (.*) \\[reveal-type\\]", shown)
+    assert len(types) == len(names), shown
+    assert not [found for found in types if found in ("Unknown", "Any", "Module")], shown
+    assert sorted(mjax._LAZY_IMPORTS) == sorted(names)
