@@ -165,7 +165,7 @@ MISTAKES = {
     "train --run runs/done --config TINY": "has no effect with --run",
     "train --resume nowhere": "has no checkpoint",
     "train --resume runs/done --step 3": "has no such checkpoint; use 4",
-    f"{NEW} --step 3": "goes with --resume or --init",
+    f"{NEW} --step 3": "goes with --run or --init",
     f"{NEW} --mesh.model 4 --mesh.data 2": "needs 8 devices (data 2 × model 4); 1 found",
     f"{NEW} --name busy": "is in use by another process",
     f"{NEW} --simulate 0": "--simulate is 0",

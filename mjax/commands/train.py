@@ -111,7 +111,7 @@ def train(
         if arguments.profile is not None:
             callbacks.append(Recorder(parse_steps(arguments.profile, config.train.steps)))
         options = Options(name=label, step=step, origin=origin, callbacks=callbacks, watchdog=watchdog)
-        result = loop.train(config, arguments.resume, options)
+        result = loop.train(config, arguments.run, options)
     return result.exit_code
 
 
@@ -211,7 +211,7 @@ def _train_arguments(
     chosen = choose(argv)
     arguments = parse(type(chosen), argv, prog, chosen)
     name = default_name(arguments.config) if arguments.name is None else arguments.name
-    folder, label = arguments.resume, str(arguments.resume)
+    folder, label = arguments.run, str(arguments.run)
     if folder is None:
         check_run_name(name)
         folder, label = arguments.runs / name, arguments.config
@@ -220,15 +220,15 @@ def _train_arguments(
     check_run_folder(folder)
     run_to_train(folder)
     if arguments.step is not None and arguments.init is None:
-        if arguments.resume is None:
+        if arguments.run is None:
             raise UsageError(f"--step {arguments.step} goes with --run or --init; add --run {folder}")
         if arguments.step not in (steps := checkpoint_steps(folder)):
             raise UsageError(f"--step {arguments.step}: {folder} has no such checkpoint; use {either(steps)}")
     from mjax.run.continuing import after_steps_taken, changes_since, choose_origin, with_positions
 
-    step = arguments.step if arguments.resume is not None else None
+    step = arguments.step if arguments.run is not None else None
     settings, typed = after_steps_taken(arguments.settings, folder, step), flag_names(argv)
-    if arguments.resume is None:
+    if arguments.run is None:
         weights = folder if arguments.init is None or checkpoint_steps(folder) else arguments.init
         settings, taken = resolve(settings, chosen.settings, typed, label, weights)
     else:
@@ -243,7 +243,7 @@ def _train_arguments(
     if settings.model.lora_rank and origin is None and not checkpoint_steps(folder) and not settings.data.mock:
         example = "`mjax convert from-hf MODEL RUN`"
         raise UsageError(f"--lora.rank {settings.model.lora_rank} adapts a model: add --init RUN, such as of {example}")
-    changes = changes_since(folder, settings, arguments.allow_change, arguments.resume is not None, step)
+    changes = changes_since(folder, settings, arguments.allow_change, arguments.run is not None, step)
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
     if arguments.deterministic:

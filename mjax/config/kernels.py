@@ -194,7 +194,7 @@ def choose_grouped(config: Config, platform: str, capability: tuple[int, ...] = 
     obstacle = _gpu_obstacle(platform, capability)
     if not obstacle and config.precision.compute == "fp64":
         obstacle = "it computes in bf16, fp16 or fp32 and --precision.compute is fp64"
-    odd = [size for size in (model.hidden, model.width_of_expert // config.mesh.model) if size % MIN_HEAD_WIDTH]
+    odd = [size for size in (model.hidden, model.expert_width_in_use // config.mesh.model) if size % MIN_HEAD_WIDTH]
     if not obstacle and odd:
         dims = f"an expert's matrix has a dim of {odd[0]} on a GPU"
         obstacle = f"it needs sizes that are multiples of {MIN_HEAD_WIDTH} and {dims}"

@@ -38,7 +38,7 @@ def chunked_cross_entropy(
     parts of the vocabulary in memory at a time."""
     table = embedding.table[...]
     bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
-    count, frozen = embedding.tokens_of_rank(table), is_frozen(embedding.table)
+    count, frozen = embedding.rank_tokens(table), is_frozen(embedding.table)
     return _chunked_loss(x, table, bias, labels, count, tokens, chunks, frozen)
 
 

@@ -810,7 +810,7 @@ class TimePredictor:
         work, seconds = step.work, step.seconds(config.micro_batches)
         total = sum(seconds.values())
         tflops = model_flops(config) / total / config.mesh.devices / 1e12
-        error, caveats = self.calibration.error_of(config, self.gpu)
+        error, caveats = self.calibration.relative_error(config, self.gpu)
         untimed = []
         if work.kernel == "flash":
             untimed.append("the attention kernel flash, which counts as cuDNN's here")

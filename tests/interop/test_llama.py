@@ -88,7 +88,7 @@ def test_config_survives_export_and_import(name):
     either = {"kv_heads": None, "head_dim": None, "max_position_embeddings": model.sequence}
     assert again.max_position_embeddings == model.sequence
     if isinstance(model, MixtureConfig):
-        assert again.width_of_expert == model.width_of_expert
+        assert again.expert_width_in_use == model.expert_width_in_use
         either |= {"feed_forward": None, "expert_width": None} | NO_LOSSES
     assert replace(again, **either) == replace(model, **either)
     assert (again.groups, again.head_size) == (model.groups, model.head_size)

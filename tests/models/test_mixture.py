@@ -141,7 +141,7 @@ def test_published_mixtures_have_their_parameters_and_flops(name, parameters, ac
     model, tokens = config.model, config.train.global_batch * config.model.sequence
     assert count_parameters(model) == parameters
     unused = model.experts - model.experts_per_token
-    assert parameters - model.layers * unused * 3 * model.hidden * model.width_of_expert == active
+    assert parameters - model.layers * unused * 3 * model.hidden * model.expert_width_in_use == active
     vectors = model.layers * 2 * model.hidden + model.hidden  # norms of the stream, which are not matmuls
     if model.qk_norm != "none":
         heads = (model.heads + model.groups) if model.qk_norm == "heads" else 2

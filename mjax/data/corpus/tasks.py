@@ -317,7 +317,7 @@ def _show_progress(job: Job, stage: str) -> contextlib.AbstractContextManager[No
     verb = f"{stage} ({job.stages.index(stage) + 1} of {len(job.stages)})"
     if stage in job.readers:
         return show_progress(verb, job.corpus.size, lambda: job.count_bytes(stage), job.pace)
-    return show_progress(verb, job.tasks_of(stage), lambda: job.count_bytes(stage), job.pace, "tasks")
+    return show_progress(verb, job.divide_tasks(stage), lambda: job.count_bytes(stage), job.pace, "tasks")
 
 
 @contextmanager
@@ -372,7 +372,7 @@ def _submit(job: Job) -> None:
     at_once = f"%{job.arguments.workers}" if job.arguments.workers else ""
     ids: list[str] = []
     for stage in job.stages:
-        options |= {"array": f"0-{job.tasks_of(stage) - 1}{at_once}", "output": f"{logs}/{stage}.%a.out"}
+        options |= {"array": f"0-{job.divide_tasks(stage) - 1}{at_once}", "output": f"{logs}/{stage}.%a.out"}
         flags = [f"--{key}={value}" if value else f"--{key}" for key, value in options.items()]
         command = [f"{STAGE}={stage}", f"{BEGAN}={job.began}", sys.executable, "-m", "mjax", *sys.argv[1:]]
         answer = _answer("sbatch", *flags, script=f"#!/bin/sh\nexec env {shlex.join(command)}\n")

@@ -233,7 +233,7 @@ class TaskBERT(Encoder):
             scores = tokens.all_positions(tokens.split_sequences(_wide(scores))).swapaxes(1, 2)  # [b, 2, s]
             return jnp.where(context.documents[:, None] == 0, scores, MASKED)
         pooled, owned = self.pool(x, tokens)
-        pooled = dropout(pooled, self.config.hidden_dropout, context.with_layer(0).key_of(random.HEAD))
+        pooled = dropout(pooled, self.config.hidden_dropout, context.with_layer(0).layer_key(random.HEAD))
         scores = _wide(self.head(pooled))
         axes = [axis for axis, splits in ((MODEL, tokens.split), (CONTEXT, tokens.across)) if splits]
         if axes:

@@ -57,7 +57,7 @@ MIXTRAL = replace(
     },
     only={"router_jitter_noise": 0.0},
     read_fields=MISTRAL.read_fields | OF_TRAINING | {"expert_width"},
-    write=lambda model: {**MISTRAL.write(model), "intermediate_size": model.width_of_expert},
+    write=lambda model: {**MISTRAL.write(model), "intermediate_size": model.expert_width_in_use},
     without_effect=MISTRAL.without_effect | WITHOUT_EFFECT,
 )
 
@@ -76,7 +76,7 @@ OLMOE = replace(
     },
     only={"attention_bias": False, "clip_qkv": None},
     read_fields=LLAMA.read_fields | OF_TRAINING | {"expert_width"},
-    write=lambda model: {**LLAMA.write(model), "intermediate_size": model.width_of_expert},
+    write=lambda model: {**LLAMA.write(model), "intermediate_size": model.expert_width_in_use},
     without_effect=LLAMA.without_effect | WITHOUT_EFFECT,
 )
 

@@ -68,11 +68,11 @@ class Attention(nnx.Module):
         self.query_norm, self.key_norm = qk_norm(heads), qk_norm(kv_heads or heads)
 
     def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
-        lora = context.key_of(random.LORA_QKV)
+        lora = context.layer_key(random.LORA_QKV)
         q, k, v = self._split_heads(columns(x, context.tokens, *self._projections(), key=lora), context)
         attended = attend_across(q, k, v, self._mask(context), self.config.attention, context.tokens)
         attended = attended.reshape(context.tokens.count, *attended.shape[2:])
-        return self.out(checkpoint_name(attended, "context"), context.tokens, context.key_of(random.LORA_OUT))
+        return self.out(checkpoint_name(attended, "context"), context.tokens, context.layer_key(random.LORA_OUT))
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> KeyValues:
         """Like `Block.empty_cache`, for attention alone."""
@@ -96,7 +96,7 @@ class Attention(nnx.Module):
 
     def _mask(self, context: Context) -> AttentionMask:
         config, documents, slopes = self.config, context.documents, self.positions.slopes()
-        key = context.key_of(random.ATTENTION) if config.attention_dropout else None
+        key = context.layer_key(random.ATTENTION) if config.attention_dropout else None
         seen = config.causal, context.kind.window, self.scale
         return AttentionMask(*seen, config.attention_dropout, key, documents, slopes)
 

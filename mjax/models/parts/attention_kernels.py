@@ -55,7 +55,7 @@ def attend(
     assert mask.slopes is None or mask.causal, "ALiBi says nothing about positions after a query's own"
     assert mask.window is None or mask.causal, "a window ends at a query's own position"
     axes = mappings.varying_axes(q)
-    q, mask = mask.scaled(q), jax.tree.map(lambda x: mappings.vary(x, axes), mask)
+    q, mask = mask.scale_queries(q), jax.tree.map(lambda x: mappings.vary(x, axes), mask)
     if mask.window is not None and mask.window >= k.shape[1]:
         mask = replace(mask, window=None)  # no effect
     if not kernel.startswith("xla"):

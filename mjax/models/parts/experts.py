@@ -57,7 +57,7 @@ class Experts(nnx.Module):
 
     def __init__(self, key: Array, config: ExpertsConfig, dtype):
         router, up, down, shared = jax.random.split(key, 4)
-        experts, width, hidden = config.experts, config.width_of_expert, config.hidden
+        experts, width, hidden = config.experts, config.expert_width_in_use, config.hidden
         self.config, self.kernel = config, "xla" if config.grouped == "auto" else config.grouped
         self.router = Router(router, config, dtype)
         self.up = parameter(

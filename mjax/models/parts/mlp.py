@@ -31,10 +31,10 @@ class MLP(nnx.Module):
         self.down = RowParallelLinear(down, (config.mlp_width,), config.hidden, config.residual_std, dtype)
 
     def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
-        up = checkpoint_name(self.up(x, context.tokens, context.key_of(random.LORA_UP)), "mlp_up")
+        up = checkpoint_name(self.up(x, context.tokens, context.layer_key(random.LORA_UP)), "mlp_up")
         # Recomputed in the backward pass: autodiff would keep several tensors of width f for it.
         activation = rematerialize(partial(activate, name=self.activation))
-        return self.down(activation(up), context.tokens, context.key_of(random.LORA_DOWN))
+        return self.down(activation(up), context.tokens, context.layer_key(random.LORA_DOWN))
 
 
 class GatedMLP(nnx.Module):
@@ -51,10 +51,10 @@ class GatedMLP(nnx.Module):
         self.down = RowParallelLinear(down, (width,), config.hidden, config.residual_std, dtype, bias=False)
 
     def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
-        both = self.up(x, context.tokens, context.key_of(random.LORA_UP))
+        both = self.up(x, context.tokens, context.layer_key(random.LORA_UP))
         both = checkpoint_name(both, "mlp_up")  # [b s, 2, f / p]
         activation = rematerialize(partial(apply_gate, activation=self.activation))
-        return self.down(activation(both), context.tokens, context.key_of(random.LORA_DOWN))
+        return self.down(activation(both), context.tokens, context.layer_key(random.LORA_DOWN))
 
 
 def apply_gate(both: Float[Array, "bs 2 f"], activation: str) -> Float[Array, "bs f"]:
