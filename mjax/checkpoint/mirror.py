@@ -161,8 +161,8 @@ def run_to_train(run: str | Path, say: Callable[[str], None] = to_stderr) -> Pat
     if (cache := fetch(folder, say)) == folder:
         return folder
     with alone(folder), alone(cache):
-        # Another process of this run may have been faster.
-        if cache.is_dir() and not is_locked(folder) and Index(folder) != Index(cache):
+        # Another process of this run may have been faster; what others have listed since then is not a whole run.
+        if cache.is_dir() and not is_locked(folder) and not Index(cache).items() <= Index(folder).items():
             _clear(folder, cache, say)
             folder.parent.mkdir(parents=True, exist_ok=True)
             rename(cache, folder)
