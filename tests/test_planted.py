@@ -6,6 +6,10 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.planted import planted
+from tests.training.test_step_equals_reference import TABLE
+
+CASES = {case.id for case in TABLE}
+"""Of the only test whose rows are named."""
 
 
 def test_planted_rows_are_eighty_in_every_room():
@@ -19,4 +23,9 @@ def test_planted_rows_are_eighty_in_every_room():
 def test_planted_row_fits_the_code(row):
     assert row.old != row.new
     assert (ROOT / row.file).read_text().count(row.old) == 1
-    assert all((ROOT / name.partition("::")[0]).exists() for name in row.tests)
+    for name in row.tests:
+        file, _, test = name.partition("::")
+        function, _, case = test.removesuffix("]").partition("[")
+        assert (ROOT / file).exists()
+        assert not function or f"def {function}(" in (ROOT / file).read_text()
+        assert not case or case in CASES

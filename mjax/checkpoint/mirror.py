@@ -171,8 +171,8 @@ def run_to_train(run: str | Path, print_line: Callable[[str], None] = to_stderr)
     if (cache := fetch(folder, print_line)) == folder:
         return folder
     with alone(folder), alone(cache):
-        # Another process of this run may have been faster.
-        if cache.is_dir() and not is_locked(folder) and Index(folder) != Index(cache):
+        # Another process of this run may have been faster; what others have listed since then is not a whole run.
+        if cache.is_dir() and not is_locked(folder) and not Index(cache).items() <= Index(folder).items():
             _clear(folder, cache, print_line)
             folder.parent.mkdir(parents=True, exist_ok=True)
             rename(cache, folder)

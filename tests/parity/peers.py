@@ -12,7 +12,10 @@ from mjax.commands import cli
 from mjax.config import DataConfig, MeshConfig, PrecisionConfig, TrainConfig, read_config
 from mjax.config.axes import MODEL
 from mjax.interop.convert import abstract_weights
+from mjax.models.protocol import Context
+from mjax.models.stack import run_blocks
 from mjax.parallel.mesh import make_mesh
+from mjax.parallel.tokens import Tokens
 
 
 def imported(peer, folder: Path, *flags: str):
@@ -35,13 +38,25 @@ def opened(run, global_batch=3, micro_batch=3):
     return config, restore_weights(run, abstract_weights(config), None, print)[1]
 
 
+def outputs_of(model, ids, *arrays):
+    """Scores of the next token; or a BERT's, of the tokens and of the order of the segments."""
+    if model.config.causal:
+        return model(ids)
+    token_types, documents = arrays
+    context = Context(Tokens(*ids.shape), documents=documents)
+    x = model.embed({"tokens": ids, "token_types": token_types}, context)
+    x = model.normed(run_blocks(model.blocks, x, context)[0])
+    scores = context.tokens.by_sequence(model.output(x).logits(context.tokens))
+    return scores, model.order(model.pooled(x, context.tokens)[0])
+
+
 def scores_of(run, *arrays):
     """The config of a run folder, and what its model says in float32 to the arrays that it takes."""
     config, weights = opened(run)
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_weights(config))
     whole = P(None, None, MODEL)
     forward = jax.shard_map(
-        lambda weights, *arrays: weights(*arrays),
+        outputs_of,
         mesh=make_mesh(MeshConfig()),
         in_specs=(specs, *(P() for _ in arrays)),
         out_specs=whole if config.model.causal else (whole, P()),

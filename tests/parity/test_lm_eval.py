@@ -123,7 +123,7 @@ def test_run_that_trains_is_evaluated_as_its_checkpoint(folder, fewer_devices):
 def test_loglikelihoods_equal_hf_on_export(ours, theirs):
     requests = instances("loglikelihood", PAIRS)
     found, expected = ours.loglikelihood(requests, True), theirs.loglikelihood(requests, True)
-    shown = [(("", ""), [5, 6], [token]) for token in range(300)]  # one of them is the likeliest
+    shown = [(("", ""), [5, 6], [token]) for token in range(ours.config.model.vocabulary)]
     found, expected = (
         [*texts, *model._loglikelihood_tokens(shown, True)] for texts, model in ((found, ours), (expected, theirs))
     )
