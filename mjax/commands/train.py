@@ -138,7 +138,7 @@ class _SampleWriter(Callback):
         chat = Chat(folder) if run.config.data.conversations else None
         tokenizer = tokenizer_from_folder(folder)
         texts = prompts if chat is None else [chat.render([{"role": "user", "content": text}]) for text in prompts]
-        encode, decode = (tokenizer.prompt, tokenizer.decode) if chat is None else (chat.encode, chat.decode)
+        encode, decode = (tokenizer.encode_prompt, tokenizer.decode) if chat is None else (chat.encode, chat.decode)
         ends = tokenizer.eod if chat is None else chat.stops
         samples = self._continue(run, texts, [encode(text) for text in texts], decode, ends)
         for prompt, sample in zip(prompts, samples, strict=True):
@@ -154,7 +154,7 @@ class _SampleWriter(Callback):
             return
         from rich.text import Text
 
-        from mjax.data.tokenizers import end_token_ids, tokenizer_from_folder
+        from mjax.data.tokenizers import stop_token_ids, tokenizer_from_folder
         from mjax.generation.chat import Chat
 
         tokenizer = tokenizer_from_folder(data.tokenizer)
@@ -165,9 +165,9 @@ class _SampleWriter(Callback):
             ids = batch["tokens"][0, :end].tolist()
             prompt = Chat(data.tokenizer).decode(ids, special=True) if run.config.data.conversations else decode(ids)
         else:
-            prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
+            prompt, ids = log.prompt, tokenizer.encode_prompt(log.prompt)
         display.print_line("")
-        ends = end_token_ids(data.tokenizer, tokenizer.eod)
+        ends = stop_token_ids(data.tokenizer, tokenizer.eod)
         (sample,) = self._continue(run, [prompt], [ids], decode, ends)
         text = Text(prompt, style="dim") + Text(sample.continuation)
         display.console.print(text, soft_wrap=True, highlight=False)
