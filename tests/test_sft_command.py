@@ -176,7 +176,7 @@ def test_prepared_data_depend_on_every_input(base, tmp_path):
     def key(**changes):
         return cache_key(PrepareArguments(inputs=(Path("chat.jsonl"),), output="", **changes), Path("runs/base"))
 
-    keys = [key(), key(turns="last"), key(template="plain"), key(template="other.jinja"), key(longest=9)]
+    keys = [key(), key(train_on="last"), key(template="plain"), key(template="other.jinja"), key(max_length=9)]
     (tmp_path / "other.jinja").write_text("{{ messages[0] }}")
     keys.append(key(template="other.jinja"))
     about = (tmp_path / "chat.jsonl").stat()

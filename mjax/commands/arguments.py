@@ -45,8 +45,8 @@ class FromHfArguments(_ImportArguments):
     """Let torch read an old pytorch_model.bin, tensors only; for folders without a safetensors file."""
     base: Path | None = None
     """For a peft folder: the run of the model that its adapters belong to, such as one of from-hf."""
-    draw_heads: bool = False
-    """Initialise the BERT heads that are missing in the folder at random (MLM head, pooler, order head)."""
+    init_missing_heads: bool = False
+    """Initialize the BERT heads that the folder lacks at random (MLM head, pooler, order head)."""
 
 
 @dataclass(frozen=True)
@@ -176,14 +176,14 @@ class ConversationArguments(TextArguments):
     "prompt" and "completion". Needs --tokenizer run:RUN, whose chat template renders them."""
     template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
     """With --chat: another chat template, in Jinja; plain: User: … Assistant: …, for a model without one."""
-    turns: Literal["all", "last"] = "all"
+    train_on: Annotated[Literal["all", "last"], Synonyms("assistant-only-loss~")] = "all"
     """With --chat: train on all turns of the assistant, or the last."""
     reasoning: bool = True
     """With --chat: train on the assistant's reasoning, too."""
-    longest: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
-    """With --chat: most tokens of a conversation; by default one more than the model.sequence of RUN."""
-    too_long: Literal["drop", "cut"] = "drop"
-    """With --chat: leave out a conversation that is longer, or its end."""
+    max_length: Annotated[Count | None, tyro.conf.arg(metavar="INT"), Synonyms("max-seq-length")] = None
+    """With --chat: maximum tokens of a conversation; by default one more than the model.sequence of RUN."""
+    overflow: Literal["drop", "truncate"] = "drop"
+    """With --chat: drop a longer conversation, or truncate it."""
     preview: Annotated[CountOrZero, tyro.conf.arg(metavar="N")] = 0
     """With --chat: show the first N conversations with what is trained in green."""
 
@@ -243,17 +243,17 @@ class CleanArguments(FilterArguments):
     """Field of the evaluation sets that holds the text."""
     common: Count = 10
     """Runs of words that occur at least this often in the input are common phrases and are not cut out."""
-    minimum_tokens: CountOrZero = 128
+    min_tokens: CountOrZero = 128
     """Remove documents of fewer tokens; 0: none."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
     """Tokenizer that counts tokens, as in `mjax prepare`; by default, words between white space are counted."""
-    keep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION …")] = ()
-    """Your functions that take a document's text and return True to keep it or False; also MODULE:FUNCTION."""
+    filter: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION …")] = ()
+    """Your functions of a document's text: False removes it. Also MODULE:FUNCTION."""
 
     @property
     def short(self) -> str:
         """Reason for removing a short document."""
-        return f"fewer than {self.minimum_tokens} {'tokens' if self.tokenizer else 'words'}"
+        return f"fewer than {self.min_tokens} {'tokens' if self.tokenizer else 'words'}"
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ class EvaluateArguments(RunArguments):
     data: Annotated[str, Synonyms("dataset data-dir data-file")]
     """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity and positions any .txt, .jsonl or .parquet
     file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""
-    stride: Annotated[int | None, Synonyms("overlap")] = None
+    stride: int | None = None
     """Tokens by which the window advances over a text that is longer than the model's sequence, and which are scored;
     the rest is context. By default 32 for wikitext103, and the model's sequence length for perplexity."""
     positions: PositionsOptions = field(default_factory=PositionsOptions)

@@ -93,9 +93,9 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
     """
     _check(arguments)
     if arguments.chat:
-        if arguments.longest is None:
+        if arguments.max_length is None:
             model = read_settings(_find_run(arguments) / "config.json").model
-            arguments = replace(arguments, longest=model.sequence + 1)
+            arguments = replace(arguments, max_length=model.sequence + 1)
         corpus = _read_conversations(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
@@ -210,8 +210,8 @@ class PrepareJob(tasks.Job):
             counts.update(share["counts"])
         malformed = self.sum_malformed([share["malformed"] for share in shares])
         if not counts["tokens"] and counts["dropped"]:
-            longer = f"all {counts['dropped']:,} conversations are longer than --longest {how.longest:,}"
-            raise UsageError(f"{longer}; raise it, or add --too-long cut")
+            longer = f"all {counts['dropped']:,} conversations are longer than --max-length {how.max_length:,}"
+            raise UsageError(f"{longer}; raise it, or add --overflow truncate")
         if not counts["tokens"]:
             raise UsageError(f"there is no text in {', '.join(self.corpus.names)}; give files with text")
         metadata = DatasetMetadata(
@@ -460,7 +460,7 @@ def _show_first(arguments: ConversationArguments, corpus: TextFiles, folder: Pat
 
 
 def _turns_to_train(arguments: ConversationArguments) -> Trained:
-    return Trained(arguments.turns, arguments.reasoning, arguments.longest, arguments.too_long)
+    return Trained(arguments.train_on, arguments.reasoning, arguments.max_length, arguments.overflow)
 
 
 class ConversationEncoder:
