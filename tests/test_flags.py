@@ -43,6 +43,9 @@ TYPED = {
     "train --zzz": "mjax train has no --zzz; `mjax train --help` lists its flags",
     "generate --max-new-tokens 5": "mjax generate has no --max-new-tokens; type --tokens 5",
     "finetune --num-train-epochs 3": "type --epochs 3",
+    "prepare --input a": "mjax prepare has no --input; give FILES … by its place, without a flag",
+    "prepare --json-keys body": "mjax prepare has no --json-keys; type --key body",
+    "finetune --train.global-batch 8": "mjax finetune has no --train.global-batch; type --batch 8",
     "prepare --max-seq-length 8": "mjax prepare has no --max-seq-length; type --max-length 8",
 }
 
@@ -61,7 +64,7 @@ def test_old_flags_are_renamed_with_a_note(command, capsys):
     for old, new in OLD_FLAGS[command].items():
         words = rename_old_flags(["x", f"--{old}", f"--{old.replace('-', '_')}=a=b", f"a=--{old}"], f"mjax {command}")
         assert words == ["x", f"--{new}", f"--{new}=a=b", f"a=--{old}"]
-        assert f"note: --{old} is --{new} now" in capsys.readouterr().err
+        assert f"note: --{old} is now --{new}; mjax 0.4" in capsys.readouterr().err
     assert rename_old_flags(["--limit", "5"], "mjax lm-eval") == ["--limit", "5"]
 
 
@@ -70,7 +73,7 @@ def test_old_flag_reaches_its_command(line, capsys):
     assert cli.main(line.split()) == 2
     flag, name = next((old, new) for old, new in OLD_FLAGS[line.split()[0]].items() if f"--{old}" in line)
     note, error = capsys.readouterr().err.splitlines()
-    assert note.startswith(f"note: --{flag} is --{name} now")
+    assert note.startswith(f"note: --{flag} is now --{name}; mjax 0.4")
     assert error.startswith(f"mjax: error: --{name}")
 
 

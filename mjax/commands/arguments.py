@@ -80,9 +80,9 @@ class ToHfArguments:
     """Folder to create."""
     step: int | None = None
     """Checkpoint to convert; by default the newest intact one."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Annotated[Literal["fp32", "bf16"], Synonyms("torch-dtype~")] = "fp32"
     """Dtype of the tensors; mjax stores fp32, bf16 rounds to half the size."""
-    shard_size: str = "50GB"
+    shard_size: Annotated[str, Synonyms("max-shard-size")] = "50GB"
     """Maximum size of a file, such as 5GB; larger models are split into several files."""
     tokenizer: str | None = None
     """KIND:FILES as in `mjax prepare`, for a run that has none; `none` exports no tokenizer."""
@@ -124,10 +124,10 @@ class TextArguments:
 
     output: Any
     """Output."""
-    inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES …")] = ()
+    inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES …"), Synonyms("input")] = ()
     """Text in UTF-8: .txt, .md, .py hold a document, .jsonl one per line, all plain, .gz or .zst; .parquet one per row.
     A folder or quoted pattern, such as 'data/*.jsonl' or s3://bucket/data/*.jsonl, means its files by name."""
-    key: str = "text"
+    key: Annotated[str, Synonyms("json-keys json-key text-column text-field")] = "text"
     """Field of a .jsonl line or column of a .parquet file that holds the text."""
     malformed: Literal["stop", "skip"] = "stop"
     """On a malformed line, stop and name it, or skip and count it."""
@@ -174,7 +174,7 @@ class ConversationArguments(TextArguments):
     chat: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Files hold conversations, for `mjax sft`: JSON lines or Parquet rows with "messages" and perhaps "tools", or with
     "prompt" and "completion". Needs --tokenizer run:RUN, whose chat template renders them."""
-    template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
+    chat_template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
     """With --chat: another chat template, in Jinja; plain: User: … Assistant: …, for a model without one."""
     train_on: Annotated[Literal["all", "last"], Synonyms("assistant-only-loss~")] = "all"
     """With --chat: train on all turns of the assistant, or the last."""
@@ -192,7 +192,7 @@ class ConversationArguments(TextArguments):
 class PrepareArguments(ConversationArguments):
     """Turn text into the token files that training reads: PREFIX.bin, PREFIX.idx, PREFIX.json and PREFIX.tokenizer."""
 
-    output: Annotated[str, tyro.conf.arg(metavar="PREFIX")]
+    output: Annotated[str, tyro.conf.arg(metavar="PREFIX"), Synonyms("output-prefix")]
     """Prefix of the output: data/corpus gives data/corpus.bin and the files beside it. s3://bucket/data/corpus is
     copied there when it is complete."""
     demo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -201,7 +201,7 @@ class PrepareArguments(ConversationArguments):
     """gpt2:vocab.json,merges.txt, bert-uncased:vocab.txt, bert-cased:vocab.txt,
     sentencepiece:FILE.model, hf:tokenizer.json, bytes, or run:RUN for that of a run. By default a sentencepiece
     vocabulary is trained on the text; bert-uncased or bert-cased without a file trains one for BERT."""
-    vocabulary: Annotated[int | None, Bounds(ge=3), tyro.conf.arg(metavar="INT")] = None
+    vocabulary: Annotated[int | None, Bounds(ge=3), tyro.conf.arg(metavar="INT"), Synonyms("vocab-size")] = None
     """Size of a vocabulary to train, in tokens; by default 8192, for the demo 4096, or 2048 for BERT."""
     append_eod: bool = True
     """End every document with the end-of-document token; Megatron's preprocess_data does so only with a flag."""
@@ -212,7 +212,7 @@ class PrepareArguments(ConversationArguments):
     document leaves nothing for validation."""
     split_sentences: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Make every sentence a sequence of its own, as BERT needs."""
-    language: str = "english"
+    language: Annotated[str, Synonyms("lang")] = "english"
     """Language of the sentence rules, by NLTK's name."""
 
 
@@ -222,7 +222,7 @@ class DedupArguments(FilterArguments):
 
     exact: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Remove only documents whose text is the same, byte for byte."""
-    threshold: float = 0.7
+    threshold: Annotated[float, Synonyms("jaccard-threshold similarity-threshold")] = 0.7
     """Jaccard similarity of shingles at which documents are near-duplicates, 0.3 to 1."""
     shingles: Unit = "words"
     """Unit of a shingle: words in lower case without punctuation, or characters (for languages without spaces)."""

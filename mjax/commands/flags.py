@@ -34,8 +34,13 @@ T = TypeVar("T")
 WIDTH_OF_HELP = 110
 OLD_FLAGS = {
     "train": {"resume": "run"},
-    "sft": {"resume": "run", "turns": "train-on"},
-    "prepare": {"longest": "max-length", "too-long": "overflow", "turns": "train-on"},
+    "sft": {"resume": "run", "template": "chat-template", "turns": "train-on"},
+    "prepare": {
+        "longest": "max-length",
+        "template": "chat-template",
+        "too-long": "overflow",
+        "turns": "train-on",
+    },
     "clean": {"keep": "filter", "minimum-tokens": "min-tokens"},
     "evaluate": {"checkpoint": "run", "overlap": "stride"},
     "lm-eval": {"checkpoint": "run"},
@@ -103,7 +108,7 @@ def rename_old_flags(argv: Sequence[str], prog: str) -> list[str]:
     for word in argv:
         flag, equals, value = word.partition("=")
         if name := renamed.get(flag.removeprefix("--").replace("_", "-")) if flag.startswith("--") else None:
-            print(f"note: {flag} is --{name} now, and mjax 0.4 will not know {flag}", file=sys.stderr)
+            print(f"note: {flag} is now --{name}; mjax 0.4 will not accept {flag}", file=sys.stderr)
             flag = f"--{name}"
         words.append(f"{flag}{equals}{value}")
     return words

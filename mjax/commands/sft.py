@@ -53,12 +53,12 @@ class SftArguments(TrainArguments):
     """Name of the run, whose folder is RUNS/NAME. An existing run is continued."""
     epochs: Annotated[float, Bounds(gt=0), Synonyms("num-epochs num-train-epochs")] = 3.0
     """Times that every conversation is seen; --train.steps instead is exact."""
-    template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
+    chat_template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
     """Chat template for a file of conversations; by default that of the model, or plain if it has none."""
     train_on: Literal["all", "last"] = "all"
     """For a file of conversations: train on all turns of the assistant, or the last."""
     usual: ClassVar = {
-        "the run": ("data", "init", "epochs", "name", "template", "train-on"),
+        "the run": ("data", "init", "epochs", "name", "chat-template", "train-on"),
         "length": ("train.steps", "train.global-batch", "train.micro-batch", "data.pack"),
         "adapters": ("lora.rank", "lora.alpha", "lora.targets"),
         **{topic: TrainArguments.usual[topic] for topic in ("devices", "learning", "checkpoints and validation")},
@@ -128,7 +128,7 @@ def _prepare_file(given: SftArguments, file: str, max_length: int | None) -> str
 
     if (home := cache_home()) is None:
         raise UsageError(f"--data {file} is prepared in a folder of caches; set XDG_CACHE_HOME to one")
-    template = given.template
+    template = given.chat_template
     if template is None and not (given.init / "tokenizer" / TEMPLATE).is_file():
         template = "plain"
         print(f"{given.init} has no chat template and learns the plain one, User: … Assistant: …")
@@ -137,7 +137,7 @@ def _prepare_file(given: SftArguments, file: str, max_length: int | None) -> str
         output="",
         tokenizer=f"run:{given.init}",
         chat=True,
-        template=template,
+        chat_template=template,
         train_on=given.train_on,
         max_length=max_length,
     )
@@ -161,7 +161,7 @@ def cache_key(arguments: PrepareArguments, init: Path) -> str:
     from mjax.utils.remote import locate
 
     files = [locate(*arguments.inputs), *sorted(path for path in (init / "tokenizer").rglob("*") if path.is_file())]
-    files += [] if arguments.template in (None, "plain") else [Path(arguments.template)]
+    files += [] if arguments.chat_template in (None, "plain") else [Path(arguments.chat_template)]
     parts = [__version__, str(replace(arguments, inputs=())), read_config(init / "config.json").model.sequence]
     for path in files:
         with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:  # `prepare` says which is missing

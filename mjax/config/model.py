@@ -74,7 +74,7 @@ class ModelConfig(LoRAConfig):
     """Width of the residual stream, h."""
     heads: Annotated[Count, Synonyms("num-attention-heads n-head n-heads num-heads")] = 16
     """Attention heads, n; the head size is hidden / heads."""
-    sequence: Annotated[Count, Synonyms("seq-length max-seq-length max-length block-size context-length")] = 1024
+    sequence: Annotated[Count, Synonyms("seq-length seq-len max-seq-length block-size context-length")] = 1024
     """Tokens in a sample, s."""
     max_position_embeddings: Annotated[Count | None, By("max_positions"), ANY_FAMILY, Synonyms("n-positions")] = None
     """Positions of the model, which stay when it trains on shorter samples: rows of learned positions, and what exports

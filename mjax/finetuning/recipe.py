@@ -51,7 +51,7 @@ class FinetuneArguments:
     """First seed; the others follow it."""
     epochs: Annotated[Count | None, Synonyms("num-epochs num-train-epochs")] = None
     """Number of epochs; by default as in the paper's recipe for the task, like all that follow."""
-    batch: Annotated[Count | None, Synonyms("batch-size global-batch-size train-batch-size")] = None
+    batch: Annotated[Count | None, Synonyms("batch-size global-batch global-batch-size")] = None
     """Examples per step, over all devices."""
     learning_rate: Annotated[NotNegative | None, Synonyms("lr")] = None
     """Peak learning rate, with linear decay to 0."""
