@@ -74,7 +74,7 @@ def help_of(flag, capsys):
 
 
 def test_help_shows_data_first_and_real_defaults(base, monkeypatch, capsys):
-    """What --help-all shows without words is what a run gets, with adapters and without."""
+    """A run gets the defaults that --help-all shows, with adapters and without."""
     assert re.findall(r"^  (--\S+)", help_of("--help", capsys), re.MULTILINE)[:2] == ["--data", "--init"]
     runs = []
     monkeypatch.setattr("mjax.commands.sft.train", lambda argv, of, _: runs.append(of(None)) or 0)

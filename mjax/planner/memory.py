@@ -11,7 +11,7 @@
 
 A layer's saved activations are read from the traced layer (`layer.py`) and multiplied by layers, micro-batches
 and stages; the temporaries of its backward pass are so many times the largest array that one of its kernels writes
-(`LARGEST`). Memory can peak at four points in a step, and the largest of them determines the step:
+(`ARRAY_TEMPORARIES`). Memory can peak at four points in a step, and the largest of them determines the step:
 
     head        every kept activation, and the logits
     backward    every kept activation, the gradients of all layers, the temporaries of one layer
@@ -67,7 +67,7 @@ HEADROOM = 0.05
 LIVE_RESIDUAL_STREAMS = 6
 # Live temporaries of a layer's backward pass, as multiples of the largest array that a kernel writes, and of the
 # scores of attention. Fitted to every second row of `compiled_memory.json`.
-LARGEST, LARGEST_SCORES = 3.5, 2.5
+ARRAY_TEMPORARIES, SCORE_TEMPORARIES = 3.5, 2.5
 # Kinds of memory, in display order.
 KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
 
@@ -265,7 +265,7 @@ def _measure_sizes(of: trace.Traced, kernel: str, recompute: str, samples: int) 
     width, rows = WIDTHS[of.compute], trace.expert_rows(of, samples)
     more_rows = rows * backward.kept_rows / max(trace.expert_rows(of, 1), 1) - samples * backward.kept_rows
     scores = (product.batch * product.m * product.n for product in layer.of_activations if kernel not in FUSED)
-    temporaries = samples * max(LARGEST * backward.largest, LARGEST_SCORES * backward.scores)
+    temporaries = samples * max(ARRAY_TEMPORARIES * backward.largest, SCORE_TEMPORARIES * backward.scores)
     if experts := [product for product in layer.weight_products if product.grouped]:
         # Of each product the dispatched rows and their gradients, and one more array between them or at their end: XLA
         # dispatches tokens and gradients together, and computes gradients of weights after those of rows.

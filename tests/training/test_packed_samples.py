@@ -26,7 +26,7 @@ def test_batch_in_which_no_label_counts_has_no_gradient():
     assert all((gradient == 0).all() for gradient in named(gradients).values())
 
 
-def test_evaluation_is_the_mean_over_labels_that_count():
+def test_evaluation_is_the_mean_over_unmasked_labels():
     """The mean is over all batches together."""
     config = small_config(2, 1, mesh={"pipe": 2}, dropout=0.0, samples={"mask_eod_loss": True})
     run = run_of(replace(config, train=replace(config.train, eval_batches=3)))
