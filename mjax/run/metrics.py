@@ -246,7 +246,7 @@ class MetricsLog(Callback):
         metrics: Sequence[Metric] = (),
     ):
         self.folder, self.metrics, self._names = folder, metrics, curve_names(metrics)
-        self._say, self._failed = print_line, set[str]()
+        self._print_line, self._failed = print_line, set[str]()
         self._begin_after(step)
         self._drawing: Future | None = None
         self._painter = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # one picture at a time
