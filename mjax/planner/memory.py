@@ -24,7 +24,7 @@ again. The counting follows arXiv 2205.05198, section 4, with JAX's residuals in
 Letters as everywhere: b, s, v; c bytes of the compute dtype, p devices along `model`.
 
 The storage of weights on a mesh (`parallel/zero.py`) is arithmetic on the shapes of a model that is traced once. Muon's
-matrices have the shapes of the weights (`parallel/matrices.py`); its matmuls are those of the traced iteration
+matrices have the shapes of the weights (`parallel/muon_resharding.py`); its matmuls are those of the traced iteration
 (`step/muon.py`).
 """
 
@@ -50,7 +50,7 @@ from mjax.config.model import ModelConfig
 from mjax.config.pattern import find_stack, layer_stacks
 from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, weight_dims
 from mjax.parallel.chunked_cross_entropy import split_rows
-from mjax.parallel.matrices import MatrixLayout
+from mjax.parallel.muon_resharding import MatrixLayout
 from mjax.parallel.weights import LAYER, OUT, TOKEN, Dims
 from mjax.parallel.zero import Storage, compute_spec, plan_weight_storage
 from mjax.planner import layer as trace
