@@ -167,7 +167,7 @@ def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) 
 
 def find_schedule(config: Config) -> Schedule:
     """The schedule of a config that has a pipeline."""
-    return build_schedule(config.mesh.schedule, config.mesh.pipe, config.micro_batches, config.mesh.chunks)
+    return build_schedule(config.mesh.schedule, config.mesh.pipe, config.micro_batches, config.mesh.virtual_stages)
 
 
 def slot_times(config: Config) -> tuple[float, float]:

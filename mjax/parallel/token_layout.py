@@ -26,7 +26,7 @@ from jaxtyping import Array, Int, Shaped
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.parallel import mappings, named_scopes
 
-Across = Literal["heads", "gather"]
+ContextAttention = Literal["ulysses", "allgather"]
 """How attention sees the positions of other ranks of `context` (`models/parts/attention_kernels.py`)."""
 
 
@@ -36,17 +36,17 @@ class TokenLayout:
 
     Attributes:
       sequences: b, of this replica's micro-batch.
-      positions: s, tokens per sequence; with `across` those of this rank.
+      positions: s, tokens per sequence; with `context_attention` those of this rank.
       split: whether the rows are split over `model` (sequence parallelism).
       float8: whether column- and row-parallel layers multiply these rows in float8 (`float8.py`).
-      across: how attention sees the positions of other ranks of `context`; None: a rank has whole sequences.
+      context_attention: how attention sees the positions of other ranks of `context`; None: a rank has whole sequences.
     """
 
     sequences: int
     positions: int
     split: bool = False
     float8: bool = False
-    across: Across | None = None
+    context_attention: ContextAttention | None = None
 
     @property
     def count(self) -> int:
@@ -56,15 +56,15 @@ class TokenLayout:
     @property
     def whole(self) -> int:
         """Positions of a whole sequence."""
-        return self.positions * (mappings.size(CONTEXT) if self.across else 1)
+        return self.positions * (mappings.size(CONTEXT) if self.context_attention else 1)
 
     def position_ids(self) -> Int[Array, " s"]:
         """Which positions of its sequences this rank has."""
         local = jnp.arange(self.positions, dtype=jnp.int32)
-        if not self.across:
+        if not self.context_attention:
             return local
         rank, half = mappings.rank(CONTEXT), self.positions // 2
-        if self.across == "heads":
+        if self.context_attention == "ulysses":
             return rank * self.positions + local
         last = 2 * mappings.size(CONTEXT) - 1
         return jnp.where(local < half, rank * half + local, (last - rank) * half + local - half)
@@ -72,15 +72,15 @@ class TokenLayout:
     def cut(self, x: Shaped[Array, "... s"]) -> Shaped[Array, "... s"]:
         """The columns of a batch's array for the positions `position_ids`, from those that the mesh gives this rank."""
         with jax.named_scope(named_scopes.EMBEDDING):
-            return mappings.zigzag_permute(x) if self.across == "gather" else x
+            return mappings.zigzag_permute(x) if self.context_attention == "allgather" else x
 
     def all_positions(self, x: Shaped[Array, "b s ..."]) -> Shaped[Array, "b S ..."]:
         """An array of this rank's positions as one of those of all ranks, in order; its transpose sums, and keeps this
         rank's."""
-        if not self.across:
+        if not self.context_attention:
             return x
         x = mappings.gather_shards(x, CONTEXT, 1)
-        if self.across == "heads":
+        if self.context_attention == "ulysses":
             return x
         halves = x.reshape(len(x), -1, 2, self.positions // 2, *x.shape[2:])
         first, second = (jax.lax.index_in_dim(halves, i, 2, keepdims=False) for i in (0, 1))

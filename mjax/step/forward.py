@@ -132,7 +132,7 @@ def token_layout(config: Config) -> TokenLayout:
     """The tokens in the rows of the stream of one micro-batch."""
     model, mesh = config.model, config.mesh
     sequences, positions = config.train.micro_batch * model.sequences, model.sequence // mesh.context
-    return TokenLayout(sequences, positions, mesh.splits_tokens, across=config.across)
+    return TokenLayout(sequences, positions, mesh.splits_tokens, context_attention=config.context_attention)
 
 
 # --- The same parts for the stages of a pipeline ----------------------------------------------------------------------
@@ -147,7 +147,7 @@ def stage_program(forward: Forward, weights: dict[str, float], frozen: Model | N
       frozen: the part of the embedding's and the head's weights that is not differentiated.
     """
     config, frozen = forward.config, vary_over_pipe(frozen)
-    layers_in_chunk = config.model.layers // (config.mesh.pipe * config.mesh.chunks)
+    layers_in_chunk = config.model.layers // (config.mesh.pipe * config.mesh.virtual_stages)
 
     def layers(blocks, x, micro_batch, virtual_stage):
         return forward.layers(blocks, x, micro_batch, virtual_stage * layers_in_chunk + 1)
@@ -181,7 +181,7 @@ def pipeline_loss_and_gradients(forward: Forward, weights: Model, micro_batches:
 def sum_over_stages(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
     """The sum over micro-batches of what the head returns, on this device."""
     mesh = forward.config.mesh
-    schedule = forward_only(mesh.pipe, forward.config.micro_batches, mesh.chunks)
+    schedule = forward_only(mesh.pipe, forward.config.micro_batches, mesh.virtual_stages)
     program = stage_program(forward, weights.loss_weights)
     return pipeline_sums(schedule, program, _drop_blocks(weights), weights.blocks, micro_batches)
 

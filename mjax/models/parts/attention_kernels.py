@@ -182,7 +182,7 @@ def attend_across(
       kernel: as for `attend`.
       tokens: which positions they are, and how to attend to those of other ranks.
     """
-    if tokens.across == "heads":
+    if tokens.context_attention == "ulysses":
         local, slopes = q.shape[HEADS] // mappings.size(CONTEXT), mask.slopes
         first = mappings.rank(CONTEXT) * local
         if slopes is not None:
@@ -191,7 +191,7 @@ def attend_across(
         q, k, v = (mappings.all_to_all(x, CONTEXT, HEADS, POSITIONS) for x in (q, *map(_enough, (k, v))))
         attended = attend(q, k, v, replace(mask, slopes=slopes, first_head=first), kernel)
         return mappings.all_to_all(attended, CONTEXT, POSITIONS, HEADS)
-    if tokens.across == "gather":
+    if tokens.context_attention == "allgather":
         mask = replace(mask, position_ids=tokens.position_ids())
         k, v = tokens.all_positions(k), tokens.all_positions(v)
     return attend(q, k, v, mask, kernel)

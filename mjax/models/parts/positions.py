@@ -55,7 +55,7 @@ NO_POSITIONS = Positions()
 
 def document_positions(table: Float[Array, "S h"], tokens: TokenLayout) -> Float[Array, "bs h"]:
     """The rows of a learned table of positions for all tokens."""
-    if not tokens.across:
+    if not tokens.context_attention:
         return tile_rows(table[: tokens.positions], tokens.sequences)
     return tile_rows(lookup(table, tokens.position_ids()), tokens.sequences)
 
