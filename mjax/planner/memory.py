@@ -380,7 +380,9 @@ def _backward(sizes: _Sizes) -> Memory:
     waiting = sizes.width * sizes.trained.table if sizes.config.mesh.pipe == 1 else 0.0
     layer_mesh = _layer_gradients(sizes)
     if sizes.unrolled and copies(sizes.config.mesh) == 1 and not sizes.accumulates:
-        layer_mesh = sizes.width * sizes.layer_elements  # in no stack: each takes less than what its layer kept, free then
+        layer_mesh = (
+            sizes.width * sizes.layer_elements
+        )  # in no stack: each takes less than what its layer kept, free then
     gradients = layer_mesh + sizes.sums + waiting
     work = sizes.work + _live_weights(sizes) + sizes.messages + sizes.batch
     computed = layers + (shared if sizes.accumulates else 0.0)  # the next micro-batch needs the embedding
