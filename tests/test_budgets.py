@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mjax.models import causal
-from mjax.parallel import products
+from mjax.parallel import linear
 from mjax.run import loop
 from tests.small import small_config
 from tests.test_docs import PAGES, code_lines
@@ -41,7 +41,7 @@ def test_a_batch_is_followed_in_few_frames(tmp_path, monkeypatch):
 
         monkeypatch.setattr(module, name, spy)
 
-    noted(products, "_product")
+    noted(linear, "_product")
     noted(causal, "vocab_parallel_cross_entropy")
     run_here(tmp_path, "--train.steps", "1", "--train.micro-batch", "8", "--train.global-batch", "8")
     to_loss, to_product = seen["vocab_parallel_cross_entropy"], seen["_product"]

@@ -154,7 +154,7 @@ def test_files_of_two_parts_are_prepared(base, tmp_path, monkeypatch):
     assert cli.main(["sft", "--init", "runs/base", *parts, *FLAGS]) == 0
     [(argv, settings)] = runs
     assert not [word for word in argv if word.endswith(".jsonl")]
-    assert (settings.data.samples, settings.train.steps, settings.train.eval_batches) == (180, 12, 2)
+    assert (settings.data.train_samples, settings.train.steps, settings.train.eval_batches) == (180, 12, 2)
 
 
 def test_one_conversation_and_one_step_are_enough(base, tmp_path):

@@ -797,7 +797,7 @@ class TimePredictor:
     def _step(self, config: Config) -> _StepTime:
         """The step, with the work of a micro-batch, which configs share."""
         mesh = config.mesh
-        fsdp = (mesh.data, mesh.replica) if mesh.zero == 3 else None
+        fsdp = (mesh.data, mesh.replicate) if mesh.zero == 3 else None
         key = *WORK(config), fsdp, is_unrolled(config, on_gpu=True)
         if key not in self._works:
             rates = Rates(self.gpu, self.calibration, config.precision.compute)
@@ -944,8 +944,8 @@ class _StepTime:
         if mesh.pipe > 1:
             message = self._message()
             # One activation and one gradient of each chunk; and two for each stage to fill.
-            seconds["pipe"] = m * (work.seconds["pipe"] + 2 * mesh.chunks * message)
-            seconds["bubble"] += bubble(mesh, sum(work.pass_times) / mesh.chunks + 2 * message)
+            seconds["pipe"] = m * (work.seconds["pipe"] + 2 * mesh.virtual_stages * message)
+            seconds["bubble"] += bubble(mesh, sum(work.pass_times) / mesh.virtual_stages + 2 * message)
         return seconds
 
     def _message(self) -> float:
@@ -981,7 +981,7 @@ class _StepTime:
             alone = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
             return seconds + (max(alone, whole - overlapped) if hidden else whole)
         narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
-        seconds += rates.sum(mesh.replica, stage // mesh.replica, software.gradient_bytes * own.stored)
+        seconds += rates.sum(mesh.replicate, stage // mesh.replicate, software.gradient_bytes * own.stored)
         experts = 0.0 if mesh.zero == 3 else across(self.weights.experts, own.experts)
         return seconds + replica_collective(mesh, rates.gather, 1, across(weights, trained) - narrow, experts)
 

@@ -271,7 +271,7 @@ class Run:
           RunError: two saves in a row failed, or the last one.
         """
         self.state, self.step, last = state, start, self.config.train.steps
-        del state  # it is donated, and a rewind needs its memory
+        del state  # it is donated, and a rollback needs its memory
         with self.watchdog.abort_on_error(), contextlib.ExitStack() as stack:
             for callback in self.callbacks:
                 stack.callback(callback.close)

@@ -83,7 +83,7 @@ def test_bin_error_is_over_spans(tmp_path):
         task.metrics([losses * np.float32("nan")])
 
 
-@pytest.mark.parametrize("scaling", [{"rope_scaling": "yarn", "rope_original": 8}, {"rope_scaling": "linear"}])
+@pytest.mark.parametrize("scaling", [{"rope_scaling": "yarn", "rope_original_length": 8}, {"rope_scaling": "linear"}])
 def test_gain_of_scaled_model_splits_at_trained_length(tmp_path, scaling):
     data = written(tmp_path / "texts.jsonl", "x" * 64)
     losses = np.where(np.arange(64) < 8, 1.0, 3.0)[None].astype(np.float32)

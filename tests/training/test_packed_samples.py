@@ -39,7 +39,7 @@ def test_evaluation_is_the_mean_over_unmasked_labels():
     assert metrics == {}
 
 
-@pytest.mark.parametrize("mesh", [{"zero": 3}, pytest.param({"pipe": 2, "chunks": 2}, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("mesh", [{"zero": 3}, pytest.param({"pipe": 2, "virtual_stages": 2}, marks=pytest.mark.ci)])
 def test_loss_mask_adds_one_number_over_data(mesh):
     """Outside of every loop, and nothing else."""
     plain, packed = (
