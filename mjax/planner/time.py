@@ -208,7 +208,8 @@ def read_calibration(file: Path) -> Calibration:
     if not (rows and min(map(min, rows)) > 0 and max(fractions) <= MAX_FRACTION and 0 < low <= high <= MAX_VALUE):
         raise UsageError(
             f"{file}: attention has rows of a head size, positions, and two fractions of the peak of at most "
-            f"{MAX_FRACTION}, sequences two numbers, all above 0, not {list(map(list, rows))} and {[low, high]}"
+            f"{MAX_FRACTION}, sequences the shortest and the longest, all above 0; they are {list(map(list, rows))} "
+            f"and {[low, high]}"
         )
     if calibration.gpu not in [gpu.name for gpu in GPUS]:
         raise UsageError(
