@@ -72,18 +72,10 @@ class PlanArguments:
     """Write the fastest config into this new file for `mjax train`; must end in .py."""
     without: ClassVar = UNPLANNED
     usual: ClassVar = {
-        "what to plan": (
-            "config",
-            "run",
-            "gpu",
-            "mesh.data",
-            "mesh.model",
-            "mesh.pipe",
-            "mesh.zero",
-            "train.recompute",
-        ),
-        "what to find": ("devices", "days", "max-sequence-on", "devices-per-node", "network"),
-        "how": ("compile", "calibration", "json", "memory-figure", "communication-figure", "schedule-figure"),
+        "the run": ("config", "run", "mesh.data", "mesh.model", "mesh.pipe", "mesh.zero", "train.recompute"),
+        "the cluster": ("gpu", "devices-per-node", "network", "calibration"),
+        "searches": ("devices", "days", "max-sequence-on"),
+        "the output": ("compile", "json", "memory-figure", "communication-figure", "schedule-figure"),
     }
     examples: ClassVar = (
         "mjax plan --config gpt_8b --gpu h100                      # does it fit, how fast does it go",

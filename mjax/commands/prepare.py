@@ -24,7 +24,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -392,11 +392,7 @@ class Encoder:
 
 # --- Conversations: `mjax prepare --chat` -----------------------------------------------------------------------------
 
-ONLY = {
-    field.name: field.default
-    for field in fields(ConversationArguments)
-    if field.name in ConversationArguments.__annotations__ and field.name != "chat"
-}
+ONLY = {name: getattr(ConversationArguments, name) for name in ConversationArguments.__annotations__ if name != "chat"}
 """Flags that go with --chat, and their defaults."""
 
 
