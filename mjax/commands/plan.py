@@ -206,7 +206,7 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
     validate(replace(config, data=replace(config.data, mock=True)), name)
     if arguments.schedule_figure is not None and config.mesh.pipe == 1:
         stages = "--mesh.pipe 2" + " --fix mesh.pipe" * (devices is not None)
-        raise UsageError(f"--schedule-figure needs a pipeline and {name} has none; add stages, such as {stages}")
+        raise UsageError(f"--schedule-figure needs a pipeline; add stages to {name}, such as {stages}")
     if arguments.compile:
         command.check_compile(config, gpu)
     if gpu is None:
@@ -245,7 +245,7 @@ def _check_flags(arguments: PlanArguments) -> None:
         value = getattr(arguments, name)
         if value != getattr(PlanArguments, name) and getattr(arguments, needed.partition(" ")[0]) is None:
             values = value if isinstance(value, tuple) else (value,)
-            shown = " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+            shown = " ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in values)
             raise UsageError(f"--{name.replace('_', '-')} {shown} needs --{needed}; add it")
 
 
