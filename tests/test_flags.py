@@ -77,9 +77,13 @@ def test_unknown_flag_leads_to_ours(line, capsys):
     assert message.count("\n") == 1
 
 
+def old_flags(command):
+    return dict(pair.split("=") for pair in OLD_FLAGS[command].split())
+
+
 @pytest.mark.parametrize("command", OLD_FLAGS)
 def test_old_flags_are_renamed_with_a_note(command, capsys):
-    for old, new in OLD_FLAGS[command].items():
+    for old, new in old_flags(command).items():
         words = rename_old_flags(["x", f"--{old}", f"--{old.replace('-', '_')}=a=b", f"a=--{old}"], f"mjax {command}")
         assert words == ["x", f"--{new}", f"--{new}=a=b", f"a=--{old}"]
         assert f"note: --{old} is now --{new}; mjax 0.4" in capsys.readouterr().err
@@ -89,7 +93,7 @@ def test_old_flags_are_renamed_with_a_note(command, capsys):
 @pytest.mark.parametrize("line", ["plan --longest 8", "plan --keep mesh.zero", "prepare x --turns last --output o"])
 def test_old_flag_reaches_its_command(line, capsys):
     assert cli.main(line.split()) == 2
-    flag, name = next((old, new) for old, new in OLD_FLAGS[line.split()[0]].items() if f"--{old}" in line)
+    flag, name = next((old, new) for old, new in old_flags(line.split()[0]).items() if f"--{old}" in line)
     note, error = capsys.readouterr().err.splitlines()
     assert note.startswith(f"note: --{flag} is now --{name}; mjax 0.4")
     assert error.startswith(f"mjax: error: --{name}")
@@ -97,7 +101,8 @@ def test_old_flag_reaches_its_command(line, capsys):
 
 def test_old_flag_names_a_flag_of_today():
     commands = {name: command for group in (cli.COMMANDS, *GROUPS.values()) for name, command in group.items()}
-    for name, flags in OLD_FLAGS.items():
+    for name in OLD_FLAGS:
+        flags = old_flags(name)
         function = cli._import_object(commands[name].run)
         hints = [*get_type_hints(function).values()]
         arguments = {"train": TrainArguments, "sft": SftArguments, "plan": PlanArguments, "lm-eval": LmEvalArguments}

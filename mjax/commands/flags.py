@@ -34,22 +34,17 @@ from mjax.utils.files import resolve_parents
 T = TypeVar("T")
 WIDTH_OF_HELP = 110
 OLD_FLAGS = {
-    "train": {"resume": "run"},
-    "sft": {"resume": "run", "template": "chat-template", "turns": "train-on"},
-    "prepare": {
-        "longest": "max-length",
-        "template": "chat-template",
-        "too-long": "overflow",
-        "turns": "train-on",
-    },
-    "clean": {"keep": "filter", "minimum-tokens": "min-tokens"},
-    "evaluate": {"checkpoint": "run", "overlap": "stride"},
-    "lm-eval": {"checkpoint": "run"},
-    "finetune": {"checkpoint": "run"},
-    "from-hf": {"draw-heads": "init-missing-heads"},
-    "generate": {"checkpoint": "run"},
-    "plan": {"keep": "fix", "longest": "max-sequence-on"},
-    "doctor": {"limit": "timeout"},
+    "train": "resume=run",
+    "sft": "resume=run template=chat-template turns=train-on",
+    "prepare": "longest=max-length template=chat-template too-long=overflow turns=train-on",
+    "clean": "keep=filter minimum-tokens=min-tokens",
+    "evaluate": "checkpoint=run overlap=stride",
+    "lm-eval": "checkpoint=run",
+    "finetune": "checkpoint=run",
+    "from-hf": "draw-heads=init-missing-heads",
+    "generate": "checkpoint=run",
+    "plan": "keep=fix longest=max-sequence-on",
+    "doctor": "limit=timeout",
 }
 """Flags of mjax 0.2.0 by command, and their names since. They are accepted until 0.4.0."""
 NO_FLAG = {
@@ -73,7 +68,7 @@ class RunArguments:
     run: Annotated[Path, RUN_SYNONYMS]
     """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """The file that defines a model of your own; every setting stays that of the run."""
+    """The file that defines the run's model, if it is yours; every setting stays that of the run."""
     step: int | None = None
     """Checkpoint to use; by default the newest intact one."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
@@ -91,7 +86,7 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
     """
     if {"-h", "--help", "--help-all"} & set(argv):
         short = "--help-all" not in argv and hasattr(cls, "usual")
-        print((_short_help if short else _whole_help)(cls, default, prog))
+        print((_short_help if short else _whole_help)(cls, default, prog), flush=True)
         raise SystemExit(0)
     _check(argv, {flag.name: flag for flag in list_fields(cls, default)}, prog)
     parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
@@ -117,13 +112,14 @@ def parse_known(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[s
 
 def rename_old_flags(argv: Sequence[str], prog: str) -> list[str]:
     """Return `argv` with today's names of flags; a line on stderr reports each old one."""
-    renamed, words = OLD_FLAGS.get(prog.rpartition(" ")[2], {}), []
+    names = dict(pair.split("=") for pair in OLD_FLAGS.get(prog.rpartition(" ")[2], "").split())
+    words = []
     for word in argv:
         flag, equals, value = word.partition("=")
-        if name := renamed.get(flag.removeprefix("--").replace("_", "-")) if flag.startswith("--") else None:
+        if name := names.get(flag[2:].replace("_", "-")) if flag.startswith("--") else None:
             print(f"note: {flag} is now --{name}; mjax 0.4 will not accept {flag}", file=sys.stderr)
-            flag = f"--{name}"
-        words.append(f"{flag}{equals}{value}")
+            word = f"--{name}{equals}{value}"
+        words.append(word)
     return words
 
 
@@ -343,7 +339,7 @@ def _format_default(cls: type, flag: Flag) -> str:
 
 
 def _entry(typed: str, text: str) -> list[str]:
-    """A flag and its text, in two columns; a long flag has a line of its own."""
+    """A flag and its text, in two columns; a long flag has a separate line."""
     before = [f"  {typed}"] if len(typed) > 33 else []
     typed = "" if before else f"  {typed}"
     column = " " * 37
@@ -359,7 +355,7 @@ class Flag(NamedTuple):
       default: `dataclasses.MISSING` if it is required.
       owner: the dataclass that has it as a `field`.
       marks: annotations of the field.
-      hidden: of a field that is no flag, what to do instead of typing it.
+      hidden: what to do instead of typing the name of a field that is not a flag.
     """
 
     name: str
@@ -392,7 +388,7 @@ def list_flags(cls: type, default: object, prefix: str = "") -> Iterator[Flag]:
 def list_fields(
     cls: type, default: object, prefix: str = "", hidden: str = "", without: Mark | None = None
 ) -> Iterator[Flag]:
-    """The flags of `cls`, and its fields that are no flags (`hidden`): by default those with the mark `cls.without`."""
+    """The flags of `cls`, and its other fields (`hidden`): by default those with the mark `cls.without`."""
     without = without or getattr(cls, "without", None)
     kinds = get_type_hints(cls)
     for field, (name, flag, _, marks) in zip(dataclasses.fields(cls), section_fields(cls), strict=True):

@@ -54,7 +54,7 @@ class SftArguments(TrainArguments):
     epochs: Annotated[float, Bounds(gt=0), Synonyms("epochs train-epochs")] = 3.0
     """Times that every conversation is seen; --train.steps instead is exact."""
     chat_template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
-    """Chat template for a file of conversations; by default that of the model, or plain if it has none."""
+    """Chat template for a file of conversations; by default that of the model, or else plain."""
     train_on: Literal["all", "last"] = "all"
     """For a file of conversations: train on all turns of the assistant, or the last."""
     usual: ClassVar = {

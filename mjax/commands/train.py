@@ -36,8 +36,8 @@ class TrainArguments:
     """Train a model. Any config field is a flag, such as --mesh.data 8 or --train.steps 1000."""
 
     config: str = "gpt_demo"
-    """Name of a file in configs/, or path to a .py file that defines `config`. With --run: the file that defines a
-    model of your own."""
+    """Name of a file in configs/, or path to a .py file that defines `config`. With --run: the file that defines the
+    run's model, if it is yours."""
     name: Annotated[str | None, Synonyms("run-name wandb-run-name wandb-exp-name")] = None
     """Name of the run, whose folder is RUNS/NAME; by default that of the config. An existing run is continued."""
     runs: Annotated[Path, Synonyms("save~ output-dir~ out-dir~ save-dir~ dump-folder~")] = Path("runs")
@@ -136,17 +136,17 @@ class _SampleWriter(Callback):
         from mjax.data.tokenizers import tokenizer_from_folder
         from mjax.generation.chat import Chat
 
-        prompts = self.prompts
-        chat = Chat(folder) if run.config.data.conversations else None
-        tokenizer = tokenizer_from_folder(folder)
-        texts = prompts if chat is None else [chat.render([{"role": "user", "content": text}]) for text in prompts]
-        encode, decode = (tokenizer.prompt, tokenizer.decode) if chat is None else (chat.encode, chat.decode)
-        ends = tokenizer.eod if chat is None else chat.stops
+        tokenizer, texts = tokenizer_from_folder(folder), self.prompts
+        encode, decode, ends = tokenizer.prompt, tokenizer.decode, tokenizer.eod
+        if run.config.data.conversations:
+            chat = Chat(folder)
+            texts = [chat.render([{"role": "user", "content": prompt}]) for prompt in self.prompts]
+            encode, decode, ends = chat.encode, chat.decode, chat.stops
         samples = self._continue(run, texts, [encode(text) for text in texts], decode, ends)
-        for prompt, sample in zip(prompts, samples, strict=True):
+        for prompt, sample in zip(self.prompts, samples, strict=True):
             run.print_line(f"step {step}: {prompt} → {sample.continuation.strip()}")
         if run.log:
-            run.log.write_samples(step, prompts, [sample.continuation for sample in samples])
+            run.log.write_samples(step, self.prompts, [sample.continuation for sample in samples])
 
     def on_end(self, run: Run) -> None:
         """Print how the model continues `log.prompt`, or the beginning of a validation sample; nothing if
@@ -159,18 +159,17 @@ class _SampleWriter(Callback):
         from mjax.data.tokenizers import end_token_ids, tokenizer_from_folder
         from mjax.generation.chat import Chat
 
-        tokenizer = tokenizer_from_folder(data.tokenizer)
-        decode = tokenizer.decode
+        tokenizer, is_chat = tokenizer_from_folder(data.tokenizer), run.config.data.conversations
         if log.prompt is None:  # as ids: their text may spell tokens that no text encodes to
             batch = (data.validation or data.training).batch_at(0)
-            end = int(batch["loss_mask"][0].argmax()) + 1 if run.config.data.conversations else 8  # before an answer
+            end = int(batch["loss_mask"][0].argmax()) + 1 if is_chat else 8  # before an answer
             ids = batch["tokens"][0, :end].tolist()
-            prompt = Chat(data.tokenizer).decode(ids, special=True) if run.config.data.conversations else decode(ids)
+            prompt = Chat(data.tokenizer).decode(ids, special=True) if is_chat else tokenizer.decode(ids)
         else:
             prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
         display.print_line("")
         ends = end_token_ids(data.tokenizer, tokenizer.eod)
-        (sample,) = self._continue(run, [prompt], [ids], decode, ends)
+        (sample,) = self._continue(run, [prompt], [ids], tokenizer.decode, ends)
         text = Text(prompt, style="dim") + Text(sample.continuation)
         display.console.print(text, soft_wrap=True, highlight=False)
         display.print_line("")
@@ -296,13 +295,13 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     folder = resolve_parents(Path(run))
     if not checkpoint_steps(folder):
         raise UsageError(f"--run {folder} has no checkpoint; give a run folder such as runs/gpt_demo")
-    own = config is not None and has_user_model(folder)
-    useless = {"--init": init, "--name": name, "--config": None if own else config}
+    is_model_file = config is not None and has_user_model(folder)
+    useless = {"--init": init, "--name": name, "--config": None if is_model_file else config}
     for flag, value in useless.items():
         if value is not None:
             raise UsageError(
                 f"{flag} {value} has no effect with --run {folder}, which continues that run; leave one out, or for a "
-                f"new run type --config {config if own else folder / 'config.json'} --name NEW"
+                f"new run type --config {config if is_model_file else folder / 'config.json'} --name NEW"
             )
     load_user_model(config, folder, lambda line: None)  # `changes_since` has the note
     return TrainArguments(run=folder, settings=read_config(folder / "config.json"))
