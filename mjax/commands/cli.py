@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 0
             command, prog, rest = chosen
             if command.on_cpu:
-                launch.leave_accelerators_alone()
+                launch.hide_accelerators()
             if command.early and {"-h", "--help", "--help-all"} & set(rest):
                 words = prog.rpartition(" ")[2].split("-")
                 parse(_import_object(f"arguments:{''.join(map(str.title, words))}Arguments"), rest, prog)
