@@ -46,7 +46,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.cluster.processes import from_first, is_first
+from mjax.cluster.processes import broadcast_int, is_first
 from mjax.config import Config, HealthConfig
 from mjax.config.axes import NAMES, axes_sharing_weights
 from mjax.config.model_file import run_flags
@@ -522,7 +522,7 @@ def continue_from(checkpoints: Checkpoints, step: int, print_line: Callable[[str
     """
     steps, marker = checkpoints.steps(), checkpoints.folder.parent / UNHEALTHY
     repeated = not marker.exists() and _host_values(checkpoints, steps[-1]).get("continued_from") == step
-    if from_first(repeated):  # process 0 removes the marker
+    if broadcast_int(repeated):  # process 0 removes the marker
         print_line(f"checkpoint {steps[-1]} continues from {step} already; to go back again, move the later ones away")
         return
     checkpoints.abandon(after=step)
