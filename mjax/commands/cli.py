@@ -19,6 +19,7 @@ from mjax import __version__
 from mjax.cluster import launch
 from mjax.commands.flags import parse
 from mjax.config import available_configs
+from mjax.config.axes import with_full_name
 from mjax.errors import RunError, UsageError, explain, suggestion
 from mjax.utils.stores import with_addresses
 
@@ -77,7 +78,7 @@ COMMANDS: Commands = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; user errors are printed as one sentence."""
     gc.set_threshold(50_000)  # imports and tracing make many objects and few cycles
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = [with_full_name(word) for word in (sys.argv[1:] if argv is None else argv)]
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # none, or not a real one
             stream.reconfigure(errors="replace")  # of a terminal that cannot show … or ×
