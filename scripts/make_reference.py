@@ -53,7 +53,7 @@ def flags() -> str:
     text = f"""# Flags and config fields
 
 {GENERATED}
-Every field of the config is a name in `config.json` and in a config file. Those with `--` are flags of `train.py`, too;
+Every field of the config is a name in `config.json` and in a config file. A name with `--` is a flag, too;
 `python train.py --help-all` lists them.
 
 ```bash

@@ -122,7 +122,7 @@ def examples_of(config: Config, seed: int) -> dict[str, np.ndarray]:
 
 def packing_of(samples: int, positions: int) -> dict[str, np.ndarray]:
     """Four documents a sample, cut elsewhere in each, the second of them one token long; and a mask under which every
-    sample has another number of labels that count, the first none."""
+    sample has another number of unmasked labels, the first has 0."""
     row, place = np.arange(samples)[:, None], np.arange(positions)
     second = 2 + row % (positions // 2 - 3)
     cuts = np.stack([np.zeros_like(second), second, second + 1, np.full_like(second, positions // 2)])

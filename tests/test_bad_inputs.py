@@ -152,7 +152,7 @@ def place(tmp_path_factory, one_device):
 CONTINUE = "train --config TINY --name done --train.steps 4 --data.no-mock --data.path data/corpus --data.split 80,20,0"
 READ = "train --config TINY --name new --data.no-mock --data.path"
 NEW = "train --config TINY --name new"
-GENERATE = "generate --checkpoint runs/done"
+GENERATE = "generate --run runs/done"
 
 LONG = "x" * 5000
 
@@ -163,8 +163,8 @@ MISTAKES = {
     "convert to-megatron runs/done out": "no command 'to-megatron'; there are: from-hf",
     f"{NEW} --train.steps many": "many",
     "train --run runs/done --config TINY": "has no effect with --run",
-    "train --resume nowhere": "has no checkpoint",
-    "train --resume runs/done --step 3": "has no such checkpoint; use 4",
+    "train --run nowhere": "has no checkpoint",
+    "train --run runs/done --step 3": "has no such checkpoint; use 4",
     f"{NEW} --step 3": "goes with --run or --init",
     f"{NEW} --mesh.model 4 --mesh.data 2": "needs 8 devices (data 2 × model 4); 1 found",
     f"{NEW} --name busy": "is in use by another process",
@@ -191,7 +191,7 @@ MISTAKES = {
     # --- a run that is there
     f"{CONTINUE} --model.hidden 64": "model (model.hidden 32, now 64)",
     f"{CONTINUE} --optimizer.learning-rate 2e-3": "(optimizer.learning_rate 0.01, now 0.002)",
-    "train --resume runs/done --train.seed 1": "to continue this one with the change --allow-change",
+    "train --run runs/done --train.seed 1": "to continue this one with the change --allow-change",
     # --- other commands
     "prepare no.txt --output scratch/a": "no.txt",
     "prepare empty.txt --output scratch/b": "there is no text",
@@ -200,7 +200,7 @@ MISTAKES = {
     "prepare text.txt --output data/corpus --tokenizer bytes": "--overwrite",
     "convert from-hf runs/done scratch/f --vocabulary-multiple 0": "is 0; it must be at least 1",
     "evaluate --run runs/done --task position --data x": "positions",
-    "generate --checkpoint no --prompt a": "config.json",
+    "generate --run no --prompt a": "config.json",
     GENERATE: "--prompt",
     f"{GENERATE} --prompt '{'word ' * 40}'": "positions",
     f"{GENERATE} --prompt a --temperature -1": "--temperature is -1",

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple, get_type_hints
 
 from mjax import __version__
 from mjax.cluster import launch
-from mjax.commands.flags import parse
+from mjax.commands.flags import parse, rename_old_flags
 from mjax.config import available_configs
-from mjax.config.axes import with_full_name
 from mjax.errors import RunError, UsageError, explain, suggestion
 from mjax.utils.stores import with_addresses
 
@@ -78,7 +77,7 @@ COMMANDS: Commands = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; user errors are printed as one sentence."""
     gc.set_threshold(50_000)  # imports and tracing make many objects and few cycles
-    argv = [with_full_name(word) for word in (sys.argv[1:] if argv is None else argv)]
+    argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # none, or not a real one
             stream.reconfigure(errors="replace")  # of a terminal that cannot show … or ×
@@ -90,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (chosen := _find("mjax", COMMANDS, argv)) is None:
                 return 0
             command, prog, rest = chosen
+            rest = rename_old_flags(rest, prog)
             if command.on_cpu:
                 launch.leave_accelerators_alone()
             if command.early and {"-h", "--help", "--help-all"} & set(rest):

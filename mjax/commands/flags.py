@@ -45,13 +45,41 @@ NO_FLAG = {
     "use-mcore-models distributed-backend dataloader-num-workers num-workers do-train": "leave it out",
 }
 """Names of other programs for what no field says, and what to do instead."""
+OLD_FLAGS = {
+    "train": {"resume": "run"},
+    "sft": {"resume": "run", "template": "chat-template", "turns": "train-on"},
+    "prepare": {
+        "longest": "max-length",
+        "template": "chat-template",
+        "too-long": "overflow",
+        "turns": "train-on",
+    },
+    "clean": {"keep": "filter", "minimum-tokens": "min-tokens"},
+    "evaluate": {"checkpoint": "run", "overlap": "stride"},
+    "lm-eval": {"checkpoint": "run"},
+    "finetune": {"checkpoint": "run"},
+    "from-hf": {"draw-heads": "init-missing-heads"},
+    "generate": {"checkpoint": "run"},
+    "plan": {"keep": "fix", "longest": "max-sequence-on"},
+    "doctor": {"limit": "timeout"},
+}
+"""Flags of mjax 0.2.0 by command, and their names since. They are accepted until 0.4.0."""
+OLD_FIELDS = {
+    f"{section}.{old}".replace("_", "-"): f"{section}.{new}".replace("_", "-")
+    for section, names in RENAMED.items()
+    for old, new in names.items()
+}
+SHORT_AXES = {
+    "mesh.pp": "mesh.pipe", "mesh.dp": "mesh.data", "mesh.tp": "mesh.model", "mesh.cp": "mesh.context",
+    "mesh.ep": "mesh.expert",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunArguments:
     """Flags of the commands that use a trained model."""
 
-    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"]), RUN_SYNONYMS]
+    run: Annotated[Path, RUN_SYNONYMS]
     """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
     """The file that defines a model of your own; every setting stays that of the run."""
@@ -94,6 +122,21 @@ def parse_known(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[s
         if name in flags:
             _check_value(name, words, flags[name].kind)
     return tyro.cli(cls, args=argv, prog=prog, return_unknown_args=True, add_help=False)
+
+
+def rename_old_flags(argv: Sequence[str], prog: str) -> list[str]:
+    """Return `argv` with today's names of flags, and full names of axes; a line on stderr reports each old one."""
+    renamed, words = SHORT_AXES | OLD_FIELDS | OLD_FLAGS.get(prog.rpartition(" ")[2], {}), []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        typed = flag.removeprefix("--").replace("_", "-") if flag.startswith("--") else ""
+        if name := renamed.get(_positive(typed)):
+            name = name if typed == _positive(typed) else _negative(name)
+            if typed not in SHORT_AXES:
+                print(f"note: {flag} is now --{name}; mjax 0.4 will not accept {flag}", file=sys.stderr)
+            flag = f"--{name}"
+        words.append(f"{flag}{equals}{value}")
+    return words
 
 
 def flag_names(argv: Sequence[str]) -> set[str]:
@@ -195,11 +238,9 @@ def _negative(name: str) -> str:
 
 def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str) -> str:
     """The flag to type instead of an unknown one."""
-    typed, name = name, _with_new_name(name.lower())
+    name = name.lower()
     if (field := fields.get(_positive(name))) and field.hidden:  # not on the command line
         return f"; {field.hidden}"
-    if name != _positive(name) and _positive(name) in fields:
-        return f"; type --{name}"
     flags, last = [flag for flag in fields.values() if not flag.hidden], name.rpartition(".")[2]
     if matches := _match_flags(name, words, flags):
         return "; type " + either([_format_flag(flag, value, len(matches) > 1) for flag, value in matches])
@@ -210,20 +251,10 @@ def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str
         if {name, last} & set(names.split()):
             return f"; {advice}"
     for field, kinds in _model_fields(name).items():
-        known = "" if field == typed.lower().rpartition(".")[2] else f"--model.{field}, "
+        known = "" if field == last else f"--model.{field}, "
         return f" for this model; it is {known}for {KIND_FLAG} {either(kinds)}: leave it out"
-    close = suggestion(typed, sorted(flag.name for flag in flags)).replace("'", "--", 1).replace("'", "")
+    close = suggestion(name, sorted(flag.name for flag in flags)).replace("'", "--", 1).replace("'", "")
     return f"{close or f'; `{prog} --help` lists its flags'}"
-
-
-def _with_new_name(name: str) -> str:
-    """The name of today for that of a flag of an older version; other names as they are."""
-    section, _, knob = _positive(name).rpartition(".")
-    for known, names in RENAMED.items():
-        if section in ("", known) and (new := names.get(knob.replace("-", "_"))):
-            new = f"{known}.{new.replace('_', '-')}"
-            return new if name == _positive(name) else _negative(new)
-    return name
 
 
 def _match_flags(name: str, words: Sequence[str], flags: Sequence[Flag]) -> list[tuple[Flag, str]]:
@@ -286,10 +317,8 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
         if tyro.conf.Positional in marks:
             positional[name] = _form(marks) or name.upper()
             sections[""] += _entry(positional[name], _field_texts(cls)[name])
-    by_field = lambda flag: (flag.owner, flag.field, flag.name.count("."))  # noqa: E731
-    for _, group in itertools.groupby(list_flags(cls, default), by_field):  # a flag and its aliases
-        flag, *aliases = group
-        typed = ", ".join(f"--{one.name}" for one in (*reversed(aliases), flag)) + f" {flag.form}".rstrip()
+    for flag in list_flags(cls, default):
+        typed = f"--{flag.name} {flag.form}".rstrip()
         if flag.kind is bool and flag.default is True:
             typed += f", --{_negative(flag.name)}"
         title = "required" if flag.default is dataclasses.MISSING else flag.name.rpartition(".")[0] or "flags"
@@ -353,7 +382,7 @@ class Flag(NamedTuple):
 
 
 def list_flags(cls: type, default: object, prefix: str = "") -> Iterator[Flag]:
-    """Every field of `cls` that is a flag, once for each of its names.
+    """Every field of `cls` that is a flag.
 
     A field may hold a subclass of its type, as the config's model does: its flags are those of `default`.
     """
@@ -379,10 +408,7 @@ def list_fields(
             reason = f"set {prefix}{name} in a config file" if FILE_ONLY in marks else reason * (PLANNED not in marks)
             if tyro.conf.Positional in marks:
                 reason = f"give {_form(marks)} by its place, without a flag"
-            aliases = (alias for mark in marks for alias in getattr(mark, "aliases", None) or ())
-            aliases = (alias.removeprefix("--") for alias in aliases if alias.startswith("--"))
-            for typed in (flag if is_unsectioned(marks) else prefix + flag, *aliases):
-                yield Flag(typed, kind, value, cls, name, marks, reason)
+            yield Flag(flag if is_unsectioned(marks) else prefix + flag, kind, value, cls, name, marks, reason)
 
 
 def _form(marks: Sequence) -> str:

@@ -266,7 +266,7 @@ class _State(NamedTuple):
     cached: Cache
 
 
-NOTHING, END = -2, -1
+NO_TOKEN, END = -2, -1
 """In place of a token: the text had ended before, or ends here."""
 
 
@@ -286,7 +286,7 @@ def _write(
     """Inside `shard_map`: take up to `steps` steps, until all sequences have ended.
 
     Returns:
-      The state, and for each sequence the last token that was written, END or NOTHING.
+      The state, and for each sequence the last token that was written, END or NO_TOKEN.
     """
     layers, sequences = list_layers(config, layout, weights), jnp.arange(state.lengths.shape[0])
 
@@ -301,11 +301,11 @@ def _write(
         lengths = state.lengths + grows
         # A sequence that has ended reads its last token again, so that every index is in range; the result is not used.
         logits, cached = decoding.decode(weights, tokens[sequences, lengths - 1], state.cached, lengths - 1, layers)
-        written = jnp.where(grows, drawn, jnp.where(state.ended, NOTHING, END))
+        written = jnp.where(grows, drawn, jnp.where(state.ended, NO_TOKEN, END))
         ended = at_eod | (lengths >= request["limits"])
         return _State(tokens, lengths, ended, at_eod, logits, cached), written, left - 1
 
-    start = state, jnp.full_like(state.lengths, NOTHING), steps
+    start = state, jnp.full_like(state.lengths, NO_TOKEN), steps
     return jax.lax.while_loop(lambda carry: ~carry[0].ended.all() & (carry[2] > 0), step, start)[:2]
 
 
@@ -460,10 +460,10 @@ class Generator:
             state, written = self._write(weights, request, state, np.int32(1))
             tokens = [] if last is None else np.asarray(last).tolist()
             for index, token in enumerate(tokens):
-                if token != NOTHING:
+                if token != NO_TOKEN:
                     listener(index, positions[index], None if token == END else token)
                     positions[index] += 1
-            if tokens and max(tokens) == NOTHING:
+            if tokens and max(tokens) == NO_TOKEN:
                 return state
             last = written
 

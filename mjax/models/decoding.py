@@ -20,7 +20,7 @@ from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
 from mjax.models.protocol import Context
 from mjax.parallel import mappings
-from mjax.parallel.tokens import ContextAttention, TokenLayout
+from mjax.parallel.token_layout import ContextAttention, TokenLayout
 
 if TYPE_CHECKING:
     from mjax.models.causal import CausalModel

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig, axes
 from mjax.config.axes import EXPERT, MODEL, PIPE
-from mjax.parallel import float8, mappings, scopes
+from mjax.parallel import float8, mappings, named_scopes
 from mjax.parallel.float8 import Float8
 from mjax.parallel.mappings import Gathers
 from mjax.parallel.overlap import linear_map
@@ -181,7 +181,7 @@ def local_shard(whole: Array, spec: P) -> Array:
     return whole
 
 
-@jax.named_scope(scopes.WEIGHTS)
+@jax.named_scope(named_scopes.WEIGHTS)
 def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False):
     """The weights of the computation in `dtype`, inside `shard_map`; those gathered in the loop stay shards.
 
@@ -265,7 +265,7 @@ def _gather_layer(shard: Array, storage: Storage, dtype, in_float8: bool) -> Arr
     """A layer's weight, varying over all replicas."""
     stored = mappings.varying_axes(shard)
 
-    @jax.named_scope(scopes.WEIGHTS)
+    @jax.named_scope(named_scopes.WEIGHTS)
     def gather(shard, _):
         return mappings.vary(materialize_weight(shard, storage, dtype, in_float8), frozenset(REPLICAS))
 
@@ -275,7 +275,7 @@ def _gather_layer(shard: Array, storage: Storage, dtype, in_float8: bool) -> Arr
     return linear_map(gather, transpose, shard)
 
 
-@jax.named_scope(scopes.GRADIENT)
+@jax.named_scope(named_scopes.GRADIENT)
 def _sum_layer(gradient: Array, gathers: Gathers, stored: frozenset[str]) -> Array:
     """The part that this device stores of the sum over the replicas that hold a layer's weight, varying over
     `stored`."""
@@ -293,7 +293,7 @@ def all_but_gathered_weights(primitive, *_, **parameters) -> bool:
     return not any(e.primitive.name == "all_gather" and {*REPLICAS} & {*e.params["axis_name"]} for e in equations)
 
 
-@jax.named_scope(scopes.GRADIENT)
+@jax.named_scope(named_scopes.GRADIENT)
 def reduce_gradients(gradients, model, plan):
     """Sum every gradient over the ranks that hold a part of it, and keep the shard that is stored on this device.
 

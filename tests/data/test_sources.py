@@ -103,7 +103,7 @@ def chats(tmp_path, monkeypatch):
 
 
 def times_seen(batches, steps):
-    """How often the only trained label of each conversation is trained."""
+    """Count of steps that train the only trained label of each conversation is trained."""
     batches = [batches.batch_at(step) for step in range(steps)]
     labels = np.concatenate([batch["labels"][batch["loss_mask"]] for batch in batches])
     return dict(zip(*np.unique(labels, return_counts=True), strict=True))

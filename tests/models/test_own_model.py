@@ -154,7 +154,7 @@ def test_loss_and_gradients_equal_the_serial_reference(model, mesh):
     ids=["pipeline", "mesh"],
 )
 def test_sum_of_layers_is_part_of_the_loss(kind, mesh, monkeypatch):
-    """With its weight; a metric without one has no gradient."""
+    """Its weight scales the gradient; a metric without a weight has no gradient."""
     model = kind(**vars(MODEL))
     config = config_of(model, **mesh)
     twin, batch, norm = as_llama(model), batch_of(config), reference.norm

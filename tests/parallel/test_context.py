@@ -14,9 +14,9 @@ from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.models import causal
 from mjax.models.parts import attention_kernels
-from mjax.parallel import mappings, scopes
+from mjax.parallel import mappings, named_scopes
 from mjax.parallel.mesh import make_mesh
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.token_layout import TokenLayout
 from mjax.planner.ledger import ledger
 from mjax.step import step
 from tests.against_reference import largest_error
@@ -95,7 +95,7 @@ def test_ledger_has_what_the_docstring_of_across_says():
     def sent(way, **changes):
         mesh = {"context": context, "context_attention": way}
         config = small_config(1, 1, b, compute="bf16", global_batch=b, mesh=mesh, layers=layers, **changes)
-        return ledger(config).filter_axes("context").group_by("part")[scopes.LAYER].group_by("operation")
+        return ledger(config).filter_axes("context").group_by("part")[named_scopes.LAYER].group_by("operation")
 
     share = (context - 1) / context
     (of_heads,) = sent("ulysses").values()

@@ -42,7 +42,7 @@ def config_of(row):
     "row", [pytest.param(row, id=name, marks=() if name in OFTEN else pytest.mark.ci) for name, row in ROWS.items()]
 )
 def test_memory_is_within_five_percent_of_xla(row):
-    """And the step's arguments, masters and moments and the batch, have the very bytes of the compiled step."""
+    """And the step's arguments, master weights, moments and the batch, have the very bytes of the compiled step."""
     config = config_of(row)
     memory = predict_memory(config)
     assert abs(memory.total / row["total"] - 1) < 0.05

@@ -343,8 +343,8 @@ def test_mean_of_run_counts_each_batch_size():
     assert time_section(config, H100).values["run"]["seconds"] == pytest.approx(100 * found.mean)
 
 
-def test_predictor_shares_only_what_is_alike():
-    """Of configs that differ in one field each, one predictor says what a new one does."""
+def test_predictor_shares_only_equal_parts():
+    """One predictor for configs that differ in one field each predicts what a new one does."""
     changes = (
         {"mesh": {"pipe": 2}},
         {"mesh": {"model": 2}},

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.published import whole_rows
 from mjax.config import MeshConfig, load_config
-from mjax.parallel import mappings, scopes
+from mjax.parallel import mappings, named_scopes
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.schedules import build_schedule, find_schedule
 from mjax.planner import ledger as collectives
@@ -232,5 +232,5 @@ def test_ledger_is_that_of_step_with_dropout(recompute, mesh):
     assert config.model.hidden_dropout == config.model.attention_dropout == 0.1
     whole = read_collectives(traced_step(config)[1], find_schedule(config) if config.mesh.pipe > 1 else None)
     assert Counter(whole) == Counter(ledger(config).records)
-    assert {record.part for record in whole} <= set(scopes.PARTS)
+    assert {record.part for record in whole} <= set(named_scopes.PARTS)
     assert ("layer recomputation" in {record.source for record in whole}) == (recompute != "none")

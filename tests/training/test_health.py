@@ -47,7 +47,7 @@ def test_spike_is_far_above_the_mean_and_does_not_move_it():
 @pytest.mark.parametrize(
     ("values", "window", "spike", "last"),
     [
-        ([4.0, 4.0, 39.0], 100, "warn", HEALTHY),  # the first losses know no deviation
+        ([4.0, 4.0, 39.0], 100, "warn", HEALTHY),  # the first losses have no deviation
         ([4.0, 4.0, 41.0], 100, "warn", SPIKE),
         ([1e30], 8, "warn", HEALTHY),  # nothing to compare with
         ([4.0] * 20 + [1e30], 8, "ignore", HEALTHY),

@@ -1,4 +1,4 @@
-"""What a bf16 step, and generation in bf16, compute in 16 bits: read from the traced programs.
+"""The dtypes of a bf16 step, and of generation in bf16, read from the traced programs.
 
 Every operation with a 16-bit operand or result must be in `IN_16_BITS`, under the function of mjax that wrote it. The
 rest is float32: rotary angles, norms, activations, softmax, cross entropy, routers, sums over rows, draws of tokens.

@@ -179,7 +179,7 @@ TABLE = read_table()
 
 @pytest.mark.parametrize("case", TABLE)
 def test_loss_and_gradients_equal_the_serial_reference(case):
-    """With adapters, loss and weights after a whole step, in which nothing else may move."""
+    """Loss and weights after a whole step with adapters, which changes no other weights."""
     config = config_of(case)
     # The loss scale is divided out.
     errors = update_errors(config) if config.model.lora_rank else largest_error(config, scale=2.0**20)

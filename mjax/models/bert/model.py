@@ -57,11 +57,11 @@ from mjax.models.protocol import Context, LanguageModel
 from mjax.models.stack import stack
 from mjax.parallel import mappings, random
 from mjax.parallel.layers import VocabParallelEmbedding, local_rows, normal
+from mjax.parallel.linear import linear
 from mjax.parallel.overlap import rematerialize
-from mjax.parallel.products import linear
 from mjax.parallel.random import dropout
-from mjax.parallel.sums import add_bias, lookup
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.reductions import add_bias, lookup
+from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.weights import parameter
 
 TOKEN_TYPES = 2

@@ -35,7 +35,7 @@ from mjax.models.parts.rotary import Rotary
 from mjax.models.protocol import Context
 from mjax.parallel import random
 from mjax.parallel.overlap import rematerialize
-from mjax.parallel.sums import wide_type
+from mjax.parallel.reductions import wide_type
 from mjax.parallel.weights import parameter
 
 

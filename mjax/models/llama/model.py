@@ -35,7 +35,7 @@ from mjax.models.stack import stack
 from mjax.parallel import mappings, random
 from mjax.parallel.layers import VocabParallelEmbedding, local_columns
 from mjax.parallel.overlap import rematerialize
-from mjax.parallel.sums import wide_type
+from mjax.parallel.reductions import wide_type
 from mjax.parallel.weights import parameter
 
 

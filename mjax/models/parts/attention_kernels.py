@@ -30,14 +30,14 @@ from mjax.config.axes import CONTEXT, MODEL
 from mjax.models.parts.flash import attend_fused
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
-from mjax.parallel import mappings, scopes
+from mjax.parallel import mappings, named_scopes
 from mjax.parallel.overlap import linear_map, tie
 from mjax.parallel.random import dropout
-from mjax.parallel.sums import wide_type
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.reductions import wide_type
+from mjax.parallel.token_layout import TokenLayout
 
 
-@jax.named_scope(scopes.ATTENTION)
+@jax.named_scope(named_scopes.ATTENTION)
 def attend(
     q: Float[Array, "b s n d"], k: Float[Array, "b S k d"], v: Float[Array, "b S k e"], mask: AttentionMask, kernel: str
 ) -> Float[Array, "b s n e"]:
@@ -153,7 +153,8 @@ def _attend_block(
 #
 #     gather    every rank gets the keys and values of all positions, and attends from its own queries (Llama 3, arXiv
 #               2407.21783, section 3.3.2). With grouped heads these are few. The backward pass sums their gradients by
-#               a reduce-scatter. Queries are balanced: rank r of c has the chunks r and 2c − 1 − r of 2c (`tokens.py`).
+#               a reduce-scatter. Queries are balanced: rank r of c has the chunks r and 2c − 1 − r of 2c
+#               (`token_layout.py`).
 #
 # Numbers sent by a rank in the forward pass of a layer: 4 · (c − 1) / c · b s n d / c of `heads`, and 2 · (c − 1) / c ·
 # b s k d of `gather`, with n heads and k key-value heads on a rank of `model`.

@@ -47,8 +47,8 @@ from mjax.parallel import mappings
 from mjax.parallel.grouped import ROWS, Groups, group, grouped_matmul
 from mjax.parallel.layers import normal
 from mjax.parallel.overlap import linear_map, rematerialize, tie
-from mjax.parallel.sums import wide_type
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.reductions import wide_type
+from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.weights import parameter
 
 

@@ -31,8 +31,8 @@ from jaxtyping import Array, Float, Int
 from mjax.config.axes import MODEL
 from mjax.models.protocol import Context
 from mjax.parallel import mappings
-from mjax.parallel.sums import lookup, tile_rows
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.reductions import lookup, tile_rows
+from mjax.parallel.token_layout import TokenLayout
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ from mjax.models.parts.config import ExpertsConfig
 from mjax.models.protocol import Context
 from mjax.parallel import mappings
 from mjax.parallel.layers import normal
-from mjax.parallel.sums import wide_type
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.reductions import wide_type
+from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.weights import parameter
 
 Sums = dict[str, Array]

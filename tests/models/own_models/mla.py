@@ -27,7 +27,7 @@ from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.norms import RMSNorm
 from mjax.parallel import mappings
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, normal
-from mjax.parallel.products import linear
+from mjax.parallel.linear import linear
 from mjax.parallel.weights import parameter
 
 

@@ -6,9 +6,9 @@ i · t to (i + 1) · t with t = b · s / p. Splitting the flat rows rather than 
 collectives move only whole, contiguous rows.
 
 With `--mesh.context` a rank has a part of the positions of every sequence, and everything above is about these: s is
-their number. `Tokens.position_ids` says which they are. Arrays of a batch come cut into equal, contiguous parts. Where
-attention gathers keys and values, a causal query needs the more of them the later it is, so ranks exchange half of
-their tokens first (`Tokens.cut`), numbers of four bytes:
+their number. `TokenLayout.position_ids` lists them. Arrays of a batch arrive in equal, contiguous parts. Where
+attention gathers keys and values, a causal query needs the more of them the later it is, so ranks first exchange half
+of their tokens (`TokenLayout.cut`), numbers of four bytes:
 
     4 ranks, 8 chunks      contiguous    0 1 │ 2 3 │ 4 5 │ 6 7
                            balanced      0 7 │ 1 6 │ 2 5 │ 3 4
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 from mjax.config.axes import CONTEXT, MODEL
-from mjax.parallel import mappings, scopes
+from mjax.parallel import mappings, named_scopes
 
 ContextAttention = Literal["ulysses", "allgather"]
 """How attention sees the positions of other ranks of `context` (`models/parts/attention_kernels.py`)."""
@@ -71,7 +71,7 @@ class TokenLayout:
 
     def cut(self, x: Shaped[Array, "... s"]) -> Shaped[Array, "... s"]:
         """The columns of a batch's array for the positions `position_ids`, from those that the mesh gives this rank."""
-        with jax.named_scope(scopes.EMBEDDING):
+        with jax.named_scope(named_scopes.EMBEDDING):
             return mappings.zigzag_permute(x) if self.context_attention == "allgather" else x
 
     def all_positions(self, x: Shaped[Array, "b s ..."]) -> Shaped[Array, "b S ..."]:
