@@ -39,7 +39,7 @@ from mjax.finetuning.tuning import read_epochs
 from mjax.run.continuing import Origin
 from mjax.run.health import Health
 from mjax.run.metrics import read_metrics
-from mjax.tasks.labelled import DEFAULTS, open_task
+from mjax.tasks.labelled import RECIPES, open_task
 from mjax.tasks.zero_shot import Lambada, WikiText103
 from tests.data.vocabularies import LLAMA, TEXTS, bert_file, foreign_model, gpt2_files, hf_byte_pairs
 from tests.faults.mutated_models import (
@@ -194,7 +194,7 @@ def _expected_run_config(files: Files) -> dict:
 
 def _settings(step: int | None) -> dict:
     arguments = FinetuneArguments(Path("runs/a"), "mnli", ("a.tsv",), ("b.tsv",), step=step)
-    return read_request(arguments, DEFAULTS["mnli"], 10, "fp32")
+    return read_request(arguments, RECIPES["mnli"], 10, "fp32")
 
 
 def _request(folder: Path) -> dict:
@@ -214,8 +214,8 @@ RECORDS = [
     for n, more in enumerate(({}, {"val_loss": 7.0}, {"nonfinite": None, "expert_load": 1.0}), start=1)
 ]
 START = {"began": "2026-01-01T00:00:00+00:00", "seen": "2026-01-01T01:00:00+00:00", "first": 0, "last": 3}
-REWIND = {"steps": [1, 2], "spike": 2, "loss": 9.5, "from": 1}
-HOST = {"health": Health(HealthConfig()).as_dict(), "suspect": True, "passed_over": [REWIND], "continued_from": None}
+ROLLBACK = {"steps": [1, 2], "spike": 2, "loss": 9.5, "from": 1}
+HOST = {"health": Health(HealthConfig()).as_dict(), "suspect": True, "passed_over": [ROLLBACK], "continued_from": None}
 RUN_FILES = {
     "config.json": to_dict(small_config()),
     "metrics.jsonl": RECORDS,
@@ -228,7 +228,7 @@ RUN_FILES = {
     "data.json": {"path": ["5d41", "402a"]},
     "model.json": asdict(ModelFile("/models/file.py", "00ff", 1000)),
     "experts.json": {"step": 3, "shares": [[0.5, 0.5]]},
-    "passed_over.json": [REWIND],
+    "passed_over.json": [ROLLBACK],
     "unhealthy.json": {"problem": "4 steps in a row were skipped", "way_out": "continue with --step 1"},
 }
 

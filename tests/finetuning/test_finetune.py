@@ -22,7 +22,7 @@ from mjax.parallel.mesh import make_mesh
 from mjax.run.health import Guard
 from mjax.run.metrics import read_metrics
 from mjax.step.layout import build_layout
-from mjax.tasks.labelled import DEFAULTS
+from mjax.tasks.labelled import RECIPES
 from tests.conftest import ROOT
 from tests.finetuning.pretrained import arguments_of, tuned, words_of, write_run
 from tests.ports import free_port
@@ -73,7 +73,7 @@ def report_of(folder):
 
 
 def evaluated(capsys, run, task, data, *flags):
-    given = ["--checkpoint", run, "--task", task, "--data", data, *flags, "--json"]
+    given = ["--run", run, "--task", task, "--data", data, *flags, "--json"]
     assert evaluate(tyro.cli(EvaluateArguments, args=[str(flag) for flag in given])) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -176,13 +176,13 @@ def test_best_folder_is_evaluated_to_same_metrics(done, mnli, capsys, tmp_path):
     data.write_text("index\tsentence1\tsentence2\n7\tthe old bird\tindeed the bird\n")
     assert "accuracy" not in evaluated(capsys, done / "best", "mnli", data, "--predictions", tmp_path)
     assert (tmp_path / "MNLI-m.tsv").read_text().startswith("index\tprediction\n7\t")
-    argv = ["evaluate", "--checkpoint", str(done / "best"), "--task", "mnli", "--data", str(data)]
+    argv = ["evaluate", "--run", str(done / "best"), "--task", "mnli", "--data", str(data)]
     assert cli.main(argv) == 2
     assert "no labels to compute metrics from; add --predictions" in capsys.readouterr().err
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("task", DEFAULTS)
+@pytest.mark.parametrize("task", RECIPES)
 def test_task_is_learned_from_published_format(task, capsys, tmp_path):
     run = write_run(tmp_path / "bert", layernorm="pre" if task in ("race", "squad2.0") else "post")
     files = write_task(tmp_path / "data", task, train=128 if task == "race" else 256)

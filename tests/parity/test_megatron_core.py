@@ -19,10 +19,10 @@ pytestmark = pytest.mark.parity
 
 
 def test_default_settings_are_known():
-    """A version that adds a setting with a value needs a line in `HARMLESS`, or in `ONLY`."""
+    """A version that adds a setting with a value needs a name in harmless_arguments.txt, or in `SUPPORTED_VALUES`."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from mjax.interop.megatron.arguments import DEFAULTS, HARMLESS, ONLY
+    from mjax.interop.megatron.arguments import DEFAULTS, HARMLESS, SUPPORTED_VALUES
 
     set_by_default = {
         field.name
@@ -31,7 +31,7 @@ def test_default_settings_are_known():
     }
     switches = {"multi_latent_attention"}  # of this class
     known = {name for name in set_by_default if name in DEFAULTS or HARMLESS.fullmatch(name)}
-    assert set_by_default - ONLY.keys() - switches == known
+    assert set_by_default - SUPPORTED_VALUES.keys() - switches == known
 
 
 VOCABULARY = 29
@@ -107,4 +107,4 @@ def test_training_has_losses_and_gradients_of_megatron_core(written, kind, tmp_p
 def test_rope_flag_lengthens_decoder(written, tmp_path):
     assert convert(written("one rank") / "narrow_single", tmp_path / "run", *FLAGS, "--rope", "yarn:4") == 0
     model = read_config(tmp_path / "run" / "config.json").model
-    assert (model.sequence, model.rope_scaling, model.rope_factor, model.rope_original) == (40, "yarn", 4.0, 10)
+    assert (model.sequence, model.rope_scaling, model.rope_factor, model.rope_original_length) == (40, "yarn", 4.0, 10)

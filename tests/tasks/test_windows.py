@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mjax.tasks.interface import ContextWindow, overlapping_windows
+from mjax.tasks.interface import ContextWindow, split_into_windows
 
 
 def counted_of(windows):
@@ -29,7 +29,7 @@ def test_windows_count_labels_as_megatron(count, positions):
     """Without v1.0's last windows, which count nothing; later labels have at least s - o tokens before them."""
     tokens = np.arange(count)
     for overlap in range(1, positions + 1):
-        windows = overlapping_windows(tokens, positions, overlap)
+        windows = split_into_windows(tokens, positions, overlap)
         assert counted_of(windows) == list(range(1, count))
         assert all(2 <= len(window.tokens) <= positions + 1 for window in windows)
         assert all(len(window.tokens) - window.counted > positions - overlap for window in windows[1:])
@@ -40,7 +40,7 @@ def test_windows_count_labels_as_megatron(count, positions):
 
 @pytest.mark.parametrize(("context", "begin"), [(2, 0), (6, 0), (7, 1), (20, 14)])
 def test_window_has_all_the_context_that_fits(context, begin):
-    """Of 8 positions, after which the last label comes: 9 tokens."""
+    """Windows of 8 positions, after which the last label comes: 9 tokens."""
     window = ContextWindow.from_context(list(range(context)), [97, 98, 99], 8)
     assert window.tokens.tolist() == [*range(begin, context), 97, 98, 99]
     assert window.counted == 3
