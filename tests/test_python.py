@@ -178,7 +178,7 @@ def test_errors_name_arguments_in_place_of_flags(run, tmp_path):
     bare = shutil.copytree(run, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer"))
     with pytest.raises(UsageError, match=r"has no tokenizer; add the one .*: tokenizer=\"KIND:FILES\""):
         mjax.generate(bare, "a")
-    with pytest.raises(UsageError, match=r"^stride is for .*; leave it out$"):
+    with pytest.raises(UsageError, match=r"^stride is for .*; remove it$"):
         mjax.evaluate(run, "positions", "x", stride=3)
     with pytest.raises(UsageError, match=r"^longest=8 needs gpu h100; add it$"):
         mjax.plan(read_config(run / "config.json"), longest=8)

@@ -73,7 +73,9 @@ def score_task(folder: str | Path, task: str, data: str, **options) -> dict[str,
 
 def _check(arguments: EvaluateArguments) -> None:
     """Refuse flags that do not go together."""
-    labelled.check_name(arguments.task, [*TEXT_TASKS, *labelled.TASKS])
+    harness = f"`mjax lm-eval --run {arguments.checkpoint} --tasks {arguments.task}`"
+    known = [*TEXT_TASKS, *labelled.TASKS]
+    labelled.check_name(arguments.task, known, f", or a task of the lm-evaluation-harness: {harness}")
     check_bounds(arguments.positions, "--positions.")
     flags = {
         "--predictions": (arguments.predictions is not None, labelled.TASKS),
@@ -83,7 +85,7 @@ def _check(arguments: EvaluateArguments) -> None:
     }
     for flag, (is_given, tasks) in flags.items():
         if is_given and arguments.task not in tasks:
-            raise UsageError(f"{flag} is for {either(tasks)}; leave it out")
+            raise UsageError(f"{flag} is for {either(tasks)}; remove it")
     if arguments.figure is not None:
         check_picture("--figure", arguments.figure)
 

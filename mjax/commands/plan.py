@@ -127,8 +127,8 @@ def _with_default(argv: Sequence[str]) -> Sequence[str]:
     if "days" not in typed:
         if "devices" in typed and not given:
             raise UsageError(
-                "--devices needs a config or a budget; to find the fastest mesh of a config, add --config, such as "
-                "--config gpt_8b; to find the largest model that a budget trains, add --days, such as --days 30"
+                "--devices needs a config, such as --config gpt_8b, or --days N to find the largest model that trains "
+                "in N days; add one of them"
             )
         return argv
     for flag in typed & {"train.steps", "train.tokens"}:

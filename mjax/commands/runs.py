@@ -473,5 +473,6 @@ def _run_folder(name: str, runs: Path) -> Path:
         if (folder / "config.json").is_file():
             return resolve_parents(folder) if folder.name else folder.resolve()
     known = [folder.name for folder in _run_folders(runs)] if runs.is_dir() else []
-    reason = ", which is not a run folder (no config.json)" if (runs / name).exists() or Path(name).exists() else ""
-    raise UsageError(f"there is no run {name!r} in {runs}{suggestion(name, known)}{reason}; see `mjax runs`")
+    folder = runs / name if (runs / name).exists() or not Path(name).exists() else Path(name)
+    problem = "is not a run folder: it has no config.json" if folder.exists() else "does not exist"
+    raise UsageError(f"{folder} {problem}; {suggestion(name, known, '`mjax runs` lists the runs')}")

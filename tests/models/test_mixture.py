@@ -158,8 +158,8 @@ def test_published_mixtures_have_their_parameters_and_flops(name, parameters, ac
         ({"router_groups": 3}, "--model.router-groups 3 and --model.router-top-groups 3 do not cut 4 experts"),
         ({"router_groups": 4}, "do not cut 4 experts into groups of two or more"),
         ({"router_groups": 2, "router_top_groups": 1, "experts_per_token": 3}, "more than the 2 experts"),
-        ({"norms": "post"}, "--model.norms post is not there for a mixture of experts"),
-        ({"compute": "fp8"}, "--precision.compute fp8 is not there for a mixture of experts"),
+        ({"norms": "post"}, "--model.norms post is not supported for a mixture of experts"),
+        ({"compute": "fp8"}, "--precision.compute fp8 is not supported for a mixture of experts"),
     ],
 )
 def test_impossible_mixture_is_refused(changes, message):

@@ -166,7 +166,7 @@ class TextFiles:
                 known = f"{', '.join(ENDINGS)} nor other text ({', '.join(OTHER_TEXT)})"
                 raise UsageError(f"{file} is neither {known}; convert or rename it")
         if split is not None and files and all(file_ending(file).startswith((".jsonl", ".parquet")) for file in files):
-            raise UsageError(f"--split-documents is for text files, and {files[0]} has its own documents; leave it out")
+            raise UsageError(f"--split-documents is for text files, and {files[0]} has documents already; remove it")
         self.files, self.key, self.all_fields, self.split, self.most = files, key, all_fields, split, most
         self.inputs = files  # by which a command knows what it has read
         self.malformed = MalformedLines(malformed)

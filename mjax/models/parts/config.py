@@ -225,8 +225,8 @@ class ExpertsConfig(GatedMLPConfig):
             )
         if config.precision.compute == "fp8":
             raise UsageError(
-                "--precision.compute fp8 is not there for a mixture of experts, whose grouped products are in bf16; "
-                "use --precision.compute bf16"
+                "--precision.compute fp8 is not supported for a mixture of experts (grouped matmuls run in bf16); use "
+                "--precision.compute bf16"
             )
         in_groups, several = self.experts // self.router_groups * self.top_groups, self.router_groups > 1
         uneven = self.experts % self.router_groups or (several and self.experts < 2 * self.router_groups)
@@ -244,5 +244,5 @@ class ExpertsConfig(GatedMLPConfig):
         if self.balance_bias and self.experts_per_token == self.experts:
             raise UsageError(
                 f"--model.balance-bias {self.balance_bias:g} does nothing where a token takes all {self.experts} "
-                "experts; leave it out, or lower --model.experts-per-token"
+                "experts; remove it, or lower --model.experts-per-token"
             )
