@@ -152,7 +152,7 @@ def place(tmp_path_factory, one_device):
 CONTINUE = "train --config TINY --name done --train.steps 4 --data.no-mock --data.path data/corpus --data.split 80,20,0"
 READ = "train --config TINY --name new --data.no-mock --data.path"
 NEW = "train --config TINY --name new"
-GENERATE = "generate --checkpoint runs/done"
+GENERATE = "generate --run runs/done"
 
 LONG = "x" * 5000
 
@@ -163,8 +163,8 @@ MISTAKES = {
     "convert to-megatron runs/done out": "no command 'to-megatron'; `mjax convert --help` lists them",
     f"{NEW} --train.steps many": "many",
     "train --run runs/done --config TINY": "has no effect with --run",
-    "train --resume nowhere": "nowhere does not exist; give a run folder",
-    "train --resume runs/done --step 3": "has no such checkpoint; use 4",
+    "train --run nowhere": "nowhere does not exist; give a run folder",
+    "train --run runs/done --step 3": "has no such checkpoint; use 4",
     f"{NEW} --step 3": "goes with --run or --init",
     f"{NEW} --mesh.model 4 --mesh.data 2": "needs 8 devices (data 2 × model 4); 1 found",
     f"{NEW} --name busy": "is in use by another process",
@@ -194,7 +194,7 @@ MISTAKES = {
     # --- a run that is there
     f"{CONTINUE} --model.hidden 64": "model (model.hidden 32, now 64)",
     f"{CONTINUE} --optimizer.learning-rate 2e-3": "(optimizer.learning_rate 0.01, now 0.002)",
-    "train --resume runs/done --train.seed 1": "to continue this one with the change --allow-change",
+    "train --run runs/done --train.seed 1": "to continue this one with the change --allow-change",
     # --- other commands
     "prepare no.txt --output scratch/a": "no.txt",
     "prepare empty.txt --output scratch/b": "there is no text",
@@ -206,7 +206,7 @@ MISTAKES = {
     "evaluate --run runs/done --task position --data x": "positions",
     "evaluate --run runs/done --task mmlu --data x": "`mjax lm-eval --run runs/done --tasks mmlu`",
     "evaluate --task mmlu": "mjax evaluate needs --run",
-    "generate --checkpoint no --prompt a": "no does not exist",
+    "generate --run no --prompt a": "no does not exist",
     "generate --run runs/dne --prompt a": "runs/dne does not exist; did you mean runs/done?",
     "generate --run runs/x --prompt a": "runs/x does not exist; runs in runs: done",
     "generate --run done --prompt a": "done does not exist; did you mean runs/done?",

@@ -4,14 +4,16 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 import tyro
 
 from mjax.commands import cli
-from mjax.commands.flags import list_flags, parse
+from mjax.commands.flags import OLD_FLAGS, list_flags, parse, rename_old_flags
+from mjax.commands.lm_eval import LmEvalArguments
 from mjax.commands.plan import PlanArguments
+from mjax.commands.sft import SftArguments
 from mjax.commands.train import TrainArguments, default_name
 from mjax.config.marks import Synonyms
 from mjax.errors import UsageError
@@ -42,7 +44,10 @@ TYPED = {
     "train --zzz": "mjax train has no --zzz; `mjax train --help` lists its flags",
     "generate --max-new-tokens 5": "mjax generate has no --max-new-tokens; type --tokens 5",
     "finetune --num-train-epochs 3": "type --epochs 3",
-    "evaluate --overlap 8": "mjax evaluate has no --overlap; type --stride 8",
+    "prepare --input a": "mjax prepare has no --input; give FILES … by its place, without a flag",
+    "prepare --json-keys body": "mjax prepare has no --json-keys; type --key body",
+    "finetune --train.global-batch 8": "mjax finetune has no --train.global-batch; type --batch 8",
+    "prepare --max-seq-length 8": "mjax prepare has no --max-seq-length; type --max-length 8",
 }
 
 
@@ -53,6 +58,35 @@ def test_unknown_flag_leads_to_ours(line, capsys):
     assert TYPED[line] in message
     assert message.startswith("mjax: error: ")
     assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", OLD_FLAGS)
+def test_old_flags_are_renamed_with_a_note(command, capsys):
+    for old, new in OLD_FLAGS[command].items():
+        words = rename_old_flags(["x", f"--{old}", f"--{old.replace('-', '_')}=a=b", f"a=--{old}"], f"mjax {command}")
+        assert words == ["x", f"--{new}", f"--{new}=a=b", f"a=--{old}"]
+        assert f"note: --{old} is now --{new}; mjax 0.4" in capsys.readouterr().err
+    assert rename_old_flags(["--limit", "5"], "mjax lm-eval") == ["--limit", "5"]
+
+
+@pytest.mark.parametrize("line", ["plan --longest 8", "plan --keep mesh.zero", "prepare x --turns last --output o"])
+def test_old_flag_reaches_its_command(line, capsys):
+    assert cli.main(line.split()) == 2
+    flag, name = next((old, new) for old, new in OLD_FLAGS[line.split()[0]].items() if f"--{old}" in line)
+    note, error = capsys.readouterr().err.splitlines()
+    assert note.startswith(f"note: --{flag} is now --{name}; mjax 0.4")
+    assert error.startswith(f"mjax: error: --{name}")
+
+
+def test_old_flag_names_a_flag_of_today():
+    commands = {name: command for group in (cli.COMMANDS, *GROUPS.values()) for name, command in group.items()}
+    for name, flags in OLD_FLAGS.items():
+        function = cli._import_object(commands[name].run)
+        hints = [*get_type_hints(function).values()]
+        arguments = {"train": TrainArguments, "sft": SftArguments, "plan": PlanArguments, "lm-eval": LmEvalArguments}
+        cls = arguments.get(name) or hints[0]
+        assert set(flags.values()) <= set(flags_of(cls))
+        assert not set(flags) & set(flags_of(cls))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +117,7 @@ def test_names_elsewhere_are_not_ours_and_values_are(cls):
     for flag in flags:
         for mark in flag.marks:
             names = mark.names.split() if isinstance(mark, Synonyms) else ()
-            assert not {name.rstrip("~") for name in names} & {flag.name for flag in flags} - {"resume"}
+            assert not {name.rstrip("~") for name in names} & {flag.name for flag in flags}
             values = {name.partition("=")[2] for name in names} - {""}
             assert values <= set(map(str, get_args(flag.kind)))
 

@@ -360,7 +360,7 @@ def place(tmp_path_factory):
 
 
 def output(capsys, run, *flags):
-    assert run_generate(tyro.cli(GenerateArguments, args=["--checkpoint", str(run), *map(str, flags)])) == 0
+    assert run_generate(tyro.cli(GenerateArguments, args=["--run", str(run), *map(str, flags)])) == 0
     return capsys.readouterr()
 
 
@@ -407,11 +407,11 @@ def test_generate_rejects_wrong_flags_and_runs(place, run, flags, words, monkeyp
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8"))
     one = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: one)
-    assert cli.main(["generate", "--checkpoint", str(place / run), "--prompt", "x", *flags.split()]) == 2
+    assert cli.main(["generate", "--run", str(place / run), "--prompt", "x", *flags.split()]) == 2
     assert words in capsys.readouterr().err
 
 
 def test_closed_stdin_is_not_a_prompt(place, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", None)
-    assert cli.main(["generate", "--checkpoint", str(place / "run")]) == 2
+    assert cli.main(["generate", "--run", str(place / "run")]) == 2
     assert "there is no prompt" in capsys.readouterr().err

@@ -180,8 +180,8 @@ def test_errors_name_arguments_in_place_of_flags(run, tmp_path):
         mjax.generate(bare, "a")
     with pytest.raises(UsageError, match=r"^stride is for .*; remove it$"):
         mjax.evaluate(run, "positions", "x", stride=3)
-    with pytest.raises(UsageError, match=r"^longest=8 needs gpu h100; add it$"):
-        mjax.plan(read_config(run / "config.json"), longest=8)
+    with pytest.raises(UsageError, match=r"^max_sequence_on=8 needs gpu h100; add it$"):
+        mjax.plan(read_config(run / "config.json"), max_sequence_on=8)
 
 
 def test_type_checkers_know_the_interface(tmp_path):

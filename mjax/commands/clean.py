@@ -5,7 +5,7 @@ The steps are the papers' filters, applied to every document in this order:
     repair          broken Unicode is repaired with ftfy: "donâ€™t" → "don't"        as Megatron's cleanup_dataset.py
     decontaminate   text of evaluation sets is cut out                              as Megatron's filter_ngrams.py
     short           documents of fewer than 128 tokens are removed                  arXiv 1909.08053, section 4
-    keep            the user's own functions decide what stays: language, quality
+    filter          functions of the user remove documents: by language, quality
 
 In this order every document of the output is long enough and was accepted in its final form. The corpus is read once;
 to cut out evaluation text it is first read once more, to count which runs of words are common phrases. Documents are
@@ -76,11 +76,11 @@ def clean(arguments: CleanArguments) -> dict[str, Any] | None:
 
     Raises:
       UsageError: arguments that cannot work, an input that cannot be read, or an output that exists.
-      RunError: the output cannot be written, a worker was killed, or a function of --keep fails.
+      RunError: the output cannot be written, a worker was killed, or a function of --filter fails.
     """
     corpus = arguments.open()
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # --keep MODULE:FUNCTION looks here too
+        sys.path.insert(0, str(Path.cwd()))  # --filter MODULE:FUNCTION looks here too
     evaluation = find_files(arguments.decontaminate)
     check_outputs(arguments, [*corpus.files, *evaluation])
     most = arguments.max_document_bytes
@@ -103,7 +103,7 @@ class CleanJob(FilterJob):
         counting = ["count", "common"] * (grams is not None)
         super().__init__(arguments, corpus, [*counting, "clean", "merge", "finish"])
         self.evaluation, self.grams = evaluation, grams
-        sources = [spec.rpartition(":")[0] for spec in arguments.keep]
+        sources = [spec.rpartition(":")[0] for spec in arguments.filter]
         sources = [getattr(sys.modules.get(source), "__file__", None) or source for source in sources]
         tokenizer = tokenizer_files(arguments.tokenizer) if arguments.tokenizer else []
         self.settings = [*map(locate, map(Path, (*evaluation, *sources))), *tokenizer]
@@ -156,7 +156,7 @@ class CleanJob(FilterJob):
         """Write the report and give the files their names."""
         how, tallies = self.arguments, self.tallies([part for part, _ in self.results("clean")])
         report = {"command": "clean", "inputs": self.corpus.names}
-        report |= {"minimum_tokens": how.minimum_tokens, "tokenizer": how.tokenizer or "words"}
+        report |= {"minimum_tokens": how.min_tokens, "tokenizer": how.tokenizer or "words"}
         if self.grams is not None:
             report["decontaminate"] = self.results("common")[0]
         malformed = self.sum_malformed([part for _, part in self.results("clean")])
@@ -171,15 +171,15 @@ class CleanJob(FilterJob):
                 f"Found {numbers['runs_met']:,} of {numbers['runs']:,} runs of words of the evaluation sets, "
                 f"{numbers['common_runs']:,} of them {numbers['common']} times or more: common phrases, not cut out."
             )
-        if self.arguments.minimum_tokens and not self.arguments.tokenizer:
+        if self.arguments.min_tokens and not self.arguments.tokenizer:
             yield "Lengths are in words between white space; --tokenizer counts tokens."
 
 
 def _steps(how: CleanArguments) -> dict[str, list[str]]:
     """The names of the steps in the report, in order."""
     cutting = bool(how.decontaminate)
-    removed = [NOTHING_LEFT, TOO_MANY_PIECES] * cutting + [how.short] * (how.minimum_tokens > 0)
-    removed += [f"--keep {spec}" for spec in how.keep]
+    removed = [NOTHING_LEFT, TOO_MANY_PIECES] * cutting + [how.short] * (how.min_tokens > 0)
+    removed += [f"--filter {spec}" for spec in how.filter]
     return {"changed": [REPAIRED] * how.repair + [CUT, MORE_PIECES] * cutting, "removed": removed}
 
 
@@ -221,7 +221,7 @@ class Cleaner:
     def __init__(self, how: CleanArguments, grams: Grams | None):
         self.how, self.grams = how, grams
         self._encode = load_tokenizer(how.tokenizer).encode if how.tokenizer else str.split
-        self._keep = [(spec, load_function(spec)) for spec in how.keep]
+        self._keep = [(spec, load_function(spec)) for spec in how.filter]
 
     def clean(self, document: Document, share: CleanShare) -> None:
         """Apply all steps to a document."""
@@ -251,7 +251,7 @@ class Cleaner:
         reason = self.how.short if self._is_short(document.text) else None
         for spec, function in self._keep:
             if reason is None and not _verdict(spec, function, document):
-                reason = f"--keep {spec}"
+                reason = f"--filter {spec}"
         if reason is not None:
             share.remove(reason, document.text, document.source, **split)
             return
@@ -259,7 +259,7 @@ class Cleaner:
         share.count("kept", document.text)
 
     def _is_short(self, text: str) -> bool:
-        minimum = self.how.minimum_tokens
+        minimum = self.how.min_tokens
         # The beginning of a long text is enough if it has twice the tokens: a cut changes only tokens next to it.
         beginning = text[: AHEAD * minimum]
         if len(beginning) < len(text) and len(self._encode(beginning)) >= 2 * minimum:
@@ -268,7 +268,7 @@ class Cleaner:
 
 
 def load_function(spec: str) -> Callable[[str], bool]:
-    """The function that --keep SPEC names: FILE.py:FUNCTION, or MODULE:FUNCTION of an installed module.
+    """The function that --filter SPEC names: FILE.py:FUNCTION, or MODULE:FUNCTION of an installed module.
 
     Raises:
       UsageError: there is no such function, or its file fails.
@@ -278,10 +278,10 @@ def load_function(spec: str) -> Callable[[str], bool]:
         names = runpy.run_path(source) if source.endswith(".py") else vars(importlib.import_module(source))
     except Exception as error:
         fix = "use FILE.py:FUNCTION or MODULE:FUNCTION"
-        raise UsageError(f"--keep {spec}: {source!r} cannot be loaded ({error!r}); {fix}") from error
+        raise UsageError(f"--filter {spec}: {source!r} cannot be loaded ({error!r}); {fix}") from error
     if not callable(names.get(name)):
         there = ", ".join(key for key, value in names.items() if callable(value) and not key.startswith("_"))
-        raise UsageError(f"--keep {spec}: {source} has no function {name!r}; it has {there or 'none'}")
+        raise UsageError(f"--filter {spec}: {source} has no function {name!r}; it has {there or 'none'}")
     return names[name]
 
 
@@ -289,9 +289,9 @@ def _verdict(spec: str, function: Callable[[str], bool], document: Document) -> 
     try:
         verdict = function(document.text)
     except Exception as error:
-        raise RunError(f"--keep {spec} failed on {document.source}: {error!r}") from error
+        raise RunError(f"--filter {spec} failed on {document.source}: {error!r}") from error
     if not isinstance(verdict, bool | np.bool_):
-        raise UsageError(f"--keep {spec} returned {verdict!r} for {document.source}; return True or False")
+        raise UsageError(f"--filter {spec} returned {verdict!r} for {document.source}; return True or False")
     return bool(verdict)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from mjax import __version__
 from mjax.cluster import launch
-from mjax.commands.flags import parse
+from mjax.commands.flags import parse, rename_old_flags
 from mjax.config.run import config_folders
 from mjax.errors import RunError, UsageError, explain, suggestion
 from mjax.utils.figures import format_rows
@@ -104,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (chosen := _find("mjax", COMMANDS, argv)) is None:
                 return 0
             command, prog, rest = chosen
+            rest = rename_old_flags(rest, prog)
             if command.on_cpu:
                 launch.leave_accelerators_alone()
             if command.early and {"-h", "--help", "--help-all"} & set(rest):

@@ -80,7 +80,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     tensors = open_tensors(source, arguments.allow_pickle)
     config = models.import_config(model, str(source), tensors)
     family = weights.to_stored(family, tensors)
-    tensor_names = weights.find_tensors(family, tensors, model, str(source), arguments.draw_heads)
+    tensor_names = weights.find_tensors(family, tensors, model, str(source), arguments.init_missing_heads)
     absent = weights.absent_heads(family, model, tensor_names)
 
     with progress("reading", 4 * count_parameters(model)) as read:

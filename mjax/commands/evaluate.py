@@ -66,7 +66,7 @@ def score_task(folder: str | Path, task: str, data: str, **options) -> dict[str,
     Raises:
       UsageError: as on the command line.
     """
-    arguments = EvaluateArguments(checkpoint=resolve_parents(Path(folder)), task=task, data=str(data), **options)
+    arguments = EvaluateArguments(run=resolve_parents(Path(folder)), task=task, data=str(data), **options)
     _check(arguments)
     return {metric.name: metric.value for metric in _measure(arguments)[1]}
 
@@ -102,7 +102,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     # --- The run and the file -----------------------------------------------------------------------------------------
     notices = Console(stderr=True, highlight=False, quiet=not processes.is_first())
     say = partial(notices.print, markup=False, soft_wrap=True)
-    run, is_labelled = arguments.checkpoint, arguments.task in labelled.TASKS
+    run, is_labelled = arguments.run, arguments.task in labelled.TASKS
     load_user_model(arguments.config, run, say)
     saved = read_settings(run / "config.json") if is_labelled else read_run(run, *FOR_TEXT)
     tokenizer = run_tokenizer(run, saved.model, arguments.tokenizer)
@@ -152,14 +152,14 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
 
 def report(arguments: EvaluateArguments, step: int, metrics: Sequence[Metric]) -> None:
     """Print the metrics, as one JSON object or as a table."""
-    about = {"task": arguments.task, "data": arguments.data, "checkpoint": str(arguments.checkpoint), "step": step}
+    about = {"task": arguments.task, "data": arguments.data, "checkpoint": str(arguments.run), "step": step}
     if arguments.json:
         values = {metric.name: metric.value for metric in metrics}
         infinite = {name for name, value in values.items() if value == math.inf}  # which JSON cannot say
         print(json.dumps(about | values | dict.fromkeys(infinite), ensure_ascii=False))
         return
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{arguments.task} on {arguments.data}: {arguments.checkpoint}, step {step}\n", markup=False)
+    console.print(f"{arguments.task} on {arguments.data}: {arguments.run}, step {step}\n", markup=False)
     lines = [metric for metric in metrics if not isinstance(metric.value, list)]
     if not lines:  # predictions only
         console.print("no metrics: the file has no labels")

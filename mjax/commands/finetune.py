@@ -59,7 +59,7 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     # --- The run, the recipe and the files ----------------------------------------------------------------------------
     console = non_fatal_console(sys.stderr, processes.is_first())
     say = lambda line: console.print(line, markup=False)  # noqa: E731
-    run = arguments.checkpoint
+    run = arguments.run
     named = run if run.name else run.absolute()  # the current folder has no name
     near = Path() if find_address(named) else named.parent  # not into the cache of a store, which is evicted
     output = arguments.output or near / f"{named.name}-{arguments.task}"
@@ -111,6 +111,6 @@ def _task_facts(arguments: FinetuneArguments, task: LabelledTask) -> Facts:
     words = {
         **{f"--{name}": str(getattr(arguments, name)) for name in ("task", "seed", "seeds", "epochs", "step")},
         "--train and --validation hold": digest.hexdigest()[:16],
-        "--checkpoint holds": newest_checkpoint(arguments.checkpoint),
+        "--run holds": newest_checkpoint(arguments.run),
     }
     return {name: (value, value) for name, value in words.items()}

@@ -33,13 +33,32 @@ from mjax.utils.files import resolve_parents
 
 T = TypeVar("T")
 WIDTH_OF_HELP = 110
+OLD_FLAGS = {
+    "train": {"resume": "run"},
+    "sft": {"resume": "run", "template": "chat-template", "turns": "train-on"},
+    "prepare": {
+        "longest": "max-length",
+        "template": "chat-template",
+        "too-long": "overflow",
+        "turns": "train-on",
+    },
+    "clean": {"keep": "filter", "minimum-tokens": "min-tokens"},
+    "evaluate": {"checkpoint": "run", "overlap": "stride"},
+    "lm-eval": {"checkpoint": "run"},
+    "finetune": {"checkpoint": "run"},
+    "from-hf": {"draw-heads": "init-missing-heads"},
+    "generate": {"checkpoint": "run"},
+    "plan": {"keep": "fix", "longest": "max-sequence-on"},
+    "doctor": {"limit": "timeout"},
+}
+"""Flags of mjax 0.2.0 by command, and their names since. They are accepted until 0.4.0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunArguments:
     """Flags of the commands that use a trained model."""
 
-    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"]), RUN_SYNONYMS]
+    run: Annotated[Path, RUN_SYNONYMS]
     """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
     """The file that defines a model of your own; every setting stays that of the run."""
@@ -93,6 +112,18 @@ def parse_known(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[s
         if name in flags:
             _check_value(flags[name], words)
     return tyro.cli(cls, args=argv, prog=prog, return_unknown_args=True, add_help=False)
+
+
+def rename_old_flags(argv: Sequence[str], prog: str) -> list[str]:
+    """Return `argv` with today's names of flags; a line on stderr reports each old one."""
+    renamed, words = OLD_FLAGS.get(prog.rpartition(" ")[2], {}), []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        if name := renamed.get(flag.removeprefix("--").replace("_", "-")) if flag.startswith("--") else None:
+            print(f"note: {flag} is now --{name}; mjax 0.4 will not accept {flag}", file=sys.stderr)
+            flag = f"--{name}"
+        words.append(f"{flag}{equals}{value}")
+    return words
 
 
 def flag_names(argv: Sequence[str]) -> set[str]:
@@ -283,10 +314,8 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
         if tyro.conf.Positional in marks:
             positional[name] = _form(marks) or name.upper()
             sections[""] += _entry(positional[name], _field_texts(cls)[name])
-    by_field = lambda flag: (flag.owner, flag.field, flag.name.count("."))  # noqa: E731
-    for _, group in itertools.groupby(list_flags(cls, default), by_field):  # a flag and its aliases
-        flag, *aliases = group
-        typed = ", ".join(f"--{one.name}" for one in (*reversed(aliases), flag)) + f" {flag.form}".rstrip()
+    for flag in list_flags(cls, default):
+        typed = f"--{flag.name} {flag.form}".rstrip()
         if flag.kind is bool and flag.default is True:
             typed += f", --{_negative(flag.name)}"
         title = "required" if flag.default is dataclasses.MISSING else flag.name.rpartition(".")[0] or "flags"
@@ -350,7 +379,7 @@ class Flag(NamedTuple):
 
 
 def list_flags(cls: type, default: object, prefix: str = "") -> Iterator[Flag]:
-    """Every field of `cls` that is a flag, once for each of its names.
+    """Every field of `cls` that is a flag.
 
     A field may hold a subclass of its type, as the config's model does: its flags are those of `default`.
     """
@@ -376,10 +405,7 @@ def list_fields(
             reason = f"set {prefix}{name} in a config file" if FILE_ONLY in marks else reason * (PLANNED not in marks)
             if tyro.conf.Positional in marks:
                 reason = f"give {_form(marks)} by its place, without a flag"
-            aliases = (alias for mark in marks for alias in getattr(mark, "aliases", None) or ())
-            aliases = (alias.removeprefix("--") for alias in aliases if alias.startswith("--"))
-            for typed in (flag if is_unsectioned(marks) else prefix + flag, *aliases):
-                yield Flag(typed, kind, value, cls, name, marks, reason)
+            yield Flag(flag if is_unsectioned(marks) else prefix + flag, kind, value, cls, name, marks, reason)
 
 
 def _form(marks: Sequence) -> str:

@@ -43,7 +43,7 @@ def generate(arguments: GenerateArguments) -> int:
     if arguments.system is not None and not arguments.chat:
         raise UsageError("--system is for a conversation; add --chat, or remove it")
     enable_compilation_cache()
-    load_user_model(arguments.config, arguments.checkpoint, partial(print, file=sys.stderr))
+    load_user_model(arguments.config, arguments.run, partial(print, file=sys.stderr))
     if arguments.chat:
         return _chat(arguments)
     prompts = _prompts(arguments)
@@ -64,7 +64,7 @@ class Writer:
     def __init__(self, arguments: GenerateArguments):
         """Open the run; `arguments` are checked."""
         self.arguments, self.notices = arguments, Console(stderr=True, highlight=False)
-        run = arguments.checkpoint
+        run = arguments.run
         saved = read_run(run, True, "which generates no text")
         self._config = inference_config(saved, MeshConfig(model=arguments.model_parallel), compute=arguments.compute)
         self.tokenizer: Tokenizer = run_tokenizer(run, self._config.model, arguments.tokenizer)
@@ -75,7 +75,7 @@ class Writer:
         """The generator, the step of the checkpoint, and its weights."""
         generator, arguments = Generator(self._config, make_mesh(self._config.mesh)), self.arguments
         say = partial(self.notices.print, markup=False)
-        step, model = restore_weights(arguments.checkpoint, generator.abstract_model, arguments.step, say)
+        step, model = restore_weights(arguments.run, generator.abstract_model, arguments.step, say)
         return generator, step, generator.prepare(model)
 
     def write(
@@ -141,7 +141,7 @@ def _chat(arguments: GenerateArguments) -> int:
     """`mjax generate --chat`."""
     conversations, questions = _read_chat(arguments)
     writer = Writer(arguments)
-    chat = Chat(arguments.checkpoint / "tokenizer", writer.tokenizer)
+    chat = Chat(arguments.run / "tokenizer", writer.tokenizer)
 
     def write(
         conversations: Sequence[tuple[list[dict[str, Any]], Any]], titles: Sequence[str]

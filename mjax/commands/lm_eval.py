@@ -32,7 +32,7 @@ class LmEvalArguments:
     `mjax lm-eval run --help` lists. --model_args of mjax are run, config, step, pipe, data, context, model, compute,
     attention, tokenizer and seed."""
 
-    run: Annotated[str | None, tyro.conf.arg(aliases=["--checkpoint"])] = None
+    run: str | None = None
     """Run folder to evaluate; short for: run --model mjax --model_args run=RUN."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
     """With --run: the file that defines a model of your own; any other --config is the harness's."""

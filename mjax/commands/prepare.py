@@ -93,9 +93,9 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
     """
     _check(arguments)
     if arguments.chat:
-        if arguments.longest is None:
+        if arguments.max_length is None:
             model = read_settings(_find_run(arguments) / "config.json").model
-            arguments = replace(arguments, longest=model.sequence + 1)
+            arguments = replace(arguments, max_length=model.sequence + 1)
         corpus = _read_conversations(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
@@ -116,7 +116,7 @@ class PrepareJob(tasks.Job):
         stages = [*["tokenizer"] * _trains(arguments), "encode", "merge", "finish"]
         super().__init__(arguments, corpus, arguments.output, stages)
         self.following, self.given = following, None
-        self.settings = [Path(arguments.template or "")]
+        self.settings = [Path(arguments.chat_template or "")]
         if not _trains(arguments):
             self.given = _with_bos(tokenizers.load_tokenizer(arguments.tokenizer), arguments)
             self.settings += tokenizers.tokenizer_files(arguments.tokenizer)
@@ -130,7 +130,7 @@ class PrepareJob(tasks.Job):
         how, folder = self.arguments, self._tokenizer_folder
         given, self.given = self.given, None  # tasks read it from the folder
         if how.chat:
-            _save_chat(how.template, _find_run(how), folder, given)
+            _save_chat(how.chat_template, _find_run(how), folder, given)
             given.bos = None  # the template writes it
         if given is not None:
             given.save(folder)
@@ -210,8 +210,8 @@ class PrepareJob(tasks.Job):
             counts.update(share["counts"])
         malformed = self.sum_malformed([share["malformed"] for share in shares])
         if not counts["tokens"] and counts["dropped"]:
-            longer = f"all {counts['dropped']:,} conversations are longer than --longest {how.longest:,}"
-            raise UsageError(f"{longer}; raise it, or add --too-long cut")
+            longer = f"all {counts['dropped']:,} conversations are longer than --max-length {how.max_length:,}"
+            raise UsageError(f"{longer}; raise it, or add --overflow truncate")
         if not counts["tokens"]:
             raise UsageError(f"there is no text in {', '.join(self.corpus.names)}; give files with text")
         metadata = DatasetMetadata(
@@ -267,7 +267,7 @@ class PrepareJob(tasks.Job):
         console.print(facts(_facts(result, tokenizer)))
         if result.endless:
             note = f"note: {result.endless:,} conversations end without a special token: the model never learns to stop"
-            console.print(f"{note}; another chat template can write one (--template)")
+            console.print(f"{note}; another chat template can write one (--chat-template)")
         for example in metadata.malformed_examples:
             console.print(f"left out: {example}", markup=False)
         workers = f"{result.workers} worker{'s' * (result.workers > 1)}"
@@ -413,10 +413,11 @@ def _check_chat(arguments: PrepareArguments) -> None:
     run = _find_run(arguments)
     if not (arguments.tokenizer or "").startswith("run:"):
         raise UsageError("--chat needs the tokenizer and chat template of the model to train; add --tokenizer run:RUN")
-    if arguments.template is None and not (run / "tokenizer" / TEMPLATE).is_file():
-        raise UsageError(f"{run} has no chat template; add --template FILE, or plain for User: … Assistant: …")
-    if arguments.template not in (None, "plain") and not Path(arguments.template).is_file():
-        raise UsageError(f"there is no file {arguments.template}; give a chat template in Jinja, or --template plain")
+    template = arguments.chat_template
+    if template is None and not (run / "tokenizer" / TEMPLATE).is_file():
+        raise UsageError(f"{run} has no chat template; add --chat-template FILE, or plain for User: … Assistant: …")
+    if template not in (None, "plain") and not Path(template).is_file():
+        raise UsageError(f"--chat-template {template} is not a file; give a file in Jinja, or plain")
 
 
 def _save_chat(template: str | None, run: Path, folder: Path, tokenizer: Tokenizer) -> None:
@@ -460,7 +461,7 @@ def _show_first(arguments: ConversationArguments, corpus: TextFiles, folder: Pat
 
 
 def _turns_to_train(arguments: ConversationArguments) -> Trained:
-    return Trained(arguments.turns, arguments.reasoning, arguments.longest, arguments.too_long)
+    return Trained(arguments.train_on, arguments.reasoning, arguments.max_length, arguments.overflow)
 
 
 class ConversationEncoder:

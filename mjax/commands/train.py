@@ -44,7 +44,7 @@ class TrainArguments:
     """Name of the run, whose folder is RUNS/NAME; by default that of the config. An existing run is continued."""
     runs: Annotated[Path, Synonyms("save~ output-dir~ out-dir~ save-dir~")] = Path("runs")
     """Folder that contains the run folders."""
-    run: Annotated[Path | None, tyro.conf.arg(aliases=["--resume"]), RUN_SYNONYMS] = None
+    run: Annotated[Path | None, RUN_SYNONYMS] = None
     """Continue the run in this folder with its saved config."""
     init: Annotated[Path | None, Synonyms("pretrained pretrained-checkpoint init-from finetune")] = None
     """Start a new run from the weights alone of the run in this folder, trained or converted: optimizer, step and data
@@ -70,7 +70,7 @@ class TrainArguments:
         "data and length": ("data.path", "train.steps", "train.tokens", "train.global-batch", "train.micro-batch"),
         "devices": ("mesh.data", "mesh.model", "mesh.pipe", "mesh.zero", "simulate"),
         "learning": ("optimizer.learning-rate", "optimizer.warmup-steps", "precision.compute", "train.recompute"),
-        "what is kept": ("checkpoint.interval", "train.eval-interval"),
+        "checkpoints and validation": ("checkpoint.interval", "train.eval-interval"),
     }
     examples: ClassVar = (
         "mjax train --config gpt_demo --data.path data/corpus --name first --train.steps 500",
@@ -288,7 +288,7 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     """The defaults of the other flags: from --run's folder, or from --config's file."""
     typed = first_values(argv)
     name, init, architecture = (typed.get(flag) for flag in ("name", "init", KIND_FLAG.removeprefix("--")))
-    run, config = typed.get("run") or typed.get("resume"), typed.get("config")
+    run, config = typed.get("run"), typed.get("config")
     if run is None:
         settings = load_config(config or TrainArguments.config)
         if architecture is not None and architecture != model_kind(settings.model):

@@ -1,4 +1,4 @@
-"""What `mjax plan` finds and says: the search of --devices, --longest, --days, and whether a config fits.
+"""What `mjax plan` finds and says: the search of --devices, --max-sequence-on, --days, and whether a config fits.
 
 Each refusal of a number of GPUs names one that works; what does not fit is refused with the cheapest changes that make
 it fit (`search.changes_that_fit`), also before training.
@@ -96,7 +96,7 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
     for name in keep:
         if name not in search.SEARCHED:
             near = suggestion(name, search.SEARCHED, f"use any of {', '.join(search.SEARCHED)}")
-            raise UsageError(f"--keep {name} is not a field of the search; {near}")
+            raise UsageError(f"--fix {name} is not a field of the search; {near}")
     if devices > gpus_per_node and devices % gpus_per_node:
         below = devices // gpus_per_node * gpus_per_node
         raise UsageError(
@@ -131,7 +131,7 @@ def refuse_too_big(
     advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {MAX_DEVICES:,} is enough either"
     what = f"takes {least / GIB:.1f} GiB of {result.capacity / GIB:.1f}, of which {HEADROOM:.0%} stay free"
     if 1 - least / result.capacity >= HEADROOM:
-        what, advice = "needs more host memory than there is", "leave out --keep train.recompute"
+        what, advice = "needs more host memory than there is", "leave out --fix train.recompute"
     raise UsageError(
         f"none of {result.tried:,} ways to run {name} on {result.devices} × {gpu} fits: the smallest, "
         f"{describe(nearest)}, {what}; {advice}"
@@ -270,7 +270,7 @@ def run_longest(config: Config, name: str, devices: int, gpu: Gpu, calibration: 
         shown = {column: cells[column] for column in ("recompute", "context", "model", "GiB", "MFU")}
         rows.append(shown | {"positions": f"{positions:,}", "tokens/s a GPU": f"{speed:,.0f}"})
     if not values:
-        raise UsageError(f"{name} does not fit on {devices} × {gpu.name} with any length; use --longest {2 * devices}")
+        raise UsageError(f"no sequence of {name} fits on {devices} × {gpu.name}; try --max-sequence-on {2 * devices}")
     plan = {"gpu": gpu.name, "devices": devices, "found": values}
     return Section(f"Longest sequence on {devices:,} × {gpu.name}", plan, _table(rows))
 

@@ -68,12 +68,12 @@ REFUSALS = {
     "--gpu h100 --calibration none.json": "none.json does not exist; in mjax's repository, python",
     "--devices-per-node 4": "--devices-per-node 4 needs --gpu h100; add it",
     "--network -1 --gpu h100": "--network is -1.0; it must be above 0",
-    "--longest 8": "--longest 8 needs --gpu h100; add it",
+    "--max-sequence-on 8": "--max-sequence-on 8 needs --gpu h100; add it",
     # The search
     "--devices 8": "--devices 8 needs --gpu h100; add it",
-    "--keep mesh.zero": "--keep mesh.zero needs --devices 8; add it",
+    "--fix mesh.zero": "--fix mesh.zero needs --devices 8; add it",
     "--devices 8 --gpu v100": "no bf16 peak is known for v100",
-    "--devices 8 --gpu h100 --keep mesh.zeros": "did you mean mesh.zero?",
+    "--devices 8 --gpu h100 --fix mesh.zeros": "did you mean mesh.zero?",
     "--devices 8 --gpu h100 --write no/such.py": "there is no folder",
     "--devices 8 --gpu h100 --write plan.json": "use a name that ends in .py",
     # The budget

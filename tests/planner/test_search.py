@@ -158,7 +158,7 @@ def test_candidates_beyond_host_memory_are_left_out():
     assert len(unknown.too_big) == 0 < len(known.too_big) == len(unknown.ranked) - len(known.ranked)
     kept = changed(SMALL, train={"recompute": "offload"})
     found = search(kept, 4, memory, time_of, 2, ["train.recompute"], host=0.5)
-    with pytest.raises(UsageError, match="needs more host memory than there is; leave out --keep"):
+    with pytest.raises(UsageError, match="needs more host memory than there is; leave out --fix"):
         refuse_too_big(found, kept, "small", "h100", memory, ["train.recompute"])
 
 

@@ -58,7 +58,7 @@ def test_callback_ends_a_run_that_continues_bit_for_bit(tmp_path, whole, capsys)
     assert losses(tmp_path) == losses(whole)
     assert [record.loss for record in seen.records] == losses(whole)[: stopped.step]
     assert read_config(tmp_path / "config.json").data.own
-    assert cli.main(["train", "--resume", str(tmp_path), "--train.steps", "8"]) == 2
+    assert cli.main(["train", "--run", str(tmp_path), "--train.steps", "8"]) == 2
     assert "continue it there, or start from its weights with --init" in capsys.readouterr().err
 
 

@@ -68,7 +68,7 @@ class Launcher:
         return cli.main(["train", *FLAGS, "--runs", str(self.folder), *flags])
 
     def resume(self, *flags):
-        return cli.main(["train", "--resume", str(self.run_folder), *flags])
+        return cli.main(["train", "--run", str(self.run_folder), *flags])
 
     def saved(self):
         return sorted(entry.name for entry in (self.run_folder / "checkpoints").iterdir() if entry.is_dir())
