@@ -181,7 +181,7 @@ def split_lines(text: str) -> list[str]:
     return [line.removesuffix("\r") for line in text.split("\n")]
 
 
-def either(words: Iterable) -> str:
+def either(words: Iterable, conjunction: str = "or") -> str:
     """`a, b or c`."""
     *most, last = map(str, words)
-    return f"{', '.join(most)} or {last}" if most else last
+    return f"{', '.join(most)} {conjunction} {last}" if most else last

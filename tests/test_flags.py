@@ -30,7 +30,7 @@ TYPED = {
     "train --batch-size 32": "type --train.global-batch 32 (sequences per step over all devices)",
     "train --num_train_epochs 3": "type --train.steps (number of optimizer steps; an epoch is",
     "train --config moe_demo --num-experts 8": "type --model.experts 8",
-    "train --num-experts 8": "--model.experts is an option of mixture models; remove it, or choose one: --model.kind mix",
+    "train --num-experts 8": "--model.experts is an option of mixture models; remove it, or choose one: --model",
     "plan --config llama3_8b --model.positions alibi": "--model.positions is an option of gpt models; remove it",
     "train --checkpoint.every 5": "--checkpoint.every; type --checkpoint.interval 5\n",
     "train --data.mock True": "--data.mock True: it takes no value; type --data.mock or --data.no-mock",
@@ -94,8 +94,14 @@ def test_old_flag_names_a_flag_of_today():
     [
         ("--train.steps many", "--train.steps many is not a whole number; write --train.steps 250"),
         ("--train.steps=1.5", "--train.steps 1.5 is not a whole number; write --train.steps 250"),
-        ("--train.batch-rampup 8 8 --data.mock", "8 8 needs START INCREMENT SAMPLES, such as --train.batch-rampup 16 16 100000"),
-        ("--optimizer.learning-rate", "--optimizer.learning-rate needs a value, such as --optimizer.learning-rate 0.001"),
+        (
+            "--train.batch-rampup 8 8 --data.mock",
+            "8 8 needs START INCREMENT SAMPLES, such as --train.batch-rampup 16 16 100000",
+        ),
+        (
+            "--optimizer.learning-rate",
+            "--optimizer.learning-rate needs a value, such as --optimizer.learning-rate 0.001",
+        ),
         ("--precision.compute x", "x is not a value of --precision.compute; use bf16, fp8, fp16, fp32 or fp64"),
         ("--precision.compute float16", "float16 is not a value of --precision.compute; did you mean fp16?"),
         ("--optimizer.name adam", "adam is not a value of --optimizer.name; did you mean adamw?"),

@@ -164,7 +164,7 @@ def test_weights_called_outside_mesh_are_one_sentence(run):
         ({"ids": [[300]]}, "token ids from 300 to 300"),
         ({"ids": [[1]], "tokens": -1}, "^tokens is -1; it must"),
         ({"ids": [[1]], "top_k": -1}, "^top_k is -1; it must"),
-        ({"ids": [[1]], "compute": "fp99"}, "^precision.compute is fp99"),
+        ({"ids": [[1]], "compute": "fp99"}, "^fp99 is not a value of precision.compute; use bf16"),
     ],
 )
 def test_impossible_request_is_one_sentence(options, words, run):

@@ -211,11 +211,11 @@ def test_remove_asks_first(runs, monkeypatch, capsys, answer, kept):
 
 
 MISTAKES = {
-    "compare base base": "takes two or more runs",
+    "compare base base": "needs two or more runs",
     "compare base fast --figure no/where.png": "there is no folder no",
     "compare base fast --figure curve.txt": "use a name that ends in .png, .pdf or .svg",
     "compare base empty": "empty has no losses to compare",
-    "remove --yes": "takes names of runs",
+    "remove --yes": "needs names of runs",
     "remove bse --yes": "runs/bse does not exist; did you mean base?",
     "remove notes --yes": "is not a run folder",
     "remove . --yes": "runs is not a run folder: it has no config.json",

@@ -73,7 +73,7 @@ def score_task(folder: str | Path, task: str, data: str, **options) -> dict[str,
 
 def _check(arguments: EvaluateArguments) -> None:
     """Refuse flags that do not go together."""
-    harness = f"`mjax lm-eval --run {arguments.checkpoint} --tasks {arguments.task}`"
+    harness = f"`mjax lm-eval --run {arguments.run} --tasks {arguments.task}`"
     known = [*TEXT_TASKS, *labelled.TASKS]
     labelled.check_name(arguments.task, known, f", or a task of the lm-evaluation-harness: {harness}")
     check_bounds(arguments.positions, "--positions.")

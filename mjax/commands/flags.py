@@ -90,7 +90,7 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
     except SystemExit:  # after a box with all flags
         typed, example = flag_names(argv), getattr(cls, "examples", [f"{prog} --help"])[0]
         required = [flag for flag in fields.values() if flag.default is dataclasses.MISSING and flag.name not in typed]
-        needed = " and ".join(_required(flag) for flag in required) or "its arguments in another form"
+        needed = either(map(_required, required), "and") if required else "its arguments in another form"
         raise UsageError(f"{prog} needs {needed}; type {example}") from None
     if rest:
         raise UsageError(f"{rest[0]} belongs to no flag of {prog}; {_flag_for(rest[0], fields, prog)}")
@@ -302,8 +302,12 @@ def _short_help(cls: type, default: object, prog: str) -> str:
         for flag in map(known.get, names):
             sentence = flag.text.partition(". ")[0].rstrip(".")
             lines += _entry(f"--{flag.name} {flag.form}".rstrip(), sentence + _format_default(cls, flag))
-    lines += ["", "examples:", *(f"  {example}" for example in cls.examples)]
-    return "\n".join([*lines, "", f"{len(known)} flags in all: {prog} --help-all"])
+    return "\n".join([*lines, *_examples(cls), "", f"{len(known)} flags in all: {prog} --help-all"])
+
+
+def _examples(cls: type) -> list[str]:
+    examples = [f"  {example}" for example in getattr(cls, "examples", ())]
+    return ["", "examples:", *examples] if examples else []
 
 
 def _whole_help(cls: type, default: object, prog: str) -> str:
@@ -326,7 +330,7 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
     for title, entries in sections.items():
         if entries:
             lines += ["", *([f"{title}:"] if title else []), *entries]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_examples(cls)])
 
 
 def _format_default(cls: type, flag: Flag) -> str:

@@ -52,6 +52,8 @@ from mjax.errors import UsageError, check_folder, shorten_list, suggestion
 from mjax.utils.files import is_hub_name, read_json, write_whole
 
 Compute = Literal["bf16", "fp8", "fp16", "fp32", "fp64"]
+ComputeDtype = Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute"), DTYPES]
+"""Of commands that use a trained model."""
 Recompute = Literal["none", "selective", "full", "offload"]
 WSD = Only("optimizer.schedule", "wsd")
 Schedule = Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"]

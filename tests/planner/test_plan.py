@@ -89,7 +89,10 @@ REFUSALS = {
 
 def test_search_needs_config_or_budget(capsys):
     assert cli.main(["plan", "--gpu", "h100", "--devices", "64"]) == 2
-    assert "--devices needs a config, such as --config gpt_8b, or --days N to find the largest model" in capsys.readouterr().err
+    assert (
+        "--devices needs a config, such as --config gpt_8b, or --days N to find the largest model"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("flags", REFUSALS)
