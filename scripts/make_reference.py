@@ -216,7 +216,7 @@ def _refusal(model: str, changes: dict[str, Any]) -> str:
         section, name = path.split(".")
         part = getattr(config, section)
         if name not in {field.name for field in dataclasses.fields(part)}:
-            kinds = [kind for kind, cls in REGISTRY.items() if name in {field.name for field in dataclasses.fields(cls)}]
+            kinds = [kind for kind, cls in REGISTRY.items() if name in cls.__dataclass_fields__]
             return f"{path} is an option of {either(kinds)} models; remove it"
         config = replace(config, **{section: replace(part, **{name: value})})
     try:

@@ -90,7 +90,7 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
     except SystemExit:  # after a box with all flags
         typed, example = flag_names(argv), getattr(cls, "examples", [f"{prog} --help"])[0]
         required = [flag for flag in fields.values() if flag.default is dataclasses.MISSING and flag.name not in typed]
-        needed = either(map(_required, required), "and") if required else "its arguments in another form"
+        needed = either(map(_format_required, required), "and") if required else "its arguments in another form"
         raise UsageError(f"{prog} needs {needed}; type {example}") from None
     if rest:
         raise UsageError(f"{rest[0]} belongs to no flag of {prog}; {_flag_for(rest[0], fields, prog)}")
@@ -215,7 +215,7 @@ def _plain(word: str) -> Any:
     return None if word == "None" else word
 
 
-def _required(flag: Flag) -> str:
+def _format_required(flag: Flag) -> str:
     """`--run RUN`, or the form of a positional argument."""
     return f"--{flag.name} {_form(flag.marks)}".rstrip() if not flag.hidden else _form(flag.marks)
 
