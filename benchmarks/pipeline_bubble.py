@@ -98,7 +98,7 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
     from jax.sharding import PartitionSpec
 
     from mjax.config import MeshConfig
-    from mjax.parallel import mappings, pipeline, products
+    from mjax.parallel import linear, mappings, pipeline
     from mjax.parallel.mesh import make_mesh
 
     # --- What sleeps --------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
 
     def layer(chunk, x, micro_batch, virtual_stage):
         kernel = jax.tree.map(lambda one: one[0], chunk)["kernel"]  # a chunk is one layer
-        return pause(products.linear(kernel[...], x, 1)), {}
+        return pause(linear.linear(kernel[...], x, 1)), {}
 
     # --- The model, with and without a pipeline -----------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ def flags() -> str:
     text = f"""# Flags and config fields
 
 {GENERATED}
-Every field of the config is a name in `config.json` and in a config file. Those with `--` are flags of `train.py`, too;
+Every field of the config is a name in `config.json` and in a config file. A name with `--` is a flag, too;
 `python train.py --help-all` lists them.
 
 ```bash
@@ -131,7 +131,7 @@ def _linked(text: str) -> str:
 MODELS = ("gpt_demo", "llama_demo", "moe_demo", "bert_demo")
 OPTIONS = {
     "--mesh.pipe 2": {"mesh.pipe": 2},
-    "--mesh.chunks 2": {"mesh.pipe": 2, "mesh.chunks": 2},
+    "--mesh.virtual-stages 2": {"mesh.pipe": 2, "mesh.virtual_stages": 2},
     "--mesh.zero 1": {"mesh.data": 2, "mesh.zero": 1},
     "--mesh.zero 3": {"mesh.data": 2, "mesh.zero": 3},
     "--mesh.sequence-parallel": {"mesh.model": 2, "mesh.sequence_parallel": True},

@@ -34,8 +34,8 @@ from tests.conftest import ROOT
 # --- Published models and runs ----------------------------------------------------------------------------------------
 
 # Of the models on Hugging Face the parameters, and of config.json rope_theta, rms_norm_eps and what has no parameters.
-LLAMA3 = {"rope_scaling": "llama3", "rope_original": 8192}
-GEMMA3 = {"full_attention_every": 6, "activation": "gelu_tanh"}
+LLAMA3 = {"rope_scaling": "llama3", "rope_original_length": 8192}
+GEMMA3 = {"global_attention_interval": 6, "activation": "gelu_tanh"}
 DECODERS = {
     "llama2_7b": (6_738_415_616, 1e4, 1e-5, {}),
     "llama3_8b": (8_030_261_248, 5e5, 1e-5, {}),
@@ -60,8 +60,8 @@ DECODERS = {
     "gemma3_4b": (3_880_099_328, 1e6, 1e-6, GEMMA3 | {"window": 1024, "rope_scaling": "linear", "rope_factor": 8.0}),
 }  # fmt: skip
 WITHOUT_PARAMETERS = {
-    "window": None, "full_attention_every": None, "norms": "pre", "qk_norm": "none", "activation": "silu",
-    "rope_share": 1.0, "rope_scaling": "none", "rope_factor": 1.0, "rope_original": None,
+    "window": None, "global_attention_interval": None, "norms": "pre", "qk_norm": "none", "activation": "silu",
+    "rotary_percent": 1.0, "rope_scaling": "none", "rope_factor": 1.0, "rope_original_length": None,
     "experts_per_token": 0, "router": "softmax", "router_normalized": True, "router_scale": 1.0,
 }  # fmt: skip
 
@@ -157,7 +157,7 @@ def test_pipelined_config_has_published_numbers(name):
     config = load_config(name)
     model, mesh, train, optimizer = config.model, config.mesh, config.train, config.optimizer
     assert (count_parameters(model), mesh.devices, config.micro_batches) == (parameters, gpus, micro_batches)
-    assert (model.sequence, model.padded_vocabulary, mesh.chunks) == (2048, 51_200, chunks)
+    assert (model.sequence, model.padded_vocabulary, mesh.virtual_stages) == (2048, 51_200, chunks)
     assert model.layers == layers * mesh.pipe * chunks
     assert micro_batches * mesh.data * train.micro_batch == train.global_batch
     assert train.recompute == ("selective" if "_sp" in name else "full")

@@ -74,7 +74,7 @@ def help_of(flag, capsys):
 
 
 def test_help_shows_data_first_and_real_defaults(base, monkeypatch, capsys):
-    """What --help-all shows without words is what a run gets, with adapters and without."""
+    """A run gets the defaults that --help-all shows, with adapters and without."""
     assert re.findall(r"^  (--\S+)", help_of("--help", capsys), re.MULTILINE)[:2] == ["--data", "--init"]
     runs = []
     monkeypatch.setattr("mjax.commands.sft.train", lambda argv, of, _: runs.append(of(None)) or 0)
@@ -154,7 +154,7 @@ def test_files_of_two_parts_are_prepared(base, tmp_path, monkeypatch):
     assert cli.main(["sft", "--init", "runs/base", *parts, *FLAGS]) == 0
     [(argv, settings)] = runs
     assert not [word for word in argv if word.endswith(".jsonl")]
-    assert (settings.data.samples, settings.train.steps, settings.train.eval_batches) == (180, 12, 2)
+    assert (settings.data.train_samples, settings.train.steps, settings.train.eval_batches) == (180, 12, 2)
 
 
 def test_one_conversation_and_one_step_are_enough(base, tmp_path):

@@ -13,7 +13,7 @@ streamed; each worker holds the evaluation sets' runs of words in memory, 8 byte
 
 **Decontamination.** By the rules of Megatron's tools/openwebtext/filter_ngrams.py.
 
-A test set that was trained on measures memory. Its texts become runs of 13 words (GRAM), in lower case and without
+A test set that was trained on measures memory. Its texts become runs of 13 words, in lower case and without
 punctuation; a text of 8 to 12 words is one run, a shorter one none. Where a document contains such a run, the run is
 removed with 200 characters on either side, up to the end of the sentence there:
 
@@ -55,7 +55,7 @@ from mjax.data.tokenizers import load_tokenizer, tokenizer_files
 from mjax.errors import RunError, UsageError
 from mjax.utils.remote import locate
 
-GRAM, SHORTEST_GRAM = 13, 8  # words
+GRAM_WORDS, MIN_GRAM_WORDS = 13, 8  # words
 MARGIN = 200  # characters removed on either side
 MIN_PIECE_CHARACTERS = 200  # characters; a piece must have more
 MAX_PIECES = 10
@@ -67,7 +67,7 @@ Grams = dict[int, np.ndarray]
 Matches = dict[int, list[tuple[int, int]]]
 """Runs of it in a document: first word and hash of each, in order, by their number of words."""
 REPAIRED, CUT, MORE_PIECES = "repaired", "cut at evaluation text", "more pieces by that"
-NOTHING_LEFT, TOO_MANY_PIECES = "nothing left beside evaluation text", f"cut into more than {MAX_PIECES} pieces"
+ONLY_EVALUATION_TEXT, CUT_TO_PIECES = "nothing left beside evaluation text", f"cut into more than {MAX_PIECES} pieces"
 AHEAD = 16  # characters a token, at most, in text whose beginning shows that it is long enough
 
 
@@ -88,7 +88,7 @@ def clean(arguments: CleanArguments) -> dict[str, Any] | None:
     grams = evaluation_grams(document.text for document in texts) if evaluation else None
     if grams == {}:
         fix = "give evaluation sets as text, or name their field with --decontaminate-key"
-        raise UsageError(f"--decontaminate {evaluation[0]} has no text of {SHORTEST_GRAM} words or more; {fix}")
+        raise UsageError(f"--decontaminate {evaluation[0]} has no text of {MIN_GRAM_WORDS} words or more; {fix}")
     Cleaner(arguments, grams)  # what cannot be loaded is refused before anything is read
     return tasks.run(CleanJob(arguments, corpus, texts.names, grams))
 
@@ -128,7 +128,7 @@ class CleanJob(FilterJob):
         runs, left = (sum(map(len, table.values())) for table in (self.grams, grams))
         with self.writing(rank, "grams") as (stream,):
             np.savez(stream, **{str(length): hashes for length, hashes in grams.items()})
-        numbers = {"files": self.evaluation, "words": GRAM, "runs": runs, "runs_met": len(counts)}
+        numbers = {"files": self.evaluation, "words": GRAM_WORDS, "runs": runs, "runs_met": len(counts)}
         return numbers | {"common": self.arguments.common, "common_runs": runs - left}
 
     @cached_property
@@ -178,7 +178,7 @@ class CleanJob(FilterJob):
 def _steps(how: CleanArguments) -> dict[str, list[str]]:
     """The names of the steps in the report, in order."""
     cutting = bool(how.decontaminate)
-    removed = [NOTHING_LEFT, TOO_MANY_PIECES] * cutting + [how.short] * (how.min_tokens > 0)
+    removed = [ONLY_EVALUATION_TEXT, CUT_TO_PIECES] * cutting + [how.short] * (how.min_tokens > 0)
     removed += [f"--filter {spec}" for spec in how.filter]
     return {"changed": [REPAIRED] * how.repair + [CUT, MORE_PIECES] * cutting, "removed": removed}
 
@@ -234,9 +234,9 @@ class Cleaner:
             text = repaired
         pieces, runs = cut(text, self.grams) if self.grams else ([text], [])
         if not pieces:
-            share.remove(NOTHING_LEFT, text, source, evaluation_text=runs[0])
+            share.remove(ONLY_EVALUATION_TEXT, text, source, evaluation_text=runs[0])
         elif len(pieces) > MAX_PIECES:
-            share.remove(TOO_MANY_PIECES, text, source, pieces=len(pieces), evaluation_text=runs[0])
+            share.remove(CUT_TO_PIECES, text, source, pieces=len(pieces), evaluation_text=runs[0])
         elif runs:
             share.count(CUT, text, source=source, pieces=len(pieces), evaluation_text=runs[0])
             for number, piece in enumerate(pieces):
@@ -330,8 +330,8 @@ def evaluation_grams(texts: Iterable[str]) -> Grams:
     grams: dict[int, list[np.ndarray]] = {}
     for text in texts:
         words = Words(text)
-        length = min(len(words), GRAM)
-        if length >= SHORTEST_GRAM:
+        length = min(len(words), GRAM_WORDS)
+        if length >= MIN_GRAM_WORDS:
             grams.setdefault(length, []).append(words.runs(length))
     return {length: np.unique(np.concatenate(parts)) for length, parts in grams.items()}
 
@@ -379,9 +379,9 @@ def _first_match(matches: Matches, begin: int, count: int) -> slice | None:
         index = bisect_left(matches[length], (begin,))
         return matches[length][index][0] if index < len(matches[length]) else sys.maxsize
 
-    last = count - GRAM  # the last word that 13 words begin with
+    last = count - GRAM_WORDS  # the last word that 13 words begin with
     word, _, length = min(
-        ((first_from(words, begin), words != GRAM, words) for words in matches), default=(count, True, 0)
+        ((first_from(words, begin), words != GRAM_WORDS, words) for words in matches), default=(count, True, 0)
     )
     if word <= last:
         return slice(word, word + length)

@@ -90,7 +90,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
     if coefficient := values.get("router_aux_loss_coef"):
         # transformers' loss pools the layers and is k when balanced; the one of mjax is of each layer, and 1.
-        flag = f"--model.balance-loss {coefficient * model.experts_per_token / model.expert_layers:g}"
+        flag = f"--model.aux-loss-coef {coefficient * model.experts_per_token / model.expert_layers:g}"
         print(f"router_aux_loss_coef {coefficient:g} is a setting of training; to train with it type {flag}")
     if left_out:
         print(f"the embedding has no rows for {', '.join(left_out[:8])}, which no text encodes to: left out")

@@ -34,7 +34,7 @@ from mjax.data.corpus.tasks import EXAMPLES, FilterJob, Tally, check_outputs, wh
 from mjax.errors import RunError
 
 EXACT, NEAR = "exact duplicate", "near-duplicate"
-KEPT, SHOWN = 1, 2  # what is needed of a document: its line for the output, its text
+RETAINED, SHOWN = 1, 2  # what is needed of a document: its line for the output, its text
 PART = 2**22  # documents, pairs or values that a task holds at a time
 
 
@@ -57,7 +57,7 @@ class DedupJob(FilterJob):
     first      int64   of distinct documents, the first of its cluster
     similar    int64   the most similar document
     jaccard    float64 its similarity to that one; 0: none is at or above the threshold
-    needed     uint8   KEPT, SHOWN
+    needed     uint8   RETAINED, SHOWN
     """
 
     single = ("join", "join_others", "choose", "finish")
@@ -286,7 +286,7 @@ class DedupJob(FilterJob):
         shown, by_jaccard = {EXACT: [], NEAR: []}, np.zeros(6, np.int64)
         for part in self._all_documents():
             fate = self.fate(part)
-            needed[fate.numbers] |= np.where(fate.retained, KEPT, 0).astype(np.uint8)
+            needed[fate.numbers] |= np.where(fate.retained, RETAINED, 0).astype(np.uint8)
             np.add.at(sizes, fate.instead[~fate.exact], 1)
             by_jaccard += np.histogram(fate.jaccard[fate.near], edges)[0]
             # Examples are the least similar near-duplicates, the most doubtful removals.
@@ -319,7 +319,7 @@ class DedupJob(FilterJob):
                 for document, need in zip(documents, wanted.tolist(), strict=True):
                     tallies["read"].add(document.text)
                     tallies[reasons[row]].add(document.text)
-                    if need & KEPT:
+                    if need & RETAINED:
                         kept.write(tasks.document_line(document, self.corpus.key))
                     if need & SHOWN:
                         texts[part.start + row] = document.text

@@ -27,7 +27,7 @@ from mjax.config.bounds import Bounds, check_bounds, describe_choice, is_unsecti
 from mjax.config.marks import FILE_ONLY, PLANNED, RUN_SYNONYMS, Mark, Synonyms
 from mjax.config.model import KIND_FLAG, REGISTRY
 from mjax.config.plain_values import describe, fits, get_type_hints
-from mjax.config.run import available_configs
+from mjax.config.run import RENAMED, available_configs
 from mjax.errors import UsageError, either, suggestion
 from mjax.utils.files import resolve_parents
 
@@ -163,6 +163,8 @@ def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
                 switches = f"--{_positive(name)} or --{_negative(_positive(name))}"
                 raise UsageError(f"--{name} {words[0]}: it takes no value; type {switches}")
             continue
+        if new := RENAMED.get(f"{name.replace('-', '_')} {''.join(words[:1])}"):
+            raise UsageError(f"--{name} {words[0]} has a new name; type --{new.replace('_', '-')}")
         if name in lists:
             raise UsageError(f"--{name} is given twice; give all values after one: --{name} A B")
         if "." in name and any(... in get_args(option) for option in _options(flag.kind)):  # others may add up
@@ -243,21 +245,31 @@ def _negative(name: str) -> str:
 
 def _explain_unknown(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str) -> str:
     """The sentence about an unknown flag, with the one to type instead."""
-    unknown = f"{prog} has no --{name}"
-    if (field := fields.get(_positive(name.lower()))) and field.hidden:  # not on the command line
+    typed, name, unknown = name, _with_new_name(name.lower()), f"{prog} has no --{name}"
+    if (field := fields.get(_positive(name))) and field.hidden:  # not on the command line
         return f"{unknown}; {field.hidden}"
-    flags, last = [flag for flag in fields.values() if not flag.hidden], name.lower().rpartition(".")[2]
-    if matches := _match_flags(name.lower(), "".join(words[:1]), flags):
+    if name != _positive(name) and _positive(name) in fields:
+        return f"{unknown}; type --{name}"
+    flags, last = [flag for flag in fields.values() if not flag.hidden], name.rpartition(".")[2]
+    if matches := _match_flags(name, "".join(words[:1]), flags):
         return f"{unknown}; type " + either([_format_flag(flag, value, len(matches) > 1) for flag, value in matches])
     for flag in fields.values():
         if last == flag.name.rpartition(".")[2] or _translate_value(flag.marks, last, "") is not None:
             return f"{unknown}; {flag.hidden}"
     for field, kinds in _model_fields(last).items():
-        return (
-            f"--model.{field} is an option of {either(kinds)} models; remove it, or choose one: {KIND_FLAG} {kinds[0]}"
-        )
-    near = suggestion(name, sorted(flag.name for flag in flags), f"`{prog} --help` lists its flags", "--{}")
+        models = f"an option of {either(kinds)} models"
+        return f"--model.{field} is {models}; remove it, or choose one: {KIND_FLAG} {kinds[0]}"
+    near = suggestion(typed, sorted(flag.name for flag in flags), f"`{prog} --help` lists its flags", "--{}")
     return f"{unknown}; {near}"
+
+
+def _with_new_name(name: str) -> str:
+    """The name of today for that of a flag of an older version; other names as they are."""
+    positive = _positive(name)
+    for old, new in RENAMED.items():
+        if positive.replace("-", "_") in (old, old.partition(".")[2]):
+            return (new if name == positive else _negative(new)).replace("_", "-")
+    return name
 
 
 def _match_flags(name: str, value: str, flags: Sequence[Flag]) -> list[tuple[Flag, str]]:

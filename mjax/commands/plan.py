@@ -273,7 +273,7 @@ def _run(config: Config, name: str) -> Section:
         "trained_parameters": trained,
         "mesh": axes.cli_sizes(mesh),
         "sequence_parallel": mesh.splits_tokens,
-        "context_attention": config.across,
+        "context_attention": config.context_attention,
         "devices": mesh.devices,
         "global_batch": train.global_batch,
         "micro_batch": train.micro_batch,
@@ -287,7 +287,7 @@ def _run(config: Config, name: str) -> Section:
         + ", sequence parallel" * mesh.splits_tokens,
         "global batch": f"{train.global_batch:,} = {mesh.data} replicas × {config.micro_batches} micro-batches "
         f"of {train.micro_batch}",
-        **({"attention over context": config.across} if config.across else {}),
+        **({"attention over context": config.context_attention} if config.context_attention else {}),
         "recomputation": train.recompute,
         "ZeRO": mesh.zero,
     }
@@ -306,14 +306,14 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
         draw_schedule(schedule, file, *times)
     values = {
         "name": schedule.name,
-        "chunks": schedule.chunks,
+        "virtual_stages": schedule.chunks,
         "ticks": schedule.ticks,
         "bubble": schedule.bubble(*times),
         "max_in_flight": [schedule.max_in_flight(stage) for stage in range(schedule.stages)],
     }
     rows = {
         "schedule": display_name(schedule),
-        "chunks per stage, V": schedule.chunks,
+        "virtual stages, V": schedule.chunks,
         "ticks": schedule.ticks,
         "bubble": describe_bubble(schedule, *times),
         "in flight": describe_in_flight(schedule),

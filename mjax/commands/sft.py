@@ -69,7 +69,7 @@ class SftArguments(TrainArguments):
         "2e-05, of adapters 0.0002": "optimizer.learning-rate",
         "2e-06, of adapters 2e-05": "optimizer.min-learning-rate",
         "1, or as --init was trained": "train.micro-batch",
-        "by --epochs and the data": "train.steps data.samples train.eval-batches train.eval-interval",
+        "by --epochs and the data": "train.steps data.train-samples train.eval-batches train.eval-interval",
         "3% of the steps": "optimizer.warmup-steps",
     }
     examples: ClassVar = (
@@ -187,13 +187,13 @@ def _chosen(given: SftArguments, defaults: Config, typed: Container[str]) -> Sft
     sequences, batch = count_sequences(given.settings), given.settings.train.global_batch
     samples = max(1, math.ceil(given.epochs * sequences["training"]))
     steps, validation = math.ceil(samples / batch), math.ceil(sequences["validation"] / batch)
-    if "train.steps" in typed or "data.samples" in typed:
-        samples = given.settings.data.samples
+    if "train.steps" in typed or "data.train-samples" in typed:
+        samples = given.settings.data.train_samples
         steps = given.settings.train.steps if "train.steps" in typed else steps
     rates = LORA_RATES if given.settings.model.lora_rank else {}
     settings = replace(
         defaults,
-        data=replace(defaults.data, samples=samples),
+        data=replace(defaults.data, train_samples=samples),
         optimizer=replace(defaults.optimizer, warmup_steps=min(math.ceil(0.03 * steps), steps - 1), **rates),
         train=replace(
             defaults.train,

@@ -63,7 +63,7 @@ class ModelConfig(LoRAConfig):
       window: tokens that a position sees, itself included; None: all up to its own.
       experts: of each layer that has some, which `mesh.expert` has to divide; 0 for a dense model.
       experts_per_token: that each token is routed to.
-      grouped: kernel of the products of experts.
+      moe_kernel: kernel of the products of experts.
     """
 
     kind: str = ""
@@ -101,7 +101,7 @@ class ModelConfig(LoRAConfig):
     learned_positions: ClassVar[bool] = False
     biased_scores: ClassVar[bool] = False
     # Fields of some models. As a ClassVar they would hide these where a config derives from several parts.
-    head_dim = window = grouped = None
+    head_dim = window = moe_kernel = None
     attention_dropout = 0.0
     experts = experts_per_token = 0
 

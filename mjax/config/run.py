@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import shlex
 import sys
 import traceback
@@ -77,20 +78,21 @@ class MeshConfig:
     context: Annotated[Count, Synonyms("context-parallel-size cp cp-size context-parallel-degree")] = 1
     """Devices that share every sequence (context parallelism): each has a part of its positions, and of all
     activations."""
-    context_attention: Annotated[Literal["auto", "heads", "gather"], Synonyms("cp-comm-type")] = "auto"
-    """Attention of a sequence over `context`: heads, each rank gets all positions of a part of the heads (all-to-all);
-    gather, each rank gets keys and values of all positions. auto: heads if their number allows it."""
+    context_attention: Annotated[Literal["auto", "ulysses", "allgather"], Synonyms("cp-comm-type")] = "auto"
+    """Attention of a sequence over `context`. ulysses: each rank gets all positions of a part of the heads
+    (all-to-all); allgather: each rank gets keys and values of all positions; auto: ulysses if `context` divides the
+    heads of a rank."""
     sequence_parallel: Annotated[bool, Synonyms("sp")] = False
     """Also split LayerNorm, dropout and the residual stream over `model`, by tokens (arXiv 2205.05198): less memory for
     the same communication. It has no effect with `model` 1."""
     schedule: Annotated[Literal["gpipe", "1f1b"], FILE_ONLY] = "1f1b"
-    """Order of forward and backward passes in the pipeline; with chunks above 1, 1f1b is interleaved."""
-    chunks: Annotated[Count, Synonyms("num-layers-per-virtual-pipeline-stage~")] = 1
-    """Chunks of layers per pipeline stage (virtual stages), V; they shrink the bubble V times."""
+    """Order of forward and backward passes in the pipeline; with virtual_stages above 1, 1f1b is interleaved."""
+    virtual_stages: Annotated[Count, Synonyms("num-layers-per-virtual-pipeline-stage~")] = 1
+    """Virtual stages of each pipeline rank, V (interleaved 1F1B, arXiv 2104.04473): the bubble is V times smaller."""
     zero: Annotated[Literal[0, 1, 3], Synonyms("use-distributed-optimizer=1 zero-stage fsdp=3")] = 0
     """Sharding over `data`: 0 none; 1 weights and moments between steps (ZeRO-1); 3 also weights during the step,
     gathered layer by layer (ZeRO-3, FSDP)."""
-    replica: Annotated[Count, Synonyms("num-distributed-optimizer-instances hsdp dp-replicate")] = 1
+    replicate: Annotated[Count, Synonyms("num-distributed-optimizer-instances hsdp dp-replicate")] = 1
     """Groups of data-parallel replicas that each hold all weights (HSDP): ZeRO shards within a group, and groups
     exchange the gradients of their shards once a step. It divides data."""
 
@@ -121,9 +123,9 @@ class DataConfig:
     """With train_path: a blend used for validation only."""
     mock: Annotated[bool, PLANNED, Synonyms("mock-data")] = False
     """Train on synthetic tokens instead of data.path; for measuring speed."""
-    own: Annotated[bool, FILE_ONLY] = False
+    custom: Annotated[bool, FILE_ONLY] = False
     """Batches come from the caller of `mjax.Trainer`, which sets this."""
-    samples: Count | None = None
+    train_samples: Count | None = None
     """Number of training samples for which the order is drawn; by default those of all steps. Megatron's sample order
     depends on it, so set it to lengthen a run later without changing the order. Of conversations, padding follows them
     in the last batch."""
@@ -159,7 +161,7 @@ class DataConfig:
         documents  the number of a token's document within the sample
         """
         types = {"tokens": "int32", "labels": "int32"}
-        if self.own or self.conversations or self.mask_eod_loss:
+        if self.custom or self.conversations or self.mask_eod_loss:
             types["loss_mask"] = "bool"
         if self.reset_positions or self.conversations:
             types["positions"] = "int32"
@@ -240,7 +242,7 @@ class TrainConfig:
     ] = None
     """START INCREMENT SAMPLES, as Megatron's --rampup-batch-size: begin with START sequences per step and add INCREMENT
     at a time, in equal portions of the first SAMPLES samples, up to global_batch."""
-    taken: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
+    batch_history: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
     """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
     data, tokens and learning rate continue from their samples. A run writes it; it has no flag."""
     micro_batch: Annotated[
@@ -284,10 +286,10 @@ class HealthConfig:
     """When a run counts as unhealthy, and what happens then. A step is unhealthy if it is skipped because of non-finite
     values, or if its loss is far above the running mean."""
 
-    spike: Literal["announce", "skip", "rewind", "ignore"] = "announce"
-    """Response to a loss spike, six standard deviations above the mean of 100 steps: announce reports it; skip drops
-    the update of that batch; rewind goes back to the last good checkpoint and skips the batches that led to the spike;
-    ignore takes no loss for one."""
+    spike: Literal["warn", "skip", "rollback", "ignore"] = "warn"
+    """Response to a loss spike, six standard deviations above the mean of 100 steps: warn reports it; skip drops
+    the update of that batch; rollback goes back to the last good checkpoint and skips the batches before the spike;
+    ignore: no loss is a spike."""
 
 
 @dataclass(frozen=True)
@@ -338,18 +340,18 @@ class Config:
         return self.model.samples or "examples"
 
     @property
-    def across(self) -> Literal["heads", "gather"] | None:
+    def context_attention(self) -> Literal["ulysses", "allgather"] | None:
         """The way attention sees the positions of other ranks of `context`; None: a rank has whole sequences."""
         if self.mesh.context == 1:
             return None
         if self.mesh.context_attention != "auto":
             return self.mesh.context_attention
-        return "gather" if self.model.heads // self.mesh.model % self.mesh.context else "heads"
+        return "allgather" if self.model.heads // self.mesh.model % self.mesh.context else "ulysses"
 
     @property
     def sequence_chunks(self) -> int:
         """Chunks of a sequence, of which a rank of `context` has two where attention gathers; else 1."""
-        return 2 * self.mesh.context if self.across == "gather" else 1
+        return 2 * self.mesh.context if self.context_attention == "allgather" else 1
 
     def batch_arrays(self) -> Arrays:
         """The arrays of a batch: shape of one sample, [s] or [], and dtype."""
@@ -438,10 +440,13 @@ def _execute(file: Path) -> types.ModuleType:
         raise
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        field = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        renamed = {old.partition(".")[2]: new.partition(".")[2] for old, new in RENAMED.items()}
+        now = f"; {field[1]} is now {renamed[field[1]]}" if field and field[1] in renamed else ""
         line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else (lines or [None])[-1]
         raise UsageError(
             f"{file}{f', line {line},' if line else ''} raises {type(error).__name__}: "
-            f"{error.msg if isinstance(error, SyntaxError) else error}; "
+            f"{error.msg if isinstance(error, SyntaxError) else error}{now}; "
             f"fix the file, python {shlex.quote(str(file))} "
             "shows the traceback"
         ) from error
@@ -485,7 +490,7 @@ def from_dict(values: dict[str, Any], source: str = "config.json") -> Config:
 def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], type[ModelConfig]]) -> Config:
     if not isinstance(values, dict) or not isinstance(values.get("model", {}), dict):
         return build(Config, values, source)  # which refuses it
-    values = _without_removed(values, source)
+    values = _without_removed(_with_new_names(values), source)
     model = {"kind": "gpt", **values.get("model", {})}
     rest = {name: value for name, value in values.items() if name != "model"}
     config, cls = build(Config, rest, source), class_of(model)
@@ -495,6 +500,54 @@ def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], ty
         if (file := source_file(cls)) is None:
             raise
         raise UsageError(f"{error}; {cls.__name__} is that of {file}") from None
+
+
+RENAMED = {
+    "mesh.chunks": "mesh.virtual_stages",
+    "mesh.replica": "mesh.replicate",
+    "mesh.context_attention heads": "mesh.context_attention ulysses",
+    "mesh.context_attention gather": "mesh.context_attention allgather",
+    "model.tied": "model.tie_embeddings",
+    "model.rope_share": "model.rotary_percent",
+    "model.rope_original": "model.rope_original_length",
+    "model.full_attention_every": "model.global_attention_interval",
+    "model.query_scalar": "model.query_pre_attn_scalar",
+    "model.expert_width": "model.moe_ffn_hidden",
+    "model.shared_width": "model.shared_expert_ffn_hidden",
+    "model.dense_layers": "model.first_dense_layers",
+    "model.expert_interval": "model.moe_layer_freq",
+    "model.grouped": "model.moe_kernel",
+    "model.router_groups": "model.router_n_groups",
+    "model.router_top_groups": "model.router_topk_groups",
+    "model.balance_loss": "model.aux_loss_coef",
+    "model.balance_over": "model.aux_loss_scope",
+    "model.balance_bias": "model.router_bias_update_rate",
+    "model.answers": "model.num_labels",
+    "data.own": "data.custom",
+    "data.samples": "data.train_samples",
+    "train.taken": "train.batch_history",
+    "health.spike announce": "health.spike warn",
+    "health.spike rewind": "health.spike rollback",
+}
+"""Fields and values of mjax 0.2.0 with their names of today. To be removed, with `REMOVED`, after mjax 0.4."""
+
+
+def _with_new_names(values: dict[str, Any]) -> dict[str, Any]:
+    """The sections of a config with the names of today; the fields of a model of your own keep theirs."""
+    values = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
+    kind = values.get("model", {}).get("kind")
+    cls = REGISTRY.get(kind) if isinstance(kind, str) else None
+    own = {knob.name for knob in dataclasses.fields(cls)} if cls else set()
+    for old, new in RENAMED.items():
+        (section, knob, value), (_, new_knob, new_value) = (re.split("[. ]", f"{name} ")[:3] for name in (old, new))
+        fields = values.get(section)
+        if not isinstance(fields, dict) or knob not in fields or (section == "model" and knob in own):
+            continue
+        if value and fields[knob] == value:
+            fields[knob] = new_value
+        elif not value and new_knob not in fields:
+            fields[new_knob] = fields.pop(knob)
+    return values
 
 
 REMOVED = {
@@ -519,7 +572,6 @@ def _without_removed(values: dict[str, Any], source: str) -> dict[str, Any]:
     Raises:
       UsageError: such a field has another value.
     """
-    values = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
     mesh, model, health = (
         section if isinstance(section := values.get(name), dict) else {} for name in ("mesh", "model", "health")
     )

@@ -30,9 +30,9 @@ from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 from mjax.parallel import mappings
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, local_columns
-from mjax.parallel.products import Rows, enter, linear
+from mjax.parallel.linear import Rows, enter, linear
 from mjax.parallel.random import DropoutKey, dropout, dropout_tokens
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.weights import COLUMNS, IN, INPUTS, LAYER, OUT, OUTPUTS, PART, ROWS, parameter
 
 Linear = ColumnParallelLinear | RowParallelLinear

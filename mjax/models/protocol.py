@@ -25,7 +25,7 @@ from mjax.config.model import ModelConfig
 from mjax.config.pattern import PLAIN, LayerKind
 from mjax.lora.adapters import add_adapters
 from mjax.parallel.random import DropoutKey, dropout_tokens
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.token_layout import TokenLayout
 
 Batch = dict[str, Array]
 

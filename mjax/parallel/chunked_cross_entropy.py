@@ -17,10 +17,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mjax.parallel import mappings
 from mjax.parallel.layers import VocabParallelEmbedding, drop_padding, local_rows
+from mjax.parallel.linear import reduce_overlapped
 from mjax.parallel.overlap import tie, vary_alike
-from mjax.parallel.products import reduce_overlapped
-from mjax.parallel.sums import sum_rows, wide_type
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.reductions import sum_rows, wide_type
+from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.weights import is_frozen
 
 MULTIPLE = 8  # of the rows of a chunk: on tensor cores a product with other sizes is slow

@@ -36,9 +36,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from mjax.parallel import mappings, scopes
+from mjax.parallel import mappings, named_scopes
 from mjax.parallel.overlap import with_backward
-from mjax.parallel.sums import wide_type
+from mjax.parallel.reductions import wide_type
 
 ROWS = {"xla": 64, "pallas": 128}
 """Rows of a tile: of `xla` the fewest that are about as fast as any on a CPU (`benchmarks/grouped.py`); of `pallas`
@@ -153,7 +153,7 @@ def grouped_matmul(
     axes = frozenset().union(*map(mappings.varying_axes, jax.tree.leaves((x, kernels, groups))))
     x, kernels, groups = jax.tree.map(partial(mappings.vary, axes=axes), (x, kernels, groups))
     if kernel == STAND_IN:
-        with jax.named_scope(scopes.GROUPED):
+        with jax.named_scope(named_scopes.GROUPED):
             return x @ kernels[0]
     product, kernel_gradients = _implementation(kernel)
 

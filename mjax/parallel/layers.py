@@ -8,7 +8,7 @@ A weight is a whole matrix with a PartitionSpec. Inside `shard_map` the module s
 
 A column-parallel layer followed by a row-parallel one costs one all-reduce forward (g) and one backward (f), or, with
 sequence parallelism, an all-gather and a reduce-scatter of the tokens each way. Activations are rows, one per token;
-`Tokens` describes them, and selects the form of f and g.
+`TokenLayout` describes them, and selects the form of f and g.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.products import enter, flatten_rows, leave, linear, linear_with_bias, scores
+from mjax.parallel.linear import enter, flatten_rows, leave, linear, linear_with_bias, scores
 from mjax.parallel.random import DropoutKey
-from mjax.parallel.sums import add_bias, lookup
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.reductions import add_bias, lookup
+from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.weights import COLUMNS, IN, OUT, PART, ROWS, TOKEN, is_frozen, parameter
 
 

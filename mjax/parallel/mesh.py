@@ -1,4 +1,4 @@
-"""The mesh: devices laid out along the axes pipe × replica × data × expert × context × model (`axes.py`).
+"""The mesh: devices laid out along the axes pipe × replicate × data × expert × context × model (`axes.py`).
 
 `model` is the innermost axis, so the devices that exchange activations in every layer are neighbours, on one server and
 its NVLink; replicas along `data` communicate once per step and may be far apart (arXiv 2104.04473, section 3.4).

@@ -30,9 +30,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mjax.config.axes import PIPE
-from mjax.parallel import mappings, scopes
+from mjax.parallel import mappings, named_scopes
+from mjax.parallel.reductions import Means, loss_cotangents, tree_add, tree_index
 from mjax.parallel.schedules import Schedule
-from mjax.parallel.sums import Means, means_and_gradients, tree_add, tree_index, weights_in_loss
 from mjax.parallel.weights import combine, partition_trainable, trainable_only
 
 Weights = Any  # a pytree of arrays
@@ -107,11 +107,11 @@ def pipeline_sums(schedule: Schedule, program: StageProgram, shared: Weights, bl
             micro_batch = stage.micro_batch(slot)
             y, new = program.layers(stage.chunk(slot), stage.input(slot, x), micro_batch, slot["virtual_stage"])
             with_head = lambda total: tree_add(total, program.head(shared, y, micro_batch))  # noqa: E731
-            total = branch(scopes.F_LAST, slot["last"], with_head, total)
+            total = branch(named_scopes.F_LAST, slot["last"], with_head, total)
             return y, total, tree_add(aux, new)
 
-        y, *sums = branch(scopes.F, slot["on"], forward, activations[slot["message"]], total, aux)
-        with jax.named_scope(scopes.PIPELINE):
+        y, *sums = branch(named_scopes.F, slot["on"], forward, activations[slot["message"]], total, aux)
+        with jax.named_scope(named_scopes.PIPELINE):
             return (mappings.to_next_stage(y), activations, *sums), None
 
     activations = buffer(schedule.activation_slots + 1, stage.message)
@@ -188,7 +188,7 @@ class _Stage:
     def input(self, slot: dict, arrived: Array) -> Array:
         """The input of a slot's layers."""
         embed = lambda _: self.program.embed(self.shared, self.micro_batch(slot))  # noqa: E731
-        return branch(scopes.F_FIRST, slot["first"], embed, arrived)
+        return branch(named_scopes.F_FIRST, slot["first"], embed, arrived)
 
     # --- The passes ---------------------------------------------------------------------------------------------------
 
@@ -199,10 +199,10 @@ class _Stage:
         gradients = put(state.gradients, row["receive_gradient"], state.received[1])
         f, b = row["forward"], row["backward"]
         carry = activations[f["message"]], state.outputs, state.residuals, state.aux
-        y, outputs, residuals, aux = branch(scopes.F, f["on"], partial(self._forward, f), *carry)
+        y, outputs, residuals, aux = branch(named_scopes.F, f["on"], partial(self._forward, f), *carry)
         backward = partial(self._backward, b, outputs, residuals)
-        dx, sums = branch(scopes.B, b["on"], backward, gradients[b["message"]], state.sums)
-        with jax.named_scope(scopes.PIPELINE):
+        dx, sums = branch(named_scopes.B, b["on"], backward, gradients[b["message"]], state.sums)
+        with jax.named_scope(named_scopes.PIPELINE):
             received = mappings.to_next_stage(y), mappings.to_previous_stage(dx)
         return _State(received, activations, gradients, outputs, residuals, aux, sums), None
 
@@ -223,17 +223,18 @@ class _Stage:
         def head(_, means, to_shared):
             y = outputs[slot["output"]]
             run = lambda shared, y: self.program.head(shared, y, micro_batch)  # noqa: E731
-            metrics, (new, dy) = means_and_gradients(self.program.loss_weights, run, self.shared, y)
+            metrics, pullback = jax.vjp(run, self.shared, y)
+            new, dy = pullback(loss_cotangents(self.program.loss_weights, metrics))
             return dy, tree_add(means, metrics), tree_add(to_shared, new)
 
-        dy, means, to_shared = branch(scopes.B_LAST, slot["last"], head, arrived, sums.means, sums.shared)
+        dy, means, to_shared = branch(named_scopes.B_LAST, slot["last"], head, arrived, sums.means, sums.shared)
         to_chunk, dx = self._pull_back(self.chunk(slot), residuals, dy)
 
         def embedding(to_shared):
             _, pullback = jax.vjp(lambda shared: self.program.embed(shared, micro_batch), self.shared)
             return tree_add(to_shared, pullback(dx)[0])
 
-        to_shared = branch(scopes.B_FIRST, slot["first"], embedding, to_shared)
+        to_shared = branch(named_scopes.B_FIRST, slot["first"], embedding, to_shared)
         return dx, _Sums(means, to_shared, self._add_to_chunk(sums.blocks, to_chunk, slot))
 
     # --- From F to B --------------------------------------------------------------------------------------------------
@@ -276,7 +277,7 @@ class _Stage:
         structure, which = self.backward
         weights, residuals = jax.tree.leaves(chunk), iter(residuals)
         leaves = [next(residuals) if index is None else weights[index] for index in which]
-        loss_weights = weights_in_loss(self.program.loss_weights, self.layer_means)
+        loss_weights = loss_cotangents(self.program.loss_weights, self.layer_means)
         return jax.tree.unflatten(structure, leaves)((dy, loss_weights))
 
     def _add_to_chunk(self, sums: Weights, new: Weights, slot: dict) -> Weights:

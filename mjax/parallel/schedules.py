@@ -45,7 +45,7 @@ import numpy as np
 from mjax.config import Config
 from mjax.config.batch_size import check_pipeline
 from mjax.errors import UsageError
-from mjax.parallel import scopes
+from mjax.parallel import named_scopes
 
 SCHEDULES = ("gpipe", "1f1b")
 
@@ -117,9 +117,9 @@ class Schedule:
 
     def runs(self) -> dict[str, np.ndarray]:
         """The number of times each stage runs each pass, and the parts of it that belong to the first or the last
-        virtual stage: int64 [stages] by the names in `scopes`."""
+        virtual stage: int64 [stages] by the names in `named_scopes`."""
         counts = {}
-        for name, slots in zip((scopes.F, scopes.B), (self.forward, self.backward), strict=True):
+        for name, slots in zip((named_scopes.F, named_scopes.B), (self.forward, self.backward), strict=True):
             if slots is not None:
                 counts[name] = slots.on.sum(axis=0, dtype=np.int64)
                 counts[f"{name}_first"] = (slots.on * slots.first).sum(axis=0, dtype=np.int64)
@@ -165,7 +165,7 @@ def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) 
 
 def find_schedule(config: Config) -> Schedule:
     """The schedule of a config that has a pipeline."""
-    return build_schedule(config.mesh.schedule, config.mesh.pipe, config.micro_batches, config.mesh.chunks)
+    return build_schedule(config.mesh.schedule, config.mesh.pipe, config.micro_batches, config.mesh.virtual_stages)
 
 
 def slot_times(config: Config) -> tuple[float, float]:

@@ -8,7 +8,7 @@ experts. Between steps it may be split further, and its moments with it:
                               but its master weights and moments exist once rather than once per stage
     with `mesh.zero` 1 or 3   everything over the replicas that hold it (arXiv 1910.02054): `data`, `expert` and
                               `context`, or of the experts of a mixture, which `expert` splits already, the others;
-                              but never over `replica`, whose groups have copies (HSDP, arXiv 2304.11277)
+                              but never over `replicate`, whose groups have copies (HSDP, arXiv 2304.11277)
 
 Shards become weights at one of two points. ZeRO-1 gathers everything at the start of the step, in the compute dtype.
 ZeRO-3, or FSDP, gathers a layer's weights inside the loop over layers, and again in the backward pass, so that no
@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig, axes
 from mjax.config.axes import EXPERT, MODEL, PIPE
-from mjax.parallel import float8, mappings, scopes
+from mjax.parallel import float8, mappings, named_scopes
 from mjax.parallel.float8 import Float8
 from mjax.parallel.mappings import Gathers
 from mjax.parallel.overlap import linear_map
@@ -93,13 +93,13 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
 
 def split_into_virtual_stages(model, mesh: MeshConfig):
     """The model with its layers as [V, l / V, …] if a stage has V chunks."""
-    if mesh.chunks == 1:
+    if mesh.virtual_stages == 1:
         return model
 
     leaves, structure = jax.tree.flatten(model)
     weights = zip(leaves, are_stacked(model), strict=True)
     return structure.unflatten(
-        weight.reshape(mesh.chunks, -1, *weight.shape[1:]) if stacked else weight for weight, stacked in weights
+        weight.reshape(mesh.virtual_stages, -1, *weight.shape[1:]) if stacked else weight for weight, stacked in weights
     )
 
 
@@ -109,7 +109,7 @@ def layer_dims(mesh: MeshConfig) -> int:
     Stage i of a pipeline with V chunks holds the i-th part of each chunk's layers (arXiv 2104.04473, section 2.2). With
     the chunks made by a reshape, layers stay in order, and each stage's part is an ordinary shard of dim 1.
     """
-    return 1 if mesh.chunks == 1 else 2
+    return 1 if mesh.virtual_stages == 1 else 2
 
 
 def compute_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
@@ -161,8 +161,8 @@ def add_to_shards(model, whole: dict[str, Array], plan, mesh: MeshConfig):
         added = remaining.pop(leaf_name(path), None)
         if added is None:
             return shard
-        if mesh.chunks > 1 and storage.stacked:
-            added = added.reshape(mesh.chunks, -1, *added.shape[1:])
+        if mesh.virtual_stages > 1 and storage.stacked:
+            added = added.reshape(mesh.virtual_stages, -1, *added.shape[1:])
         return shard + local_shard(added.astype(shard.dtype), storage.spec)
 
     remaining = dict(whole)
@@ -181,7 +181,7 @@ def local_shard(whole: Array, spec: P) -> Array:
     return whole
 
 
-@jax.named_scope(scopes.WEIGHTS)
+@jax.named_scope(named_scopes.WEIGHTS)
 def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False):
     """The weights of the computation in `dtype`, inside `shard_map`; those gathered in the loop stay shards.
 
@@ -265,7 +265,7 @@ def _gather_layer(shard: Array, storage: Storage, dtype, in_float8: bool) -> Arr
     """A layer's weight, varying over all replicas."""
     stored = mappings.varying_axes(shard)
 
-    @jax.named_scope(scopes.WEIGHTS)
+    @jax.named_scope(named_scopes.WEIGHTS)
     def gather(shard, _):
         return mappings.vary(materialize_weight(shard, storage, dtype, in_float8), frozenset(REPLICAS))
 
@@ -275,7 +275,7 @@ def _gather_layer(shard: Array, storage: Storage, dtype, in_float8: bool) -> Arr
     return linear_map(gather, transpose, shard)
 
 
-@jax.named_scope(scopes.GRADIENT)
+@jax.named_scope(named_scopes.GRADIENT)
 def _sum_layer(gradient: Array, gathers: Gathers, stored: frozenset[str]) -> Array:
     """The part that this device stores of the sum over the replicas that hold a layer's weight, varying over
     `stored`."""
@@ -293,7 +293,7 @@ def all_but_gathered_weights(primitive, *_, **parameters) -> bool:
     return not any(e.primitive.name == "all_gather" and {*REPLICAS} & {*e.params["axis_name"]} for e in equations)
 
 
-@jax.named_scope(scopes.GRADIENT)
+@jax.named_scope(named_scopes.GRADIENT)
 def reduce_gradients(gradients, model, plan):
     """Sum every gradient over the ranks that hold a part of it, and keep the shard that is stored on this device.
 

@@ -15,15 +15,15 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from mjax.cluster.hardware import Gpu
-from mjax.parallel import scopes
+from mjax.parallel import named_scopes
 from mjax.parallel.schedules import Schedule, Slots
 from mjax.pictures.figures import INK, PALETTE, SOFT_INK, add_heading, save
 from mjax.utils.figures import GIB, human_bytes
 
 KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
 PARTS = (
-    *(scopes.LAYER, scopes.EMBEDDING, scopes.HEAD, scopes.WEIGHTS, scopes.GRADIENT),
-    *(scopes.PIPELINE, scopes.OPTIMIZER, scopes.LOSS, ""),
+    *(named_scopes.LAYER, named_scopes.EMBEDDING, named_scopes.HEAD, named_scopes.WEIGHTS, named_scopes.GRADIENT),
+    *(named_scopes.PIPELINE, named_scopes.OPTIMIZER, named_scopes.LOSS, ""),
 )
 HATCHES = {"": "", "forward": "", "backward": "///", "recomputation": "..."}
 TOO_MUCH = "#B00020"
@@ -129,13 +129,13 @@ def _bars(rows: Mapping[str, Sequence[Piece]], totals: Sequence[tuple[str, str]]
 
 
 def _describe_piece(part: str, phase: str) -> str:
-    if part == scopes.WEIGHTS and not phase:
+    if part == named_scopes.WEIGHTS and not phase:
         return "weights, at the start of the step"
     return ", ".join(filter(None, (part or "elsewhere", phase)))
 
 
 def _style(part: str, phase: str) -> dict[str, str]:
-    hatch = "xx" if part == scopes.WEIGHTS and not phase else HATCHES[phase]
+    hatch = "xx" if part == named_scopes.WEIGHTS and not phase else HATCHES[phase]
     return {"facecolor": PALETTE[PARTS.index(part)], "hatch": hatch, "edgecolor": "white"}
 
 

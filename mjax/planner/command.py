@@ -146,7 +146,7 @@ def enough_devices(
     Only candidates with one sequence per micro-batch, full recomputation and one chunk are tried: those that need least
     memory.
     """
-    thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.chunks": 1}
+    thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.virtual_stages": 1}
     fixed = {name: value for name, value in thrifty.items() if name not in keep}
     small, count = search.with_values(config, fixed), 2 * devices
     while count <= MAX_DEVICES:
@@ -219,11 +219,12 @@ def _cells(candidate: Candidate) -> dict[str, Any]:
     days, hours = _cost(candidate)
     # The two slowest parts besides the matmuls.
     parts = sorted((-seconds, name) for name, seconds in time.parts.items() if seconds > 0 and name != "matmul")
-    chunks = f" × {mesh.chunks}" if mesh.chunks > 1 else ""
+    virtual = f" × {mesh.virtual_stages}" if mesh.virtual_stages > 1 else ""
+    over_context = f" ({config.context_attention})" if config.context_attention else ""
     return {
-        "pipe": mesh.pipe, "data": mesh.data, "groups": mesh.replica, "expert": mesh.expert,
-        "context": f"{mesh.context} ({config.across})" if config.across else "1", "model": mesh.model,
-        "schedule": f"{mesh.schedule}{chunks}" if mesh.pipe > 1 else "-", "micro-batch": train.micro_batch,
+        "pipe": mesh.pipe, "data": mesh.data, "groups": mesh.replicate, "expert": mesh.expert,
+        "context": f"{mesh.context}{over_context}", "model": mesh.model,
+        "schedule": f"{mesh.schedule}{virtual}" if mesh.pipe > 1 else "-", "micro-batch": train.micro_batch,
         "recompute": train.recompute, "seq. par.": "yes" if mesh.splits_tokens else "-", "ZeRO": mesh.zero or "-",
         "loss chunks": train.loss_chunks if train.loss_chunks > 1 else "-", "s/step": f"{time.mean:.3g}",
         "TFLOP/s": f"{time.model_tflops:.0f}", "MFU": f"{time.mfu:.1%}",

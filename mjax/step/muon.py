@@ -7,7 +7,7 @@
 
 Matrices are those that a module declares (the dims of `weights.parameter`), each by itself: every layer of a stack; q,
 k and v; gate and up. Embeddings, heads, norms and biases have AdamW. The result is that of one device on every mesh,
-because `Matrices` brings each matrix to a rank as a whole.
+because `MatrixLayout` brings each matrix to a rank as a whole.
 
 The iteration runs in the compute dtype: bf16 as in torch and in the author's code, fp32 or fp64; with fp16, whose small
 numbers underflow, in fp32. It does not converge: its coefficients raise small singular values as fast as possible, and
@@ -24,9 +24,9 @@ import optax
 from jaxtyping import Array, Float
 
 from mjax.config import MeshConfig, OptimizerConfig
-from mjax.parallel.matrices import MatrixLayout
+from mjax.parallel.muon_resharding import MatrixLayout
 from mjax.parallel.overlap import tie
-from mjax.parallel.sums import wide_type
+from mjax.parallel.reductions import wide_type
 from mjax.parallel.weights import leaf_name, muon_matrices
 from mjax.step.layout import Layout
 

@@ -16,9 +16,9 @@ from mjax.config.axes import PIPE
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import find_stack
 from mjax.models.block import Block
-from mjax.parallel import scopes
+from mjax.parallel import named_scopes
 from mjax.parallel.mappings import rank, sum_over, varying_axes
-from mjax.parallel.sums import wide_type
+from mjax.parallel.reductions import wide_type
 from mjax.parallel.weights import are_stacked, decays, leaf_name, read_dims
 from mjax.parallel.zero import layer_dims
 from mjax.step.layout import Layout
@@ -94,7 +94,7 @@ def is_masked(node) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-@jax.named_scope(scopes.OPTIMIZER)
+@jax.named_scope(named_scopes.OPTIMIZER)
 def norms_squared(gradients, mesh: MeshConfig) -> Array:
     """The squared L2 norm of each parameter's gradient, layer by layer; float32 [parameters of `gradient_names`],
     replicated.
@@ -147,7 +147,7 @@ def find_moments(state: optax.OptState, model) -> list[tuple]:
     return [(part, id(part) in squares) for part in jax.tree.leaves(state, is_leaf=fits) if fits(part)]
 
 
-@jax.named_scope(scopes.OPTIMIZER)
+@jax.named_scope(named_scopes.OPTIMIZER)
 def reduce_per_parameter(trees: list, mesh: MeshConfig) -> Array:
     """Sums of the elements of each parameter in all `trees`, layer by layer: [parameters of `gradient_names`].
 
@@ -176,7 +176,7 @@ def reduce_per_parameter(trees: list, mesh: MeshConfig) -> Array:
 
 def _place_stage(squares: Array, mesh: MeshConfig) -> Array:
     """This stage's squares [l / P] or [V, l / (P V)] at their positions among all layers' [l]; zeros elsewhere."""
-    squares = squares.reshape(mesh.chunks, 1, -1)
+    squares = squares.reshape(mesh.virtual_stages, 1, -1)
     own = jnp.arange(mesh.pipe)[:, None] == rank(PIPE)
     return jnp.where(own, squares, 0).reshape(-1)
 

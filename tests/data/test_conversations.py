@@ -55,7 +55,7 @@ MISTRAL = """{%- for message in messages -%}
 {%- endif -%}
 {%- endfor -%}"""
 # As R1-Distill, Qwen 3 Thinking and Nemotron 3, whose generation prompts open the reasoning. The first never writes
-# that of a finished turn, the second that of the last turn only, and the third an empty one in its place.
+# that of a finished turn, the second that of the last turn only, and the third an empty one instead.
 OPENING = CHATML.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
 DISTILLED = OPENING.replace("message['content']", "message['content'].split('</think>')[-1]")
 QWEN_THINKING = THINKING.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")

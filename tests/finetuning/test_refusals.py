@@ -80,13 +80,13 @@ def test_wrong_flag_or_file_changes_nothing(what, place, capsys):
 
 
 @pytest.mark.parametrize(
-    ("head", "answers", "task"),
+    ("head", "num_labels", "task"),
     [("classification", 2, "mnli"), ("classification", 3, "race"), ("multiple_choice", 4, "mnli"), ("span", 2, "mnli")],
 )
-def test_run_of_another_task_is_rejected(place, tmp_path, capsys, head, answers, task):
+def test_run_of_another_task_is_rejected(place, tmp_path, capsys, head, num_labels, task):
     run = shutil.copytree(place / "bert", tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
-    config["model"] |= {"kind": "bert_task", "head": head, "answers": answers}
+    config["model"] |= {"kind": "bert_task", "head": head, "num_labels": num_labels}
     del config["model"]["mlm_activation"]
     (run / "config.json").write_text(json.dumps(config))
     data = place / ("race/dev" if task == "race" else "mnli/dev_matched.tsv")

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
 from mjax.parallel.layers import VocabParallelEmbedding
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.token_layout import TokenLayout
 from tests.parallel.on_ranks import draw, on_ranks
 
 

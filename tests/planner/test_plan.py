@@ -29,9 +29,9 @@ def test_plan_prints_and_draws_its_sections(capsys, tmp_path):
 
 
 def test_plan_has_numbers_of_schedule(capsys):
-    assert cli.main(["plan", *GPT_8B, "--mesh.pipe", "4", "--mesh.chunks", "2", "--json"]) == 0
+    assert cli.main(["plan", *GPT_8B, "--mesh.pipe", "4", "--mesh.virtual-stages", "2", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)["schedule"]
-    expected = {"chunks": 2, "ticks": 26, "bubble": 3 / 16, "max_in_flight": [11, 9, 7, 5]}
+    expected = {"virtual_stages": 2, "ticks": 26, "bubble": 3 / 16, "max_in_flight": [11, 9, 7, 5]}
     assert expected.items() <= printed.items()
 
 

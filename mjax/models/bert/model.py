@@ -57,11 +57,11 @@ from mjax.models.protocol import Context, LanguageModel
 from mjax.models.stack import stack
 from mjax.parallel import mappings, random
 from mjax.parallel.layers import VocabParallelEmbedding, local_rows, normal
+from mjax.parallel.linear import linear
 from mjax.parallel.overlap import rematerialize
-from mjax.parallel.products import linear
 from mjax.parallel.random import dropout
-from mjax.parallel.sums import add_bias, lookup
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.reductions import add_bias, lookup
+from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.weights import parameter
 
 TOKEN_TYPES = 2
@@ -145,7 +145,7 @@ class Encoder(LanguageModel):
         """
         first = jnp.arange(tokens.sequences) * tokens.positions
         rows, owned = local_rows(first, x.shape[0]) if tokens.split else (first, jnp.ones(first.shape, bool))
-        if tokens.across:
+        if tokens.context_attention:
             owned = owned & (mappings.rank(CONTEXT) == 0)
         return jnp.tanh(self.pooler(lookup(x, rows))), owned
 
@@ -235,12 +235,12 @@ class TaskBERT(Encoder):
         pooled, owned = self.pool(x, tokens)
         pooled = dropout(pooled, self.config.hidden_dropout, context.with_layer(0).layer_key(random.HEAD))
         scores = _wide(self.head(pooled))
-        axes = [axis for axis, splits in ((MODEL, tokens.split), (CONTEXT, tokens.across)) if splits]
+        axes = [axis for axis, splits in ((MODEL, tokens.split), (CONTEXT, tokens.context_attention)) if splits]
         if axes:
             scores = jnp.where(owned[:, None], scores, 0)
         for axis in axes:
             scores = mappings.leave(scores, axis)
-        return scores.reshape(-1, self.config.answers)
+        return scores.reshape(-1, self.config.num_labels)
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
         """The number of samples."""

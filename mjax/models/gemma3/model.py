@@ -35,7 +35,7 @@ from mjax.models.parts.rotary import Rotary
 from mjax.models.protocol import Context
 from mjax.parallel import random
 from mjax.parallel.overlap import rematerialize
-from mjax.parallel.sums import wide_type
+from mjax.parallel.reductions import wide_type
 from mjax.parallel.weights import parameter
 
 
@@ -98,7 +98,7 @@ def _layer(key: Array, config: Gemma3Config, dtype) -> SandwichBlock:
             LocalAndGlobal(config),
             config.groups,
             bias=False,
-            scale=math.sqrt(config.head_size / config.query_scalar),
+            scale=math.sqrt(config.head_size / config.query_pre_attn_scalar),
             qk_norm=lambda heads: norm(config.head_size, of_heads=True),
         ),
         attention_out_norm=norm(config.hidden),

@@ -29,7 +29,7 @@ from mjax.models.protocol import Context
 from mjax.models.stack import stack
 from mjax.parallel import random
 from mjax.parallel.layers import VocabParallelEmbedding, normal
-from mjax.parallel.sums import lookup
+from mjax.parallel.reductions import lookup
 from mjax.parallel.weights import parameter
 
 

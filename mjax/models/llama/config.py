@@ -21,7 +21,7 @@ class DecoderConfig(GroupedQueryConfig, RotaryConfig, GatedMLPConfig):
     hidden_dropout: HiddenDropout = 0.0
     """Dropout rate on the embedding and on both residual branches of a layer."""
 
-    tied = True
+    tie_embeddings = True
 
 
 @register
@@ -42,10 +42,10 @@ class LlamaConfig(DecoderConfig):
     of all heads together (OLMo 2)."""
     qkv_bias: bool = False
     """Whether queries, keys and values have a bias, as in Qwen 2."""
-    tied: bool = False
-    """Whether the embedding is the output layer too."""
-    rope_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0
-    """Share of a head that is turned; the rest knows no positions."""
+    tie_embeddings: Annotated[bool, Synonyms("tie-word-embeddings")] = False
+    """Use the embedding as the output layer too."""
+    rotary_percent: Annotated[float, Bounds(gt=0, le=1), Synonyms("partial-rotary-factor rotary-pct")] = 1.0
+    """Fraction of a head's dims that are rotated by position."""
 
     title: ClassVar[str] = "a Llama"
     module: ClassVar[str] = "mjax.models.llama.model:Llama"
@@ -53,4 +53,4 @@ class LlamaConfig(DecoderConfig):
 
     @property
     def rotary_dim(self) -> int:
-        return int(self.head_size * self.rope_share)
+        return int(self.head_size * self.rotary_percent)

@@ -47,8 +47,8 @@ from mjax.parallel import mappings
 from mjax.parallel.grouped import ROWS, Groups, group, grouped_matmul
 from mjax.parallel.layers import normal
 from mjax.parallel.overlap import linear_map, rematerialize, tie
-from mjax.parallel.sums import wide_type
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.reductions import wide_type
+from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.weights import parameter
 
 
@@ -57,8 +57,8 @@ class Experts(nnx.Module):
 
     def __init__(self, key: Array, config: ExpertsConfig, dtype):
         router, up, down, shared = jax.random.split(key, 4)
-        experts, width, hidden = config.experts, config.expert_width_in_use, config.hidden
-        self.config, self.kernel = config, "xla" if config.grouped == "auto" else config.grouped
+        experts, width, hidden = config.experts, config.expert_width, config.hidden
+        self.config, self.kernel = config, "xla" if config.moe_kernel == "auto" else config.moe_kernel
         self.router = Router(router, config, dtype)
         self.up = parameter(
             up, normal(config.init_std), (experts, hidden, 2, width), ("expert", "in", "part", "columns"), dtype
@@ -66,8 +66,8 @@ class Experts(nnx.Module):
         self.down = parameter(
             down, normal(config.residual_std), (experts, width, hidden), ("expert", "rows", "out"), dtype
         )
-        if config.shared_width:
-            self.shared = GatedMLP(shared, config, dtype, config.shared_width)
+        if config.shared_expert_ffn_hidden:
+            self.shared = GatedMLP(shared, config, dtype, config.shared_expert_ffn_hidden)
 
     def __call__(self, x: Float[Array, "t h"], context: Context) -> tuple[Float[Array, "t h"], Sums]:
         """The sum of the experts' results for this rank's rows, and what the router adds to the means of the model."""
@@ -80,7 +80,7 @@ class Experts(nnx.Module):
         groups, row_of = group(which, local, rows_of_tile, at_once=region.count)
         sent = TokenPermutation(row_of.reshape(experts.shape), _sources(row_of, len(groups.of_tile) * groups.rows))
         y = region.leave(combine(self._apply_experts(dispatch(rows, sent), row_weights(weights, sent), groups), sent))
-        if self.config.shared_width:
+        if self.config.shared_expert_ffn_hidden:
             y, x = sequence_collectives(y, x, context.tokens.split)
             y = y + self.shared(x, context)
         y, sums = sequence_collectives(y, self.router.aux_loss_sums(choice, context.tokens), context.tokens.split)

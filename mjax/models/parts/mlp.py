@@ -18,7 +18,7 @@ from mjax.models.protocol import Context
 from mjax.parallel import random
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mjax.parallel.overlap import rematerialize
-from mjax.parallel.sums import wide_type
+from mjax.parallel.reductions import wide_type
 
 
 class MLP(nnx.Module):

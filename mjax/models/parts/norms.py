@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from mjax.parallel import mappings
 from mjax.parallel.overlap import blockwise_sum, tie, with_backward
-from mjax.parallel.sums import wide_type
+from mjax.parallel.reductions import wide_type
 from mjax.parallel.weights import parameter
 
 

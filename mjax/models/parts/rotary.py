@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from mjax.models.parts.positions import Positions
 from mjax.models.protocol import Context
 from mjax.parallel.overlap import linear_map
-from mjax.parallel.sums import wide_type
+from mjax.parallel.reductions import wide_type
 
 LOW, HIGH = 1.0, 4.0  # of llama3: what the original length is divided by for the two limits of a wavelength
 SLOW, FAST = 1.0, 32.0  # of yarn: turns over the original length

@@ -19,8 +19,8 @@ from mjax.config.axes import MODEL
 from mjax.parallel import float8, mappings
 from mjax.parallel.float8 import Float8
 from mjax.parallel.overlap import linear_map, tie
-from mjax.parallel.sums import add_bias, sum_rows
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.reductions import add_bias, sum_rows
+from mjax.parallel.token_layout import TokenLayout
 
 
 @jax.tree_util.register_dataclass

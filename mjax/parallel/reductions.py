@@ -13,8 +13,6 @@ autocast accumulates these in float32, and so do the functions here; in float32 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
@@ -72,14 +70,8 @@ Means = dict[str, Array]
 """From a model's sums."""
 
 
-def means_and_gradients(loss_weights: dict[str, float], function: Callable[..., Means], *arguments):
-    """`function(*arguments)`, and for each argument the gradient of the loss that these means add up to."""
-    means, pullback = jax.vjp(function, *arguments)
-    return means, pullback(weights_in_loss(loss_weights, means))
-
-
-def weights_in_loss(loss_weights: dict[str, float], means: Means | dict[str, jax.ShapeDtypeStruct]) -> Means:
-    """The gradient of the loss with respect to each mean: its weight."""
+def loss_cotangents(loss_weights: dict[str, float], means: Means | dict[str, jax.ShapeDtypeStruct]) -> Means:
+    """The gradient of the loss with respect to each mean: its weight in the loss."""
     return {
         name: mappings.vary(jnp.full(mean.shape, loss_weights.get(name, 0.0), mean.dtype), mappings.varying_axes(mean))
         for name, mean in means.items()

@@ -6,9 +6,9 @@ i · t to (i + 1) · t with t = b · s / p. Splitting the flat rows rather than 
 collectives move only whole, contiguous rows.
 
 With `--mesh.context` a rank has a part of the positions of every sequence, and everything above is about these: s is
-their number. `Tokens.position_ids` says which they are. Arrays of a batch come cut into equal, contiguous parts. Where
-attention gathers keys and values, a causal query needs the more of them the later it is, so ranks exchange half of
-their tokens first (`Tokens.cut`), numbers of four bytes:
+their number. `TokenLayout.position_ids` lists them. Arrays of a batch arrive in equal, contiguous parts. Where
+attention gathers keys and values, a causal query needs the more of them the later it is, so ranks first exchange half
+of their tokens (`TokenLayout.cut`), numbers of four bytes:
 
     4 ranks, 8 chunks      contiguous    0 1 │ 2 3 │ 4 5 │ 6 7
                            balanced      0 7 │ 1 6 │ 2 5 │ 3 4
@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 from mjax.config.axes import CONTEXT, MODEL
-from mjax.parallel import mappings, scopes
+from mjax.parallel import mappings, named_scopes
 
-Across = Literal["heads", "gather"]
+ContextAttention = Literal["ulysses", "allgather"]
 """How attention sees the positions of other ranks of `context` (`models/parts/attention_kernels.py`)."""
 
 
@@ -36,17 +36,17 @@ class TokenLayout:
 
     Attributes:
       sequences: b, of this replica's micro-batch.
-      positions: s, tokens per sequence; with `across` those of this rank.
+      positions: s, tokens per sequence; with `context_attention` those of this rank.
       split: whether the rows are split over `model` (sequence parallelism).
       float8: whether column- and row-parallel layers multiply these rows in float8 (`float8.py`).
-      across: how attention sees the positions of other ranks of `context`; None: a rank has whole sequences.
+      context_attention: how attention sees the positions of other ranks of `context`; None: a rank has whole sequences.
     """
 
     sequences: int
     positions: int
     split: bool = False
     float8: bool = False
-    across: Across | None = None
+    context_attention: ContextAttention | None = None
 
     @property
     def count(self) -> int:
@@ -56,31 +56,31 @@ class TokenLayout:
     @property
     def whole(self) -> int:
         """Positions of a whole sequence."""
-        return self.positions * (mappings.size(CONTEXT) if self.across else 1)
+        return self.positions * (mappings.size(CONTEXT) if self.context_attention else 1)
 
     def position_ids(self) -> Int[Array, " s"]:
         """Which positions of its sequences this rank has."""
         local = jnp.arange(self.positions, dtype=jnp.int32)
-        if not self.across:
+        if not self.context_attention:
             return local
         rank, half = mappings.rank(CONTEXT), self.positions // 2
-        if self.across == "heads":
+        if self.context_attention == "ulysses":
             return rank * self.positions + local
         last = 2 * mappings.size(CONTEXT) - 1
         return jnp.where(local < half, rank * half + local, (last - rank) * half + local - half)
 
     def cut(self, x: Shaped[Array, "... s"]) -> Shaped[Array, "... s"]:
         """The columns of a batch's array for the positions `position_ids`, from those that the mesh gives this rank."""
-        with jax.named_scope(scopes.EMBEDDING):
-            return mappings.zigzag_permute(x) if self.across == "gather" else x
+        with jax.named_scope(named_scopes.EMBEDDING):
+            return mappings.zigzag_permute(x) if self.context_attention == "allgather" else x
 
     def all_positions(self, x: Shaped[Array, "b s ..."]) -> Shaped[Array, "b S ..."]:
         """An array of this rank's positions as one of those of all ranks, in order; its transpose sums, and keeps this
         rank's."""
-        if not self.across:
+        if not self.context_attention:
             return x
         x = mappings.gather_shards(x, CONTEXT, 1)
-        if self.across == "heads":
+        if self.context_attention == "ulysses":
             return x
         halves = x.reshape(len(x), -1, 2, self.positions // 2, *x.shape[2:])
         first, second = (jax.lax.index_in_dim(halves, i, 2, keepdims=False) for i in (0, 1))
