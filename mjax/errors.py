@@ -69,7 +69,19 @@ def name_arguments(*arguments: str) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        raise UsageError(FLAG.sub(name_field, str(error))) from error.__cause__
+        message = re.sub(r"--simulate (\d+)", r"call mjax.simulate(\1) first", str(error))
+        raise UsageError(FLAG.sub(name_field, message)) from error.__cause__
+
+
+def check_options(function: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """Reject keyword arguments that a function of `mjax` does not have.
+
+    Raises:
+      UsageError: one of them is not known.
+    """
+    for option in set(options) - set(known):
+        near = suggestion(option, known, f"it has {', '.join(known)}")
+        raise UsageError(f"mjax.{function} has no argument {option}; {near}")
 
 
 class RunError(RuntimeError):

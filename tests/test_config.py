@@ -270,7 +270,7 @@ OUT_OF_BOUNDS = [
     ("model", "layers", 0),
     ("model", "hidden_dropout", 1.0),
     ("mesh", "data", 0),
-    ("data", "samples", 0),
+    ("data", "train_samples", 0),
     ("optimizer", "learning_rate", float("inf")),
     ("optimizer", "epsilon", 0.0),
     ("optimizer", "weight_decay", -0.1),

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib
 import inspect
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -157,6 +158,8 @@ def _find(group: str, commands: Commands, argv: Sequence[str]) -> tuple[Command,
         print(_usage(group, commands))
         return None
     name, *rest = argv
+    if name.startswith("-"):
+        raise UsageError(f"{name} follows a command; type `{group} {next(iter(commands))} {shlex.join(argv)}`")
     if name not in commands:
         same_way = [known for known in commands if known.partition("-")[0] == name.partition("-")[0]] or commands
         near = suggestion(name, same_way, f"`{group} --help` lists them", f"`{group} {{}}`")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from rich.progress import MofNCompleteColumn, TextColumn
 from mjax.commands.arguments import EvaluateArguments, PositionsOptions
 from mjax.config import load_user_model, read_settings
 from mjax.config.bounds import check_bounds
-from mjax.errors import UsageError, check_picture, either, name_arguments
+from mjax.errors import UsageError, check_options, check_picture, either, name_arguments
 from mjax.tasks import labelled
 from mjax.tasks.interface import FOR_TEXT, Metric, Task
 from mjax.tasks.zero_shot import Lambada, Perplexity, Positions, WikiText103
@@ -53,7 +54,7 @@ def evaluate(arguments: EvaluateArguments) -> int:
     return 0
 
 
-@name_arguments("step", "task", "predictions", "stride", "figure", "tokenizer")
+@name_arguments(*(field.name for field in fields(EvaluateArguments)))
 def score_task(folder: str | Path, task: str, data: str, **options) -> dict[str, Any]:
     """Metrics of a task by name, as `mjax evaluate --json` prints them.
 
@@ -66,6 +67,7 @@ def score_task(folder: str | Path, task: str, data: str, **options) -> dict[str,
     Raises:
       UsageError: as on the command line.
     """
+    check_options("evaluate", options, [field.name for field in fields(EvaluateArguments)])
     arguments = EvaluateArguments(run=resolve_parents(Path(folder)), task=task, data=str(data), **options)
     _check(arguments)
     return {metric.name: metric.value for metric in _measure(arguments)[1]}

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 
 import tyro
 
-from mjax.config.bounds import Bounds, check_bounds, describe_choice, is_unsectioned, section_fields
+from mjax.config.bounds import check_bounds, describe_choice, is_unsectioned, section_fields
 from mjax.config.marks import FILE_ONLY, PLANNED, RUN_SYNONYMS, Mark, Synonyms
 from mjax.config.model import KIND_FLAG, REGISTRY
 from mjax.config.plain_values import describe, fits, get_type_hints
@@ -174,13 +174,14 @@ def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
 
 def _check_value(flag: Flag, words: Sequence[str]) -> None:
     """Refuse words of another type or number than this flag takes."""
-    if any(_accepts(option, words) for option in _options(flag.kind)):
+    needs_word = tyro.conf.UseAppendAction in flag.marks
+    if (words or not needs_word) and any(_accepts(option, words) for option in _options(flag.kind)):
         return
     option, typed = _options(flag.kind)[0], f"--{flag.name}"
     if get_origin(option) is Literal and words:
         raise UsageError(describe_choice(typed, words[0], get_args(option), flag.marks))
     example = f"{typed} {_example(flag)}"
-    if get_origin(option) is tuple:
+    if get_origin(option) is tuple and not needs_word:
         raise UsageError(f"{' '.join([typed, *words[: len(get_args(option))]])} needs {flag.form}, such as {example}")
     if not words:
         raise UsageError(f"{typed} needs a value, such as {example}")
@@ -188,10 +189,11 @@ def _check_value(flag: Flag, words: Sequence[str]) -> None:
 
 
 def _example(flag: Flag) -> str:
-    """A value of a flag: of its bounds, or its default."""
-    examples = [mark.such_as for mark in flag.marks if isinstance(mark, Bounds) and mark.such_as]
-    without = (None, "", (), dataclasses.MISSING)
-    return examples[0] if examples else flag.form if flag.default in without else str(flag.default)
+    """A value of a flag: its default, or that of its docstring, or a form of it."""
+    if flag.default not in (None, "", (), dataclasses.MISSING):
+        return str(flag.default)
+    known = re.search(r"such as ([\w./-]+( \d+)*)", flag.text)
+    return known[1].rstrip(".") if known else flag.form
 
 
 def _options(kind: Any) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from mjax.errors import UsageError, either, suggestion
@@ -91,9 +92,11 @@ def check_bounds(values: Any, prefix: str = "--") -> None:
             raise UsageError(describe_choice(flag, value, get_args(kind), marks))
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"{flag} is {value}; it must be a finite number")
-        for bounds in marks:
-            if isinstance(bounds, Bounds) and value is not None and not bounds.hold(value):
-                raise UsageError(f"{flag} is {value}; it must be {bounds}")
+        if kind is int and not isinstance(value, Integral):
+            raise UsageError(f"{flag} is {value!r}; it must be a whole number")
+        for bounds in (mark for mark in marks if isinstance(mark, Bounds) and value is not None):
+            if not (isinstance(value, Real) and bounds.hold(value)):
+                raise UsageError(f"{flag} is {value!r}; it must be {bounds}")
 
 
 def describe_choice(flag: str, value: Any, choices: Sequence[Any], marks: Sequence[Any]) -> str:

@@ -18,7 +18,7 @@ from mjax.config.datasets import DatasetMetadata, parse_blend, read_metadata, sp
 from mjax.config.marks import Only, field_marks
 from mjax.config.pattern import check_stages
 from mjax.config.run import BLENDS, Config, MeshConfig, differing_fields, read_settings, to_flag
-from mjax.errors import UsageError, either
+from mjax.errors import UsageError, either, name_arguments
 
 MAX_DIVISOR = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
 
@@ -43,6 +43,10 @@ def validate(config: Config, name: str = "this config") -> None:
     _check_schedules(config)
     _check_lora(config)
     _check_data(config, name)
+
+
+validate_config = name_arguments()(validate)
+"""`mjax.validate`, whose sentences name fields instead of flags."""
 
 
 def _check_divides(flag: str, number: int, what: str, size: int, allowed: list[int] | None = None) -> None:

@@ -235,12 +235,9 @@ class TrainConfig:
     global_batch: Annotated[Count, Synonyms("batch-size global-batch-size gradient-accumulation-steps~")] = 512
     """Sequences per step over all devices; with a ramp-up, those of the last steps."""
     batch_rampup: Annotated[
-        tuple[int, int, int] | None,
-        tyro.conf.arg(metavar="START INCREMENT SAMPLES"),
-        Bounds(such_as="16 16 100000"),
-        Synonyms("rampup-batch-size"),
+        tuple[int, int, int] | None, tyro.conf.arg(metavar="START INCREMENT SAMPLES"), Synonyms("rampup-batch-size")
     ] = None
-    """START INCREMENT SAMPLES, as Megatron's --rampup-batch-size: begin with START sequences per step and add INCREMENT
+    """Megatron's --rampup-batch-size, such as 16 16 100000: begin with START sequences per step and add INCREMENT
     at a time, in equal portions of the first SAMPLES samples, up to global_batch."""
     batch_history: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
     """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
@@ -458,6 +455,8 @@ def _config_file(name: str) -> Path:
     here, known = Path(name if name.endswith(".py") else f"{name}.py"), available_configs()
     files = [] if name.endswith(".py") else [folder / here for folder in config_folders()]
     files = [file for file in (*files, here) if file.is_file()]
+    if (Path(name) / "config.json").is_file():
+        raise UsageError(f"{name} is a run folder; type --run {name}, or --config {name}/config.json for a new run")
     if not files:
         if name.endswith(".py"):
             raise UsageError(
@@ -638,7 +637,7 @@ def describe_missing_run(folder: Path) -> str:
             step = f" --step {folder.name}" if folder.name.isdigit() else ""
             return f"{folder} {problem}; did you mean {near}{step}?"
     place = folder if folder.is_dir() else folder.parent
-    runs = sorted(file.parent.name for file in place.glob("*/config.json"))
+    runs = sorted(file.parent.name for file in place.glob("*/checkpoints"))
     shown = f"runs in {place}: {', '.join(shorten_list(runs, 8))}" if runs else "give a run folder such as runs/demo"
     step = f", and --step {folder.name} for its checkpoint" if folder.name.isdigit() else ""
     return f"{folder} {problem}; {suggestion(folder.name, runs, shown + step, f'{place}/{{}}')}"

@@ -363,7 +363,7 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
             inside = sorted(file for file in given.rglob("*") if file.is_file() and file_ending(file))
             inside = [file for file in inside if file_ending(file) in ENDINGS] or inside
             if not inside:
-                raise UsageError(f"the folder {given} has no {either(ENDINGS)} nor such as .md; name another")
+                raise UsageError(f"the folder {given} has no {either(ENDINGS)} nor text such as .md; give another")
             files += inside
         elif not given.exists() and glob.has_magic(str(given)):
             if isinstance(given, RemoteFile):
