@@ -681,9 +681,9 @@ def describe(config: Config) -> str:
     mesh, train = config.mesh, config.train
     words = (
         axes.describe_mesh(mesh, axes.PIPE),
-        f"{mesh.schedule} with {mesh.chunks} virtual stages" if mesh.pipe > 1 else "",
+        (mesh.schedule + f" with {mesh.chunks} virtual stages" * (mesh.chunks > 1)) if mesh.pipe > 1 else "",
         f"micro-batches of {train.micro_batch}",
-        f"recomputation {train.recompute}",
+        f"{train.recompute.replace('none', 'no')} recomputation",
         "sequence parallelism" if mesh.splits_tokens else "",
         f"ZeRO-{mesh.zero}" if mesh.zero else "",
         f"the loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else "",
