@@ -62,29 +62,29 @@ TRAIN_FLAGS = {
     "--model.heads 7": "does not divide hidden size 1024; use 1, 2, 4, 8",
     "--model.kind llama --model.hidden 384 --model.heads 24 --model.kv-heads 12 --mesh.model 8": "use 1, 2 or 4",
     "--model.kind llama --model.kv-heads 5": "--model.kv-heads 5 does not divide --model.heads 16",
-    "--model.kind llama --model.full-attention-every 2": "add --model.window",
-    "--model.kind llama --model.full-attention-every 5 --model.window 8 --mesh.pipe 2": ": 20 in groups of 5, then 4",
+    "--model.kind llama --model.global-attention-interval 2": "add --model.window",
+    "--model.kind llama --model.global-attention-interval 5 --model.window 8 --mesh.pipe 2": "20 in groups of 5, then",
     "--model.kind llama --model.rope-factor 8": "add --model.rope-scaling yarn, llama3 or linear",
-    "--model.kind llama --model.rope-scaling yarn": "add --model.rope-original",
+    "--model.kind llama --model.rope-scaling yarn": "add --model.rope-original-length",
     "--model.kind bert --model.vocabulary 2": "is too small for a BERT",
     "--model.sequence 2048 --model.max-position-embeddings 1024": "than the 1024 learned positions of the model; use 1",
     "--mesh.data 3": "use a multiple of 3, such as 513",
     "--train.micro-batch 3": "does not divide the 512 sequences",
     "--mesh.expert 2": "a GPT has none; leave it out",
     "--model.kind mixture --mesh.expert 4 --mesh.data 2": "does not divide --mesh.data 2",
-    "--mesh.replica 2 --mesh.data 4": "--mesh.zero 0 makes none; add --mesh.zero 3",
-    "--mesh.replica 3 --mesh.data 4 --mesh.zero 3": "does not divide --mesh.data 4: it is the number of groups",
+    "--mesh.replicate 2 --mesh.data 4": "--mesh.zero 0 makes none; add --mesh.zero 3",
+    "--mesh.replicate 3 --mesh.data 4 --mesh.zero 3": "does not divide --mesh.data 4: it is the number of groups",
     "--model.kind mixture --mesh.expert 3 --mesh.data 3 --train.global-batch 24": "does not divide 8 experts",
-    "--model.kind mixture --model.router-groups 4 --model.router-top-groups 1 --model.experts-per-token 3": "the 2",
+    "--model.kind mixture --model.router-n-groups 4 --model.router-topk-groups 1 --model.experts-per-token 3": "the 2",
     "--mesh.context 3": "cannot cut 1024 positions into 6 equal parts",
-    "--mesh.context 3 --mesh.context-attention heads --model.sequence 768": "use --mesh.context 2, 4, 8 or 16",
-    "--mesh.context 2 --mesh.context-attention gather --model.attention cudnn": "--mesh.context-attention heads",
+    "--mesh.context 3 --mesh.context-attention ulysses --model.sequence 768": "use --mesh.context 2, 4, 8 or 16",
+    "--mesh.context 2 --mesh.context-attention allgather --model.attention cudnn": "--mesh.context-attention ulysses",
     "--mesh.model 4 --mesh.sequence-parallel --train.micro-batch 1 --model.sequence 1022": "a multiple of 4, or",
     # --- pipelines
-    "--mesh.pipe 5 --mesh.chunks 2": "use --model.layers 20 or 30, or --mesh.pipe 2, 3, 4, 6 or 12",
-    "--mesh.pipe 2 --mesh.chunks 24": "use --model.layers 48, or --mesh.chunks 1",
-    "--mesh.chunks 2": "--mesh.chunks 2 needs a pipeline",
-    "--mesh.pipe 3 --mesh.chunks 2": "micro-batches",
+    "--mesh.pipe 5 --mesh.virtual-stages 2": "use --model.layers 20 or 30, or --mesh.pipe 2, 3, 4, 6 or 12",
+    "--mesh.pipe 2 --mesh.virtual-stages 24": "use --model.layers 48, or --mesh.virtual-stages 1",
+    "--mesh.virtual-stages 2": "--mesh.virtual-stages 2 needs a pipeline",
+    "--mesh.pipe 3 --mesh.virtual-stages 2": "micro-batches",
     "--mesh.pipe 2 --train.unroll on": "keep activations by slot; leave it out",
     "--mesh.pipe 2 --train.recompute offload": "use --train.recompute full",
     # --- offloading
@@ -92,13 +92,13 @@ TRAIN_FLAGS = {
     # --- the batch
     "--train.batch-rampup 504 5 100": "in whole increments; use a START below it and an INCREMENT that divides",
     "--train.batch-rampup 4 4 100": "not a multiple of 8 (data 1 × micro-batch 8); use multiples, there and for",
-    "--train.batch-rampup 256 16 100000 --mesh.pipe 4 --mesh.chunks 2": "a batch of 272 from step 26 on, which is not",
+    "--train.batch-rampup 256 16 100000 --mesh.pipe 4 --mesh.virtual-stages 2": "272 from step 26 on, which is not a",
     # --- settings that do nothing, or that contradict
     "--optimizer.warmup-steps 300000": "must be below the 300000 steps of the schedule",
     "--optimizer.min-learning-rate 1": "is above --optimizer.learning-rate",
     "--optimizer.schedule wsd --optimizer.wsd-decay-steps 299999": "use 297000 or fewer",
     "--optimizer.wsd-decay minus_sqrt": "is for --optimizer.schedule wsd",
-    "--data.samples 7": "is below the 153600000 samples",
+    "--data.train-samples 7": "is below the 153600000 samples",
     "--data.no-pack": "is for samples of conversations, and this run has text; leave it out",
 }
 """Flags after `train --config gpt_345m` on one device."""
@@ -152,7 +152,7 @@ def place(tmp_path_factory, one_device):
 CONTINUE = "train --config TINY --name done --train.steps 4 --data.no-mock --data.path data/corpus --data.split 80,20,0"
 READ = "train --config TINY --name new --data.no-mock --data.path"
 NEW = "train --config TINY --name new"
-GENERATE = "generate --checkpoint runs/done"
+GENERATE = "generate --run runs/done"
 
 LONG = "x" * 5000
 
@@ -163,8 +163,8 @@ MISTAKES = {
     "convert to-megatron runs/done out": "no command 'to-megatron'; there are: from-hf",
     f"{NEW} --train.steps many": "many",
     "train --run runs/done --config TINY": "has no effect with --run",
-    "train --resume nowhere": "has no checkpoint",
-    "train --resume runs/done --step 3": "has no such checkpoint; use 4",
+    "train --run nowhere": "has no checkpoint",
+    "train --run runs/done --step 3": "has no such checkpoint; use 4",
     f"{NEW} --step 3": "goes with --run or --init",
     f"{NEW} --mesh.model 4 --mesh.data 2": "needs 8 devices (data 2 × model 4); 1 found",
     f"{NEW} --name busy": "is in use by another process",
@@ -191,7 +191,7 @@ MISTAKES = {
     # --- a run that is there
     f"{CONTINUE} --model.hidden 64": "model (model.hidden 32, now 64)",
     f"{CONTINUE} --optimizer.learning-rate 2e-3": "(optimizer.learning_rate 0.01, now 0.002)",
-    "train --resume runs/done --train.seed 1": "to continue this one with the change --allow-change",
+    "train --run runs/done --train.seed 1": "to continue this one with the change --allow-change",
     # --- other commands
     "prepare no.txt --output scratch/a": "no.txt",
     "prepare empty.txt --output scratch/b": "there is no text",
@@ -200,7 +200,7 @@ MISTAKES = {
     "prepare text.txt --output data/corpus --tokenizer bytes": "--overwrite",
     "convert from-hf runs/done scratch/f --vocabulary-multiple 0": "is 0; it must be at least 1",
     "evaluate --run runs/done --task position --data x": "positions",
-    "generate --checkpoint no --prompt a": "config.json",
+    "generate --run no --prompt a": "config.json",
     GENERATE: "--prompt",
     f"{GENERATE} --prompt '{'word ' * 40}'": "positions",
     f"{GENERATE} --prompt a --temperature -1": "--temperature is -1",

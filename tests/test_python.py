@@ -54,10 +54,10 @@ def test_texts_and_their_ids_have_same_continuation(run):
     "mesh",
     [
         MeshConfig(context=2, model=2),
-        pytest.param(MeshConfig(pipe=2, data=2, model=2, chunks=2), marks=pytest.mark.ci),
-        pytest.param(MeshConfig(context=2, context_attention="gather"), marks=pytest.mark.ci),
+        pytest.param(MeshConfig(pipe=2, data=2, model=2, virtual_stages=2), marks=pytest.mark.ci),
+        pytest.param(MeshConfig(context=2, context_attention="allgather"), marks=pytest.mark.ci),
     ],
-    ids=["heads", "pipeline", "gather"],
+    ids=["ulysses", "pipeline", "allgather"],
 )
 def test_logits_are_those_of_one_forward_pass(mesh, run):
     opened = mjax.open_run(run)
@@ -91,7 +91,7 @@ def test_weights_fit_a_program_of_another_kernel_and_sequence(run):
 SHORTER = {
     "learned": ({"positions": "learned"}, MeshConfig()),
     "alibi": ({"positions": "alibi"}, MeshConfig(model=2, sequence_parallel=True)),
-    "rotary": ({"kind": "llama"}, MeshConfig(context=2, context_attention="gather")),
+    "rotary": ({"kind": "llama"}, MeshConfig(context=2, context_attention="allgather")),
     "pipeline": ({"positions": "learned"}, MeshConfig(pipe=2, data=2)),
 }
 
@@ -128,7 +128,7 @@ def test_program_takes_shorter_batch(case):
     [
         ((17, 17), MeshConfig(), "the batch has sequences of 17 and model.sequence is 16; give 1 to 16"),
         ((8, 4), MeshConfig(), "tokens of the batch has 8 positions and labels 4; give arrays of one length"),
-        ((6, 6), MeshConfig(context=2, context_attention="gather"), "give a multiple of 4"),
+        ((6, 6), MeshConfig(context=2, context_attention="allgather"), "give a multiple of 4"),
         ((7, 7), MeshConfig(model=2, sequence_parallel=True), "give a multiple of 2"),
     ],
     ids=["long", "unequal", "context", "sequence parallel"],
@@ -180,8 +180,8 @@ def test_errors_name_arguments_in_place_of_flags(run, tmp_path):
         mjax.generate(bare, "a")
     with pytest.raises(UsageError, match=r"^stride is for .*; leave it out$"):
         mjax.evaluate(run, "positions", "x", stride=3)
-    with pytest.raises(UsageError, match=r"^longest=8 needs gpu h100; add it$"):
-        mjax.plan(read_config(run / "config.json"), longest=8)
+    with pytest.raises(UsageError, match=r"^max_sequence_on=8 needs gpu h100; add it$"):
+        mjax.plan(read_config(run / "config.json"), max_sequence_on=8)
 
 
 def test_type_checkers_know_the_interface(tmp_path):

@@ -27,21 +27,48 @@ from mjax.config.bounds import check_bounds, is_unsectioned, section_fields
 from mjax.config.marks import FILE_ONLY, PLANNED, RUN_SYNONYMS, Mark, Synonyms
 from mjax.config.model import KIND_FLAG, REGISTRY
 from mjax.config.plain_values import describe, fits, get_type_hints
+from mjax.config.run import RENAMED, RENAMED_VALUES
 from mjax.errors import UsageError, either, suggestion
 from mjax.utils.files import resolve_parents
 
 T = TypeVar("T")
 WIDTH_OF_HELP = 110
+OLD_FLAGS = {
+    "train": "resume=run",
+    "sft": "resume=run template=chat-template turns=train-on",
+    "prepare": "longest=max-length template=chat-template too-long=overflow turns=train-on",
+    "clean": "keep=filter minimum-tokens=min-tokens",
+    "evaluate": "checkpoint=run overlap=stride",
+    "lm-eval": "checkpoint=run",
+    "finetune": "checkpoint=run",
+    "from-hf": "draw-heads=init-missing-heads",
+    "generate": "checkpoint=run",
+    "plan": "keep=fix longest=max-sequence-on",
+    "doctor": "limit=timeout",
+}
+"""Flags of mjax 0.2.0 by command, and their names since. They are accepted until 0.4.0."""
+NO_FLAG = {
+    "tokenizer-type tokenizer-model tokenizer-name tokenizer-path vocab-file merge-file": (
+        "the data have a tokenizer, that of `mjax prepare --tokenizer`"
+    ),
+    "nproc-per-node nnodes node-rank master-addr master-port": (
+        "type --distributed.coordinator HOST:PORT, --distributed.processes and --distributed.process, or use a launcher"
+    ),
+    "normalization position-embedding-type group-query-attention": "use --model.kind llama",
+    "overlap-grad-reduce overlap-param-gather tp-comm-overlap compile compile.enable torch-compile transformer-impl "
+    "use-mcore-models distributed-backend dataloader-num-workers num-workers do-train": "leave it out",
+}
+"""Names of other programs for what no field says, and what to do instead."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunArguments:
     """Flags of the commands that use a trained model."""
 
-    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"]), RUN_SYNONYMS]
+    run: Annotated[Path, RUN_SYNONYMS]
     """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """The file that defines a model of your own; every setting stays that of the run."""
+    """The file that defines the run's model, if it is yours; every setting stays that of the run."""
     step: int | None = None
     """Checkpoint to use; by default the newest intact one."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
@@ -59,7 +86,7 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
     """
     if {"-h", "--help", "--help-all"} & set(argv):
         short = "--help-all" not in argv and hasattr(cls, "usual")
-        print((_short_help if short else _whole_help)(cls, default, prog))
+        print((_short_help if short else _whole_help)(cls, default, prog), flush=True)
         raise SystemExit(0)
     _check(argv, {flag.name: flag for flag in list_fields(cls, default)}, prog)
     parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
@@ -81,6 +108,19 @@ def parse_known(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[s
         if name in flags:
             _check_value(name, words, flags[name].kind)
     return tyro.cli(cls, args=argv, prog=prog, return_unknown_args=True, add_help=False)
+
+
+def rename_old_flags(argv: Sequence[str], prog: str) -> list[str]:
+    """Return `argv` with today's names of flags; a line on stderr reports each old one."""
+    names = dict(pair.split("=") for pair in OLD_FLAGS.get(prog.rpartition(" ")[2], "").split())
+    words = []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        if name := names.get(flag[2:].replace("_", "-")) if flag.startswith("--") else None:
+            print(f"note: {flag} is now --{name}; mjax 0.4 will not accept {flag}", file=sys.stderr)
+            word = f"--{name}{equals}{value}"
+        words.append(word)
+    return words
 
 
 def flag_names(argv: Sequence[str]) -> set[str]:
@@ -120,6 +160,8 @@ def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
                 switches = f"--{_positive(name)} or --{_negative(_positive(name))}"
                 raise UsageError(f"--{name} {words[0]}: it takes no value; type {switches}")
             continue
+        if new := RENAMED_VALUES.get(name.replace("-", "_"), {}).get("".join(words[:1])):
+            raise UsageError(f"--{name} {words[0]} has a new name; type --{name} {new}")
         if name in lists:
             raise UsageError(f"--{name} is given twice; give all values after one: --{name} A B")
         if "." in name and any(... in get_args(option) for option in _options(flag.kind)):  # others may add up
@@ -180,38 +222,60 @@ def _negative(name: str) -> str:
 
 def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str) -> str:
     """The flag to type instead of an unknown one."""
-    if (field := fields.get(_positive(name.lower()))) and field.hidden:  # not on the command line
+    typed, name = name, _with_new_name(name.lower())
+    if (field := fields.get(_positive(name))) and field.hidden:  # not on the command line
         return f"; {field.hidden}"
-    flags, last = [flag for flag in fields.values() if not flag.hidden], name.lower().rpartition(".")[2]
-    if matches := _match_flags(name.lower(), "".join(words[:1]), flags):
+    if name != _positive(name) and _positive(name) in fields:
+        return f"; type --{name}"
+    flags, last = [flag for flag in fields.values() if not flag.hidden], name.rpartition(".")[2]
+    if matches := _match_flags(name, words, flags):
         return "; type " + either([_format_flag(flag, value, len(matches) > 1) for flag, value in matches])
     for flag in fields.values():
-        if last == flag.name.rpartition(".")[2] or _translate_value(flag.marks, last, "") is not None:
+        if last == flag.name.rpartition(".")[2] or _translate_value(flag.marks, name, "") is not None:
             return f"; {flag.hidden}"
-    for field, kinds in _model_fields(last).items():
-        known = "" if field == last else f"--model.{field}, "
+    for names, advice in NO_FLAG.items():
+        if {name, last} & set(names.split()):
+            return f"; {advice}"
+    for field, kinds in _model_fields(name).items():
+        known = "" if field == typed.lower().rpartition(".")[2] else f"--model.{field}, "
         return f" for this model; it is {known}for {KIND_FLAG} {either(kinds)}: leave it out"
-    close = suggestion(name, sorted(flag.name for flag in flags)).replace("'", "--", 1).replace("'", "")
+    close = suggestion(typed, sorted(flag.name for flag in flags)).replace("'", "--", 1).replace("'", "")
     return f"{close or f'; `{prog} --help` lists its flags'}"
 
 
-def _match_flags(name: str, value: str, flags: Sequence[Flag]) -> list[tuple[Flag, str]]:
+def _with_new_name(name: str) -> str:
+    """The name of today for that of a flag of an older version; other names as they are."""
+    section, _, knob = _positive(name).rpartition(".")
+    for known, names in RENAMED.items():
+        if section in ("", known) and (new := names.get(knob.replace("-", "_"))):
+            new = f"{known}.{new.replace('_', '-')}"
+            return new if name == _positive(name) else _negative(new)
+    return name
+
+
+def _match_flags(name: str, words: Sequence[str], flags: Sequence[Flag]) -> list[tuple[Flag, str]]:
     """Flags that have a name elsewhere, or without its section, each with its value; of its section if there are."""
     section, _, last = name.rpartition(".")
-    matches = [(flag, known) for flag in flags if (known := _translate_value(flag.marks, last, value)) is not None]
-    matches = matches or [(flag, value) for flag in flags if flag.name.rpartition(".")[2] == last]
+    given = [(flag, " ".join(words if get_origin(_options(flag.kind)[0]) is tuple else words[:1])) for flag in flags]
+    matches = [
+        (flag, known) for flag, value in given if (known := _translate_value(flag.marks, name, value)) is not None
+    ]
+    matches = matches or [(flag, value) for flag, value in given if flag.name.rpartition(".")[2] == last]
     return [match for match in matches if match[0].name.startswith(f"{section}.")] or matches
 
 
 def _translate_value(marks: Sequence, name: str, given: str) -> str | None:
     """The value to type for a field in place of `name`, which it has elsewhere; None: it has no such name."""
-    return next((mark.value(name, given) for mark in marks if isinstance(mark, Synonyms)), None)
+    names = name, name.rpartition(".")[2]
+    values = (mark.value(part, given) for mark in marks if isinstance(mark, Synonyms) for part in names)
+    return next((value for value in values if value is not None), None)
 
 
 def _format_flag(flag: Flag, value: str, of_several: bool) -> str:
     """A flag and its value; its meaning, where one of several has to be chosen or the value would be another."""
     meaning = re.split(r"[.;]( |$)" if of_several else r"\.( |$)", flag.text)[0]
-    meaning = f" ({meaning[0].lower()}{meaning[1:]})" if of_several or not value else ""
+    needed = of_several or not (value or flag.kind is bool)
+    meaning = f" ({meaning[0].lower()}{meaning[1:]})" if needed else ""
     return f"--{flag.name}{f' {value}' if value and flag.kind is not bool else ''}{meaning}"
 
 
@@ -220,7 +284,7 @@ def _model_fields(name: str) -> dict[str, list[str]]:
     kinds: dict[str, list[str]] = {}
     for kind, cls in REGISTRY.items():
         for _, flag, _, marks in section_fields(cls):
-            if flag == name or _translate_value(marks, name, "") is not None:
+            if flag == name.rpartition(".")[2] or _translate_value(marks, name, "") is not None:
                 kinds.setdefault(flag, []).append(kind)
     return kinds
 
@@ -249,10 +313,8 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
         if tyro.conf.Positional in marks:
             positional[name] = _form(marks) or name.upper()
             sections[""] += _entry(positional[name], _field_texts(cls)[name])
-    by_field = lambda flag: (flag.owner, flag.field, flag.name.count("."))  # noqa: E731
-    for _, group in itertools.groupby(list_flags(cls, default), by_field):  # a flag and its aliases
-        flag, *aliases = group
-        typed = ", ".join(f"--{one.name}" for one in (*reversed(aliases), flag)) + f" {flag.form}".rstrip()
+    for flag in list_flags(cls, default):
+        typed = f"--{flag.name} {flag.form}".rstrip()
         if flag.kind is bool and flag.default is True:
             typed += f", --{_negative(flag.name)}"
         title = "required" if flag.default is dataclasses.MISSING else flag.name.rpartition(".")[0] or "flags"
@@ -277,7 +339,7 @@ def _format_default(cls: type, flag: Flag) -> str:
 
 
 def _entry(typed: str, text: str) -> list[str]:
-    """A flag and its text, in two columns; a long flag has a line of its own."""
+    """A flag and its text, in two columns; a long flag has a separate line."""
     before = [f"  {typed}"] if len(typed) > 33 else []
     typed = "" if before else f"  {typed}"
     column = " " * 37
@@ -293,7 +355,7 @@ class Flag(NamedTuple):
       default: `dataclasses.MISSING` if it is required.
       owner: the dataclass that has it as a `field`.
       marks: annotations of the field.
-      hidden: of a field that is no flag, what to do instead of typing it.
+      hidden: what to do instead of typing the name of a field that is not a flag.
     """
 
     name: str
@@ -316,7 +378,7 @@ class Flag(NamedTuple):
 
 
 def list_flags(cls: type, default: object, prefix: str = "") -> Iterator[Flag]:
-    """Every field of `cls` that is a flag, once for each of its names.
+    """Every field of `cls` that is a flag.
 
     A field may hold a subclass of its type, as the config's model does: its flags are those of `default`.
     """
@@ -326,7 +388,7 @@ def list_flags(cls: type, default: object, prefix: str = "") -> Iterator[Flag]:
 def list_fields(
     cls: type, default: object, prefix: str = "", hidden: str = "", without: Mark | None = None
 ) -> Iterator[Flag]:
-    """The flags of `cls`, and its fields that are no flags (`hidden`): by default those with the mark `cls.without`."""
+    """The flags of `cls`, and its other fields (`hidden`): by default those with the mark `cls.without`."""
     without = without or getattr(cls, "without", None)
     kinds = get_type_hints(cls)
     for field, (name, flag, _, marks) in zip(dataclasses.fields(cls), section_fields(cls), strict=True):
@@ -342,10 +404,7 @@ def list_fields(
             reason = f"set {prefix}{name} in a config file" if FILE_ONLY in marks else reason * (PLANNED not in marks)
             if tyro.conf.Positional in marks:
                 reason = f"give {_form(marks)} by its place, without a flag"
-            aliases = (alias for mark in marks for alias in getattr(mark, "aliases", None) or ())
-            aliases = (alias.removeprefix("--") for alias in aliases if alias.startswith("--"))
-            for typed in (flag if is_unsectioned(marks) else prefix + flag, *aliases):
-                yield Flag(typed, kind, value, cls, name, marks, reason)
+            yield Flag(flag if is_unsectioned(marks) else prefix + flag, kind, value, cls, name, marks, reason)
 
 
 def _form(marks: Sequence) -> str:

@@ -83,7 +83,7 @@ def _check_shapes(config: Config) -> None:
 
 
 def _check_axes(config: Config) -> None:
-    """Check that the axes `model`, `expert`, `replica` and `context` divide what they split."""
+    """Check that the axes `model`, `expert`, `replicate` and `context` divide what they split."""
     model, mesh = config.model, config.mesh
     if not model.splits(mesh.model):
         columns = model.columns()
@@ -99,15 +99,15 @@ def _check_axes(config: Config) -> None:
         possible = _divisors(math.gcd(mesh.data, experts))
         for what, size in ((f"--mesh.data {mesh.data}", mesh.data), (f"{experts} experts", experts)):
             _check_divides("--mesh.expert", mesh.expert, what, size, possible)
-    if mesh.replica > 1:
+    if mesh.replicate > 1:
         if mesh.zero == 0:
             raise UsageError(
-                f"--mesh.replica {mesh.replica} copies the shards of ZeRO between groups, and --mesh.zero 0 makes "
-                "none; add --mesh.zero 3, or leave --mesh.replica out"
+                f"--mesh.replicate {mesh.replicate} copies the shards of ZeRO between groups, and --mesh.zero 0 makes "
+                "none; add --mesh.zero 3, or leave --mesh.replicate out"
             )
         by_expert = f" / --mesh.expert {mesh.expert}" if mesh.expert > 1 else ""
         what = f"--mesh.data {mesh.data}{by_expert}: it is the number of groups"
-        _check_divides("--mesh.replica", mesh.replica, what, mesh.data // mesh.expert)
+        _check_divides("--mesh.replicate", mesh.replicate, what, mesh.data // mesh.expert)
     if mesh.context > 1:
         _check_context(config)
 
@@ -141,16 +141,16 @@ def _check_context(config: Config) -> None:
             f"use a --model.sequence that is a multiple of {parts}, or another --mesh.context"
         )
     heads = model.heads // mesh.model
-    if config.across == "heads" and heads % mesh.context:
+    if config.context_attention == "ulysses" and heads % mesh.context:
         possible = _join_numbers(_divisors(heads)[1:] or [1])
         raise UsageError(
             f"--mesh.context {mesh.context} does not divide the {heads} heads of a rank of --mesh.model {mesh.model}; "
-            f"use --mesh.context {possible}, or --mesh.context-attention gather"
+            f"use --mesh.context {possible}, or --mesh.context-attention allgather"
         )
-    if config.across == "gather" and model.attention == "cudnn":
+    if config.context_attention == "allgather" and model.attention == "cudnn":
         raise UsageError(
-            "--mesh.context-attention gather has queries of some positions and keys of all, and --model.attention "
-            "cudnn takes equal ones; use --model.attention flash, or --mesh.context-attention heads"
+            "--mesh.context-attention allgather has queries of some positions and keys of all, and --model.attention "
+            "cudnn takes equal ones; use --model.attention flash, or --mesh.context-attention ulysses"
         )
 
 
@@ -204,9 +204,9 @@ def _check_schedules(config: Config) -> None:
     samples_before = BatchSizes.from_config(config).samples_before
     # Of conversations, some padding may fill the last batch.
     needed = samples_before(train.steps - 1) + 1 if config.data.conversations else samples_before(train.steps)
-    if config.data.samples is not None and config.data.samples < needed:
+    if (samples := config.data.train_samples) is not None and samples < needed:
         raise UsageError(
-            f"--data.samples {config.data.samples} is below the {needed} samples of all steps; leave it out or raise it"
+            f"--data.train-samples {samples} is below the {needed} samples of all steps; leave it out or raise it"
         )
 
 
@@ -227,7 +227,7 @@ def _check_conditions(config: Config) -> None:
 def _check_data(config: Config, name: str) -> None:
     """Check that there are data, given in one of the two ways, and that blends are well-formed."""
     data = config.data
-    if data.mock or data.own:
+    if data.mock or data.custom:
         return
     if not data.path and not data.train_path:
         raise UsageError(
@@ -258,7 +258,7 @@ def check_batch_sizes(config: Config) -> None:
         return
     unit, end = mesh.data * train.micro_batch, train.global_batch
     of = f"data {mesh.data} × micro-batch {train.micro_batch}"
-    if mesh.chunks > 1:
+    if mesh.virtual_stages > 1:
         unit, of = unit * mesh.pipe, f"{of} × pipe {mesh.pipe}, for the interleaved pipeline"
     flag = f"--train.batch-rampup {' '.join(map(str, train.batch_rampup))}"
     start, increment, _ = train.batch_rampup
@@ -292,23 +292,24 @@ def check_devices(config: Config, available: int, name: str = "this config") -> 
 def _check_pipeline(config: Config) -> None:
     layers, mesh = config.model.layers, config.mesh
     if mesh.pipe == 1:
-        if mesh.chunks > 1:
-            raise UsageError(f"--mesh.chunks {mesh.chunks} needs a pipeline; set --mesh.pipe too, or --mesh.chunks 1")
+        if mesh.virtual_stages > 1:
+            given = f"--mesh.virtual-stages {mesh.virtual_stages}"
+            raise UsageError(f"{given} needs a pipeline; set --mesh.pipe too, or --mesh.virtual-stages 1")
         return
-    virtual = mesh.pipe * mesh.chunks
-    if layers % virtual:
-        below, above = layers // virtual * virtual, -(-layers // virtual) * virtual
+    stages = mesh.pipe * mesh.virtual_stages
+    if layers % stages:
+        below, above = layers // stages * stages, -(-layers // stages) * stages
         counts = f"{below} or {above}" if below else str(above)
-        chunks = f" × --mesh.chunks {mesh.chunks}" if mesh.chunks > 1 else ""
-        possible = [n for n in _divisors(layers) if n > 1 and layers % (n * mesh.chunks) == 0]
-        simplest = "--mesh.chunks 1" if mesh.chunks > 1 else "--mesh.pipe 1"
+        virtual = f" × --mesh.virtual-stages {mesh.virtual_stages}" if mesh.virtual_stages > 1 else ""
+        possible = [n for n in _divisors(layers) if n > 1 and layers % (n * mesh.virtual_stages) == 0]
+        simplest = "--mesh.virtual-stages 1" if mesh.virtual_stages > 1 else "--mesh.pipe 1"
         raise UsageError(
-            f"--mesh.pipe {mesh.pipe}{chunks} does not divide {layers} layers; use --model.layers {counts}, "
+            f"--mesh.pipe {mesh.pipe}{virtual} does not divide {layers} layers; use --model.layers {counts}, "
             f"or {f'--mesh.pipe {_join_numbers(possible)}' if possible else simplest}"
         )
     check_stages(config.model, mesh)
     for size in BatchSizes.from_config(config).sizes():
-        check_pipeline(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.chunks)
+        check_pipeline(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.virtual_stages)
 
 
 def _divisors(n: int) -> list[int]:

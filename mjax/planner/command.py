@@ -94,7 +94,7 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
     for name in keep:
         if name not in search.SEARCHED:
             raise UsageError(
-                f"--keep {name}: the search does not change it{suggestion(name, list(search.SEARCHED))}; "
+                f"--fix {name}: the search does not change it{suggestion(name, list(search.SEARCHED))}; "
                 f"use any of {', '.join(search.SEARCHED)}"
             )
     if devices > gpus_per_node and devices % gpus_per_node:
@@ -131,7 +131,7 @@ def reject_out_of_memory(
     advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {MAX_DEVICES:,} is enough either"
     why = f"takes {size / GIB:.1f} GiB of {result.capacity / GIB:.1f}, of which {HEADROOM:.0%} must stay free"
     if 1 - size / result.capacity >= HEADROOM:
-        why, advice = "needs more host memory than there is", "leave out --keep train.recompute"
+        why, advice = "needs more host memory than there is", "leave out --fix train.recompute"
     raise UsageError(
         f"none of {result.tried:,} candidates to run {name} on {result.devices} × {gpu} fits: the smallest, "
         f"{describe(smallest)}, {why}; {advice}"
@@ -145,7 +145,7 @@ def enough_devices(
 
     Only the smallest candidates are tried: micro-batches of 1, full recomputation, one virtual stage.
     """
-    thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.chunks": 1}
+    thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.virtual_stages": 1}
     fixed = {name: value for name, value in thrifty.items() if name not in keep}
     small, count = search.with_values(config, fixed), 2 * devices
     while count <= MAX_DEVICES:
@@ -203,7 +203,7 @@ def _cost(candidate: Candidate) -> tuple[float, float]:
 
 
 # Values of columns that are left out if all rows have them.
-OPTIONAL = {"replica": 1, "expert": 1, "context": "1", "loss chunks": "-", "host GiB": "-"}
+OPTIONAL = {"replicate": 1, "expert": 1, "context": "1", "loss chunks": "-", "host GiB": "-"}
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
@@ -220,10 +220,11 @@ def _cells(candidate: Candidate) -> dict[str, Any]:
     # The two longest parts besides the matmuls.
     parts = sorted((-seconds, part) for part, seconds in time.parts.items() if seconds > 0 and part != "matmul")[:2]
     names = part_names(mesh)
-    stages = f" × {mesh.chunks}" if mesh.chunks > 1 else ""
+    stages = f" × {mesh.virtual_stages}" if mesh.virtual_stages > 1 else ""
+    context = f" ({config.context_attention})" if config.context_attention else ""
     return {
-        "pipe": mesh.pipe, "data": mesh.data, "replica": mesh.replica, "expert": mesh.expert,
-        "context": f"{mesh.context} ({config.across})" if config.across else "1", "model": mesh.model,
+        "pipe": mesh.pipe, "data": mesh.data, "replicate": mesh.replicate, "expert": mesh.expert,
+        "context": f"{mesh.context}{context}", "model": mesh.model,
         "schedule": f"{mesh.schedule}{stages}" if mesh.pipe > 1 else "-", "micro-batch": train.micro_batch,
         "recompute": train.recompute, "SP": "yes" if mesh.splits_tokens else "-", "ZeRO": mesh.zero or "-",
         "loss chunks": train.loss_chunks if train.loss_chunks > 1 else "-", "s/step": f"{time.mean:.3g}",
@@ -272,7 +273,7 @@ def longest_section(config: Config, name: str, devices: int, gpu: Gpu, calibrati
         shown = {column: cells[column] for column in ("recompute", "context", "model", "GiB", "MFU")}
         rows.append(shown | {"sequence": f"{positions:,}", "tokens/s/GPU": f"{speed:,.0f}"})
     if not values:
-        raise UsageError(f"{name} does not fit on {devices} × {gpu.name} with any length; use --longest {2 * devices}")
+        raise UsageError(f"no sequence of {name} fits on {devices} × {gpu.name}; try --max-sequence-on {2 * devices}")
     plan = {"gpu": gpu.name, "devices": devices, "best": values}
     return Section(f"Longest sequence on {devices:,} × {gpu.name}", plan, _table(rows))
 
@@ -407,7 +408,7 @@ def check_local_gpus(config: Config, name: str, force: bool, print_line: Callabl
     Raises:
       UsageError: the config does not fit, or needs an attention kernel or float8 products that are not available.
     """
-    from mjax.cluster.processes import place_on_host  # imports the driver's library, which no plan needs
+    from mjax.cluster.processes import local_rank_and_size  # imports the driver's library, which no plan needs
 
     device = jax.local_devices()[0]
     usable = usable_memory(device)
@@ -416,7 +417,7 @@ def check_local_gpus(config: Config, name: str, force: bool, print_line: Callabl
     check_float8(config, device.device_kind, gpu_capability(device))
     config = resolve_kernels(config, gpu_capability(device))
     try:
-        host = host_memory() / (jax.local_device_count() * place_on_host()[1])
+        host = host_memory() / (jax.local_device_count() * local_rank_and_size()[1])
         if warning := check_memory(config, usable, device.device_kind, name, host):
             print_line(f"memory  {warning}")
     except UsageError as error:
@@ -625,7 +626,7 @@ def compile_step(
 ) -> Compilation:
     """Compile the train step of `config` for its mesh of GPUs, which need not exist: seconds to minutes.
 
-    `launch.leave_accelerators_alone` has to be called before: JAX would look for GPUs and fail.
+    `launch.hide_accelerators` has to be called before: JAX would look for GPUs and fail.
 
     Args:
       config: validated; `model.attention` auto is resolved as on a GPU.

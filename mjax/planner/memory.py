@@ -11,7 +11,7 @@
 
 A layer's saved activations are read from the traced layer (`layer.py`) and multiplied by layers, micro-batches
 and stages; the temporaries of its backward pass are a multiple of the largest array that one of its kernels writes
-(`KERNEL_TEMPORARIES`). Memory can peak at four points in a step, and the largest of them determines the step:
+(`ARRAY_TEMPORARIES`). Memory can peak at four points in a step, and the largest of them determines the step:
 
     head        every saved activation, and the logits
     backward    every saved activation, the gradients of all layers, the temporaries of one layer
@@ -24,7 +24,7 @@ again. The counting follows arXiv 2205.05198, section 4, with JAX's residuals in
 Letters: b sequences, s positions, v vocabulary, p devices along `model`.
 
 The storage of weights on a mesh (`parallel/zero.py`) is arithmetic on the shapes of a model that is traced once. Muon's
-matrices have the shapes of the weights (`parallel/matrices.py`); its matmuls are those of the traced iteration
+matrices have the shapes of the weights (`parallel/muon_resharding.py`); its matmuls are those of the traced iteration
 (`step/muon.py`).
 """
 
@@ -49,7 +49,7 @@ from mjax.config.model import ModelConfig
 from mjax.config.pattern import find_stack, layer_stacks
 from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, weight_dims
 from mjax.parallel.chunked_cross_entropy import split_rows
-from mjax.parallel.matrices import MatrixLayout
+from mjax.parallel.muon_resharding import MatrixLayout
 from mjax.parallel.weights import LAYER, OUT, TOKEN, Dims
 from mjax.parallel.zero import Storage, compute_spec, plan_weight_storage
 from mjax.planner import layer as trace
@@ -66,7 +66,7 @@ HEADROOM = 0.05
 LIVE_RESIDUAL_STREAMS = 6
 # Live temporaries of a layer's backward pass, as multiples of the largest array that a kernel writes, and of the
 # scores of attention. Fitted to every second row of `compiled_memory.json`.
-KERNEL_TEMPORARIES, SCORE_TEMPORARIES = 3.5, 2.5
+ARRAY_TEMPORARIES, SCORE_TEMPORARIES = 3.5, 2.5
 # Kinds of memory as displayed, in the order of the fields of `Memory`.
 KINDS = ("weights", "optimizer state", "gradients", "activations", "logits", "workspace")
 
@@ -173,8 +173,8 @@ class _Sizes:
         for count, spec in trace.layer_kinds(config):
             weights = (device_weights(model, mesh, spec.kind, trained) for trained in (False, True))
             sample = _measure_sizes(spec, kernel, recompute, train.micro_batch)
-            layers = count // (mesh.pipe * mesh.chunks)
-            self.layers.append(_LayerGroup(spec.kind, layers, mesh.chunks, *weights, sample))
+            layers = count // (mesh.pipe * mesh.virtual_stages)
+            self.layers.append(_LayerGroup(spec.kind, layers, mesh.virtual_stages, *weights, sample))
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it during one of them, so its probabilities exist twice.
         twice = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and shards(mesh) > 1))
@@ -255,14 +255,14 @@ def _measure_sizes(spec: trace.TraceSpec, kernel: str, recompute: str, samples: 
     width, rows = DTYPE_BYTES[spec.compute], trace.expert_rows(spec, samples)
     more_rows = rows * backward.saved_rows / max(trace.expert_rows(spec, 1), 1) - samples * backward.saved_rows
     scores = (product.batch * product.m * product.n for product in layer.activation_products if kernel not in FUSED)
-    temporaries = samples * max(KERNEL_TEMPORARIES * backward.largest, SCORE_TEMPORARIES * backward.scores)
+    temporaries = samples * max(ARRAY_TEMPORARIES * backward.largest, SCORE_TEMPORARIES * backward.scores)
     if experts := [product for product in layer.weight_products if product.grouped]:
         # Of each product the dispatched rows and their gradients, and one more array between them or at their end: XLA
         # dispatches tokens and gradients together, and computes gradients of weights after those of rows.
         up, down = experts
         temporaries = width * rows * (up.k + 2 * up.n + down.n + max(down.k, up.k))
     # The stream, or keys and values of all positions, whose gradients are whole too.
-    gathered = (4 if spec.mesh.context_attention == "gather" else 2) * backward.gathered
+    gathered = (4 if spec.mesh.context_attention == "allgather" else 2) * backward.gathered
     return _PerSample(
         stream=samples * backward.stream,
         saved=samples * backward.saved + more_rows,
@@ -288,11 +288,11 @@ def layer_residual_bytes(config: Config) -> float:
 def _chunks_in_flight(config: Config) -> int:
     """Micro-batches in flight, one for each virtual stage, on the stage with most.
 
-    The slots of `schedules.build_schedule`, in closed form.
+    The slots of `pipeline_schedules.build_schedule`, in closed form.
     """
     mesh, m = config.mesh, config.micro_batches
-    passes, stages = m * mesh.chunks, mesh.pipe
-    return passes if mesh.schedule == "gpipe" else min(passes, 2 * stages - 1 + (mesh.chunks - 1) * stages)
+    passes, stages = m * mesh.virtual_stages, mesh.pipe
+    return passes if mesh.schedule == "gpipe" else min(passes, 2 * stages - 1 + (mesh.virtual_stages - 1) * stages)
 
 
 # --- Points in a step -------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def _sums(sizes: _Sizes) -> float:
 
 def _layer_gradients(sizes: _Sizes) -> float:
     """Bytes of the gradients that one backward pass through a virtual stage stacks."""
-    weights, chunks = sizes.trained, sizes.config.mesh.chunks
+    weights, chunks = sizes.trained, sizes.config.mesh.virtual_stages
     if sizes.unrolled and weights.gathered:  # those of the layer that is last there
         return sizes.master * sizes.layers[0].trained.gathered_shards / sizes.layers[0].device_layers
     return (sizes.width * (weights.layers - weights.gathered) + sizes.master * weights.gathered_shards) / chunks
@@ -337,7 +337,7 @@ def _activations(sizes: _Sizes) -> float:
 def _live_weights(sizes: _Sizes) -> float:
     """Bytes of the weights that an iteration of a scan has sliced from the stack, or gathered, and of their gradients;
     and of the copy of a virtual stage's weights, if a rank has several."""
-    chunks, loops = sizes.config.mesh.chunks, Counter()
+    chunks, loops = sizes.config.mesh.virtual_stages, Counter()
     for kind, stack in zip(sizes.layers, layer_stacks(sizes.config.model), strict=True):
         # Reduce-scatter of float32 gradients whose shards are not contiguous: a copy in another order.
         weights = sizes.width * (kind.weights.layers + kind.weights.gathered)
@@ -445,11 +445,11 @@ def muon_matrices(model: ModelConfig, mesh: MeshConfig) -> tuple[MatrixLayout, .
 
 
 # The fields of a mesh that the storage of weights depends on, except for the shape that virtual stages give them.
-STORAGE_FIELDS = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replica")
+STORAGE_FIELDS = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replicate")
 
 
-def _mesh(pipe: int, data: int, model: int, expert: int, context: int, zero: int, replica: int) -> MeshConfig:
-    return MeshConfig(pipe, data, model, expert, context, zero=zero, replica=replica)
+def _mesh(pipe: int, data: int, model: int, expert: int, context: int, zero: int, replicate: int) -> MeshConfig:
+    return MeshConfig(pipe, data, model, expert, context, zero=zero, replicate=replicate)
 
 
 class Weight(NamedTuple):

@@ -27,8 +27,8 @@ The parts of a step, and how each is modelled:
                       of the matmul counts
     host memory       a layer's input over the link between GPU and server, at its nominal rate: out during the whole
                       forward pass of the layer, back not overlapped
-    pipeline          work of all micro-batches, then fill and drain as in the schedule (`schedules.py`), in lock-step;
-                      the head is on the last stage, for which all other stages wait
+    pipeline          work of all micro-batches, then fill and drain as in the schedule (`pipeline_schedules.py`), in
+                      lock-step; the head is on the last stage, for which all other stages wait
     once per step     gradient all-reduce, parameter all-gather, the bytes of the optimizer; Muon's matmuls
                       (`memory.py`)
 
@@ -799,7 +799,7 @@ class TimePredictor:
     def _step(self, config: Config) -> _StepTime:
         """The step, with the work of a micro-batch, which configs share."""
         mesh = config.mesh
-        fsdp = (mesh.data, mesh.replica) if mesh.zero == 3 else None
+        fsdp = (mesh.data, mesh.replicate) if mesh.zero == 3 else None
         key = *WORK(config), fsdp, is_unrolled(config, on_gpu=True)
         if key not in self._works:
             rates = Rates(self.gpu, self.calibration, config.precision.compute)
@@ -937,8 +937,8 @@ class _StepTime:
         if mesh.pipe > 1:
             message = self._message()
             # One activation and one gradient of each chunk; and two for each stage to fill.
-            seconds["pipe"] = m * (work.seconds["pipe"] + 2 * mesh.chunks * message)
-            seconds["bubble"] += bubble(mesh, sum(work.pass_times) / mesh.chunks + 2 * message)
+            seconds["pipe"] = m * (work.seconds["pipe"] + 2 * mesh.virtual_stages * message)
+            seconds["bubble"] += bubble(mesh, sum(work.pass_times) / mesh.virtual_stages + 2 * message)
         return seconds
 
     def _message(self) -> float:
@@ -974,7 +974,7 @@ class _StepTime:
             exposed = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
             return seconds + max(exposed, whole - sum(self.work.pass_times[1:]))
         narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
-        seconds += rates.sum(mesh.replica, stage // mesh.replica, software.gradient_bytes * trained.stored)
+        seconds += rates.sum(mesh.replicate, stage // mesh.replicate, software.gradient_bytes * trained.stored)
         experts = 0.0 if mesh.zero == 3 else sent_bytes(self.weights.experts, trained.experts)
         return seconds + replica_collective(mesh, rates.gather, 1, sent_bytes(weights, gradients) - narrow, experts)
 
@@ -993,7 +993,7 @@ class _StepTime:
         return self.rates.traffic(moved, 20) + muon_iteration_seconds(self.config, self.rates)
 
 
-# --- Muon, and the pipeline: closed forms of its schedules (`parallel/schedules.py`) ----------------------------------
+# --- Muon, and the pipeline: closed forms of its schedules (`parallel/pipeline_schedules.py`) -------------------------
 
 
 def muon_iteration_seconds(config: Config, rates: Rates) -> float:
@@ -1025,7 +1025,7 @@ def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
 
 
 def bubble(mesh: MeshConfig, layer_passes: float) -> float:
-    """Return the idle seconds of the last stage in a step: those of `Schedule.makespan` in closed form.
+    """Return the idle seconds of the last stage in a step: those of `PipelineSchedule.makespan` in closed form.
 
     Args:
       mesh: the pipeline.

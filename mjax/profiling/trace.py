@@ -3,7 +3,7 @@
 On a GPU each stream of a device is a line of the plane /device:GPU:N, and its events are the kernels. On a CPU the
 lines are threads of the host, and XLA's runtime executes the events with an `hlo_op`; the profiler names the device.
 Both carry the name of an instruction of the compiled program, whose text has its operation and part of the model
-(`parallel/scopes.py`).
+(`parallel/named_scopes.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from jax.profiler import ProfileData
 
-from mjax.parallel import scopes
+from mjax.parallel import named_scopes
 from mjax.planner.ledger import find_source
 from mjax.utils.figures import table
 
@@ -32,7 +32,7 @@ INSTRUCTION = re.compile(r'^ +(?:ROOT )?%?([\w.\-]+) = .*? ([a-z][\w\-]*)\((?:.*
 WITHOUT_KERNEL = re.compile(r"while|conditional|call|async-update|.*-done")
 BY_NAME = (
     (COLLECTIVES, r"nccl|AllReduceKernel|all-?(reduce|gather|to-all)|reduce-?scatter|collective-permute"),
-    (ATTENTION, rf"fmha|flash|sdpa|/{scopes.ATTENTION}[/)]"),
+    (ATTENTION, rf"fmha|flash|sdpa|/{named_scopes.ATTENTION}[/)]"),
     (MATMULS, r"gemm|nvjet|cutlass|xmma|cublas|wgmma|splitKreduce|\bdot|convolution"),
     (COPIES, r"^mem(cpy|set)|^copy"),
 )
@@ -131,7 +131,7 @@ def operation_kind(names: str, source: str) -> str:
     """The kind of a kernel by the names of the kernel, its instruction and opcode, and by its source."""
     texts = {kind: names if kind in (COLLECTIVES, COPIES) else f"{names} {source}" for kind, _ in BY_NAME}
     kind = next((kind for kind, words in BY_NAME if re.search(words, texts[kind], re.IGNORECASE)), OTHER)
-    if kind != COLLECTIVES and find_source(source)[0] == scopes.OPTIMIZER:
+    if kind != COLLECTIVES and find_source(source)[0] == named_scopes.OPTIMIZER:
         return OPTIMIZER
     words = re.findall("[a-z]+", GENERIC.sub("", names.split(" ")[-2])) or re.findall("[a-z]+", source.split("/")[-1])
     return COPIES if kind == OTHER and words and all(map(MOVES.fullmatch, words)) else kind

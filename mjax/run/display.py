@@ -28,7 +28,7 @@ from mjax.config.model import is_user_defined, model_kind
 from mjax.config.model_file import run_flags, source_file
 from mjax.data.sources import TrainingData
 from mjax.models.build import count_parameters
-from mjax.parallel.schedules import find_schedule, slot_times
+from mjax.parallel.pipeline_schedules import find_schedule, slot_times
 from mjax.planner.layer import peak_tflops
 from mjax.run.callbacks import Callback
 from mjax.run.metrics import Record
@@ -237,8 +237,8 @@ def announce_start(display: Display, config: Config, data: TrainingData, folder:
     size = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
     parameters, compute = count_parameters(model), config.precision.compute
     choices = ", unrolled layers" if train.unroll == "on" else ""
-    choices += f", context attention {config.across}" if config.across else ""
-    choices += f", expert matmuls {model.grouped}" if model.grouped else ""
+    choices += f", context attention {config.context_attention}" if config.context_attention else ""
+    choices += f", expert matmuls {model.moe_kernel}" if model.moe_kernel else ""
     choices += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""
     trained = count_parameters(model, trained=True)
     choices += "" if trained == parameters else f"; {trained:,} trainable ({trained / parameters:.2%})"
@@ -261,7 +261,7 @@ def describe_mesh(config: Config) -> str:
     mesh, words = config.mesh, ""
     if mesh.pipe > 1:
         bubble = find_schedule(config).bubble(*slot_times(config))
-        stages = f", {mesh.chunks} virtual stages" if mesh.chunks > 1 else ""
+        stages = f", {mesh.virtual_stages} virtual stages" if mesh.virtual_stages > 1 else ""
         words = f"pipe {mesh.pipe} ({mesh.schedule}{stages}, bubble {bubble:.1%}) × "
     words += axes.describe_mesh(replace(mesh, pipe=1))
     words += ", sequence parallel" if mesh.splits_tokens else ""

@@ -42,7 +42,7 @@ class Layout:
 
 def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Config:
     """`config` with `model.attention` set to the kernel for this process's devices, in a mixture of experts
-    `model.grouped`, and `train.unroll` (`with_unrolling`).
+    `model.moe_kernel`, and `train.unroll` (`with_unrolling`).
 
     Args:
       announce: receives one sentence for each slower kernel that `auto` has to use on a GPU.

@@ -31,7 +31,7 @@ def place(tmp_path_factory):
 
 def finetune(*flags, run="bert", task="mnli", train="mnli/train.tsv", validation="mnli/dev_matched.tsv"):
     def argv(place):
-        given = {"--checkpoint": place / run, "--task": task, "--train": place / train, "--output": place / "out"}
+        given = {"--run": place / run, "--task": task, "--train": place / train, "--output": place / "out"}
         given["--validation"] = place / validation
         words = [str(word) for pair in given.items() for word in pair]
         return ["finetune", *words, "--batch", "8", *(str(flag).replace("PLACE", str(place)) for flag in flags)]
@@ -61,7 +61,7 @@ WRONG = {
         "--model.kind bert_task is not for pre-training; leave it out",
     ),
     "evaluating what was not fine-tuned": (
-        lambda p: ["evaluate", "--checkpoint", f"{p}/bert", "--task", "mnli", "--data", f"{p}/mnli/dev_matched.tsv"],
+        lambda p: ["evaluate", "--run", f"{p}/bert", "--task", "mnli", "--data", f"{p}/mnli/dev_matched.tsv"],
         "was not fine-tuned for mnli; give the folder best of mjax finetune --task mnli",
     ),
 }  # fmt: skip
@@ -80,15 +80,15 @@ def test_wrong_flag_or_file_changes_nothing(what, place, capsys):
 
 
 @pytest.mark.parametrize(
-    ("head", "answers", "task"),
+    ("head", "num_labels", "task"),
     [("classification", 2, "mnli"), ("classification", 3, "race"), ("multiple_choice", 4, "mnli"), ("span", 2, "mnli")],
 )
-def test_run_of_another_task_is_rejected(place, tmp_path, capsys, head, answers, task):
+def test_run_of_another_task_is_rejected(place, tmp_path, capsys, head, num_labels, task):
     run = shutil.copytree(place / "bert", tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
-    config["model"] |= {"kind": "bert_task", "head": head, "answers": answers}
+    config["model"] |= {"kind": "bert_task", "head": head, "num_labels": num_labels}
     del config["model"]["mlm_activation"]
     (run / "config.json").write_text(json.dumps(config))
     data = place / ("race/dev" if task == "race" else "mnli/dev_matched.tsv")
-    assert cli.main(["evaluate", "--checkpoint", str(run), "--task", task, "--data", str(data)]) == 2
+    assert cli.main(["evaluate", "--run", str(run), "--task", task, "--data", str(data)]) == 2
     assert f"was not fine-tuned for {task}; give" in capsys.readouterr().err

@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 
 def argv(folder, task, *flags, run="run"):
-    given = ("--checkpoint", folder / run, "--task", task, "--data", folder / "poem.txt", *flags)
+    given = ("--run", folder / run, "--task", task, "--data", folder / "poem.txt", *flags)
     return [str(word) for word in given]
 
 
@@ -50,7 +50,7 @@ def printed(capsys, folder, task, *flags):
 
 def test_report_without_metrics_says_why(tmp_path, capsys):
     """A file without labels gives predictions only."""
-    report(EvaluateArguments(checkpoint=tmp_path, task="mnli", data="test_matched.tsv"), 20, [])
+    report(EvaluateArguments(run=tmp_path, task="mnli", data="test_matched.tsv"), 20, [])
     assert "no metrics: the file has no labels" in capsys.readouterr().out
 
 

@@ -247,7 +247,7 @@ def test_a_base_is_not_removed_before_its_adapters(moved, capsys):
 @pytest.mark.ci
 def test_bf16_runs_save_on_meshes_with_copies(runs, tmp_path):
     """Frozen weights in 16 bits have copies on every such mesh; with 3 replicas ZeRO cannot split most of them."""
-    meshes = {"data": 2}, {"context": 2}, {"data": 4, "replica": 2, "zero": 1}, {"data": 3, "zero": 3}
+    meshes = {"data": 2}, {"context": 2}, {"data": 4, "replicate": 2, "zero": 1}, {"data": 3, "zero": 3}
     for number, mesh in enumerate(meshes):
         config = replace(ADAPTED, mesh=MeshConfig(**mesh), precision=PrecisionConfig(compute="bf16"))
         config = replace(config, train=replace(config.train, steps=2, global_batch=12))
