@@ -43,14 +43,6 @@ TYPED = {
     "train --zzz": "mjax train has no --zzz; `mjax train --help` lists its flags",
     "generate --max-new-tokens 5": "mjax generate has no --max-new-tokens; type --tokens 5",
     "finetune --num-train-epochs 3": "type --epochs 3",
-    "prepare --input a": "mjax prepare has no --input; give FILES … by its place, without a flag",
-    "prepare --json-keys body": "mjax prepare has no --json-keys; type --key body",
-    "finetune --train.global-batch 8": "mjax finetune has no --train.global-batch; type --batch 8",
-    "prepare --max-seq-length 8": "mjax prepare has no --max-seq-length; type --max-length 8",
-    "train --mesh.chunks 2": "mjax train has no --mesh.chunks; type --mesh.virtual-stages 2\n",
-    "train --chunks 2": "mjax train has no --chunks; type --mesh.virtual-stages 2\n",
-    "train --config llama_demo --model.no-tied": "type --model.no-tie-embeddings\n",
-    "train --model.tied": "for this model; it is --model.tie-embeddings, for --model.kind llama or mixture",
     "train --health.spike announce": "--health.spike announce has a new name; type --health.spike warn\n",
     "train --mesh.context-attention=heads": "type --mesh.context-attention ulysses\n",
     "train --tensor-model-parallel-size 2": "type --mesh.model 2\n",
@@ -65,6 +57,10 @@ TYPED = {
     "train --overlap-grad-reduce": "mjax train has no --overlap-grad-reduce; leave it out\n",
     "train --mesh.tp 3 --data.mock": "--mesh.model 3 does not divide heads",
     "plan --mesh.pp=5": "--mesh.pipe 5 does not divide 4 layers",
+    "prepare --input a": "mjax prepare has no --input; give FILES … by its place, without a flag",
+    "prepare --json-keys body": "mjax prepare has no --json-keys; type --key body",
+    "finetune --train.global-batch 8": "mjax finetune has no --train.global-batch; type --batch 8",
+    "prepare --max-seq-length 8": "mjax prepare has no --max-seq-length; type --max-length 8",
 }
 
 
@@ -88,6 +84,17 @@ def test_old_flags_are_renamed_with_a_note(command, capsys):
         assert words == ["x", f"--{new}", f"--{new}=a=b", f"a=--{old}"]
         assert f"note: --{old} is now --{new}; mjax 0.4" in capsys.readouterr().err
     assert rename_old_flags(["--limit", "5"], "mjax lm-eval") == ["--limit", "5"]
+
+
+def test_old_fields_are_renamed_with_a_note_and_short_axes_without(capsys):
+    typed = ["--mesh.chunks", "2", "--model.no-tied", "--model.balance_loss=0.1", "--mesh.tp=2", "--mesh.dp", "4"]
+    now = ["--mesh.virtual-stages", "2", "--model.no-tie-embeddings", "--model.aux-loss-coef=0.1", "--mesh.model=2"]
+    assert rename_old_flags(typed, "mjax train") == [*now, "--mesh.data", "4"]
+    notes = capsys.readouterr().err.splitlines()
+    assert (
+        notes[1] == "note: --model.no-tied is now --model.no-tie-embeddings; mjax 0.4 will not accept --model.no-tied"
+    )
+    assert len(notes) == 3
 
 
 @pytest.mark.parametrize("line", ["plan --longest 8", "plan --keep mesh.zero", "prepare x --turns last --output o"])

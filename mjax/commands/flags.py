@@ -33,6 +33,18 @@ from mjax.utils.files import resolve_parents
 
 T = TypeVar("T")
 WIDTH_OF_HELP = 110
+NO_FLAG = {
+    "tokenizer-type tokenizer-model tokenizer-name tokenizer-path vocab-file merge-file": (
+        "the data have a tokenizer, that of `mjax prepare --tokenizer`"
+    ),
+    "nproc-per-node nnodes node-rank master-addr master-port": (
+        "type --distributed.coordinator HOST:PORT, --distributed.processes and --distributed.process, or use a launcher"
+    ),
+    "normalization position-embedding-type group-query-attention": "use --model.kind llama",
+    "overlap-grad-reduce overlap-param-gather tp-comm-overlap compile compile.enable torch-compile transformer-impl "
+    "use-mcore-models distributed-backend dataloader-num-workers num-workers do-train": "leave it out",
+}
+"""Names of other programs for what no field says, and what to do instead."""
 OLD_FLAGS = {
     "train": "resume=run",
     "sft": "resume=run template=chat-template turns=train-on",
@@ -47,18 +59,15 @@ OLD_FLAGS = {
     "doctor": "limit=timeout",
 }
 """Flags of mjax 0.2.0 by command, and their names since. They are accepted until 0.4.0."""
-NO_FLAG = {
-    "tokenizer-type tokenizer-model tokenizer-name tokenizer-path vocab-file merge-file": (
-        "the data have a tokenizer, that of `mjax prepare --tokenizer`"
-    ),
-    "nproc-per-node nnodes node-rank master-addr master-port": (
-        "type --distributed.coordinator HOST:PORT, --distributed.processes and --distributed.process, or use a launcher"
-    ),
-    "normalization position-embedding-type group-query-attention": "use --model.kind llama",
-    "overlap-grad-reduce overlap-param-gather tp-comm-overlap compile compile.enable torch-compile transformer-impl "
-    "use-mcore-models distributed-backend dataloader-num-workers num-workers do-train": "leave it out",
+OLD_FIELDS = {
+    f"{section}.{old}".replace("_", "-"): f"{section}.{new}".replace("_", "-")
+    for section, names in RENAMED.items()
+    for old, new in names.items()
 }
-"""Names of other programs for what no field says, and what to do instead."""
+SHORT_AXES = {
+    "mesh.pp": "mesh.pipe", "mesh.dp": "mesh.data", "mesh.tp": "mesh.model", "mesh.cp": "mesh.context",
+    "mesh.ep": "mesh.expert",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,15 +120,18 @@ def parse_known(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[s
 
 
 def rename_old_flags(argv: Sequence[str], prog: str) -> list[str]:
-    """Return `argv` with today's names of flags; a line on stderr reports each old one."""
-    names = dict(pair.split("=") for pair in OLD_FLAGS.get(prog.rpartition(" ")[2], "").split())
-    words = []
+    """Return `argv` with today's names of flags, and full names of axes; a line on stderr reports each old one."""
+    of_command = dict(pair.split("=") for pair in OLD_FLAGS.get(prog.rpartition(" ")[2], "").split())
+    renamed, words = SHORT_AXES | OLD_FIELDS | of_command, []
     for word in argv:
         flag, equals, value = word.partition("=")
-        if name := names.get(flag[2:].replace("_", "-")) if flag.startswith("--") else None:
-            print(f"note: {flag} is now --{name}; mjax 0.4 will not accept {flag}", file=sys.stderr)
-            word = f"--{name}{equals}{value}"
-        words.append(word)
+        typed = flag.removeprefix("--").replace("_", "-") if flag.startswith("--") else ""
+        if name := renamed.get(_positive(typed)):
+            name = name if typed == _positive(typed) else _negative(name)
+            if typed not in SHORT_AXES:
+                print(f"note: {flag} is now --{name}; mjax 0.4 will not accept {flag}", file=sys.stderr)
+            flag = f"--{name}"
+        words.append(f"{flag}{equals}{value}")
     return words
 
 
@@ -222,11 +234,9 @@ def _negative(name: str) -> str:
 
 def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str) -> str:
     """The flag to type instead of an unknown one."""
-    typed, name = name, _with_new_name(name.lower())
+    name = name.lower()
     if (field := fields.get(_positive(name))) and field.hidden:  # not on the command line
         return f"; {field.hidden}"
-    if name != _positive(name) and _positive(name) in fields:
-        return f"; type --{name}"
     flags, last = [flag for flag in fields.values() if not flag.hidden], name.rpartition(".")[2]
     if matches := _match_flags(name, words, flags):
         return "; type " + either([_format_flag(flag, value, len(matches) > 1) for flag, value in matches])
@@ -237,20 +247,10 @@ def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str
         if {name, last} & set(names.split()):
             return f"; {advice}"
     for field, kinds in _model_fields(name).items():
-        known = "" if field == typed.lower().rpartition(".")[2] else f"--model.{field}, "
+        known = "" if field == last else f"--model.{field}, "
         return f" for this model; it is {known}for {KIND_FLAG} {either(kinds)}: leave it out"
-    close = suggestion(typed, sorted(flag.name for flag in flags)).replace("'", "--", 1).replace("'", "")
+    close = suggestion(name, sorted(flag.name for flag in flags)).replace("'", "--", 1).replace("'", "")
     return f"{close or f'; `{prog} --help` lists its flags'}"
-
-
-def _with_new_name(name: str) -> str:
-    """The name of today for that of a flag of an older version; other names as they are."""
-    section, _, knob = _positive(name).rpartition(".")
-    for known, names in RENAMED.items():
-        if section in ("", known) and (new := names.get(knob.replace("-", "_"))):
-            new = f"{known}.{new.replace('_', '-')}"
-            return new if name == _positive(name) else _negative(new)
-    return name
 
 
 def _match_flags(name: str, words: Sequence[str], flags: Sequence[Flag]) -> list[tuple[Flag, str]]:

@@ -50,7 +50,7 @@ class Synonyms:
         """The value to type for `name` with a `given` one: empty where it means something else; None: no such name."""
         for known in self.names.split():
             known, equals, value = known.partition("=")
-            if known.rstrip("~") == short_name(name):
+            if short_name(known.rstrip("~")) == short_name(name):
                 return value if equals else "" if known.endswith("~") else given
         return None
 
