@@ -19,13 +19,13 @@ EIGHT = Driver("580.65.06", (H100,) * 8, (80 * GIB,) * 8, (0.0,) * 8)
     [
         (["cpu"] * 16, Driver(), None, {}, GREEN, "16 simulated devices of the CPU"),
         (["cpu"], EIGHT, 13, {}, RED, "the driver lists 8 GPUs"),
-        (["cpu"], EIGHT, 13, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, YELLOW, "by CUDA_VISIBLE_DEVICES=NoDevFiles"),
+        (["cpu"], EIGHT, 13, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, YELLOW, "with CUDA_VISIBLE_DEVICES=NoDevFiles"),
         (["cpu"], EIGHT, 13, {"JAX_PLATFORMS": "cpu"}, YELLOW, "JAX_PLATFORMS=cpu; the driver lists 8 GPUs"),
         (["cpu"], EIGHT, None, {}, YELLOW, "the driver lists 8 GPUs"),
         ([H100] * 8, EIGHT, 13, {}, GREEN, f"8 × {H100}"),
         ([H100] * 7, EIGHT, 13, {}, YELLOW, f"7 × {H100}; the driver lists 8"),
-        ([H100] * 2, EIGHT, 13, {"CUDA_VISIBLE_DEVICES": "0,1"}, GREEN, "by CUDA_VISIBLE_DEVICES=0,1"),
-        ([H100], EIGHT, 13, {"CUDA_VISIBLE_DEVICES": "0,9,1"}, YELLOW, "by CUDA_VISIBLE_DEVICES=0,9,1"),
+        ([H100] * 2, EIGHT, 13, {"CUDA_VISIBLE_DEVICES": "0,1"}, GREEN, "with CUDA_VISIBLE_DEVICES=0,1"),
+        ([H100], EIGHT, 13, {"CUDA_VISIBLE_DEVICES": "0,9,1"}, YELLOW, "with CUDA_VISIBLE_DEVICES=0,9,1"),
         ([H100, T400], Driver("580", (H100, T400)), 13, {}, YELLOW, "waits for the slowest"),
         ([SLICE], EIGHT, 13, {}, GREEN, "a slice of a GPU"),
     ],
@@ -81,7 +81,7 @@ def test_slowest_device_is_judged(monkeypatch):
     monkeypatch.setattr(devices, "devices_to_check", lambda: [first, second])
     monkeypatch.setattr(devices, "time_step", lambda step, x: seconds[x.device.id])
     finding = check_matmul(MachineInfo())
-    assert f"on {devices.device_name(second)};" in finding.message
+    assert f"on {devices.device_name(second)} (no data sheet" in finding.message
     assert finding.figures["rate"] == 2 * 1024**3 / 2e-3
 
 
@@ -92,10 +92,12 @@ def test_wrong_sum_is_red(monkeypatch):
     finding = check_all_reduce(MachineInfo())
     assert finding.status == FIGURE
     assert ("simulated" in finding.message) == (jax.default_backend() == "cpu")
-    right, total = devices.mappings.leave, jax.device_count() * (jax.device_count() + 1) // 2
-    monkeypatch.setattr(devices.mappings, "leave", lambda x: right(x) + 1)
+    right, total = devices.mappings.reduce_from_region, jax.device_count() * (jax.device_count() + 1) // 2
+    monkeypatch.setattr(devices.mappings, "reduce_from_region", lambda x: right(x) + 1)
     finding = check_all_reduce(MachineInfo())
     assert finding.status == RED
-    assert f"is {total + 1} to {total + 1}, not {total}" in finding.message
-    monkeypatch.setattr(devices.mappings, "leave", lambda x: right(x).at[0].add(1))  # in a few elements only
+    assert f"gives {total + 1} to {total + 1}, not {total}" in finding.message
+    monkeypatch.setattr(
+        devices.mappings, "reduce_from_region", lambda x: right(x).at[0].add(1)
+    )  # in a few elements only
     assert check_all_reduce(MachineInfo()).status == RED
