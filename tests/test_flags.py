@@ -15,7 +15,7 @@ from mjax.commands.lm_eval import LmEvalArguments
 from mjax.commands.plan import PlanArguments
 from mjax.commands.sft import SftArguments
 from mjax.commands.train import TrainArguments, default_name
-from mjax.config.marks import Synonyms
+from mjax.config.marks import Synonyms, short_name
 from mjax.errors import UsageError
 
 
@@ -47,6 +47,24 @@ TYPED = {
     "prepare --json-keys body": "mjax prepare has no --json-keys; type --key body",
     "finetune --train.global-batch 8": "mjax finetune has no --train.global-batch; type --batch 8",
     "prepare --max-seq-length 8": "mjax prepare has no --max-seq-length; type --max-length 8",
+    "train --mesh.chunks 2": "mjax train has no --mesh.chunks; type --mesh.virtual-stages 2\n",
+    "train --chunks 2": "mjax train has no --chunks; type --mesh.virtual-stages 2\n",
+    "train --config llama_demo --model.no-tied": "type --model.no-tie-embeddings\n",
+    "train --model.tied": "for this model; it is --model.tie-embeddings, for --model.kind llama or mixture",
+    "train --health.spike announce": "--health.spike announce has a new name; type --health.spike warn\n",
+    "train --mesh.context-attention=heads": "type --mesh.context-attention ulysses\n",
+    "train --tensor-model-parallel-size 2": "type --mesh.model 2\n",
+    "train --parallelism.tensor_parallel_degree 2": "type --mesh.model 2\n",
+    "train --virtual-pipeline-model-parallel-size 2": "type --mesh.virtual-stages 2\n",
+    "train --train-samples 1000": "type --train.steps (number of optimizer steps",  # not --data.train-samples
+    "train --rampup-batch-size 8 8 1000": "type --train.batch-rampup 8 8 1000\n",
+    "train --per_device_train_batch_size 8": "type --train.micro-batch 8\n",
+    "train --lora_target_modules q v": "type --lora.targets q v\n",
+    "train --activation_checkpoint.mode full": "type --train.recompute full\n",
+    "train --tokenizer-type GPT2": "the data have a tokenizer, that of `mjax prepare --tokenizer`",
+    "train --overlap-grad-reduce": "mjax train has no --overlap-grad-reduce; leave it out\n",
+    "train --mesh.tp 3 --data.mock": "--mesh.model 3 does not divide heads",
+    "plan --mesh.pp=5": "--mesh.pipe 5 does not divide 4 layers",
 }
 
 
@@ -117,6 +135,9 @@ def test_names_elsewhere_are_not_ours_and_values_are(cls):
     for flag in flags:
         for mark in flag.marks:
             names = mark.names.split() if isinstance(mark, Synonyms) else ()
+            assert all(
+                name.partition("=")[0].rstrip("~") == short_name(name.partition("=")[0].rstrip("~")) for name in names
+            )
             assert not {name.rstrip("~") for name in names} & {flag.name for flag in flags}
             values = {name.partition("=")[2] for name in names} - {""}
             assert values <= set(map(str, get_args(flag.kind)))

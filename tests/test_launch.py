@@ -131,10 +131,13 @@ def test_simulated_devices_are_on_cpu(monkeypatch):
     monkeypatch.setattr(launch, "SET_BY_MJAX", {})
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setenv("XLA_FLAGS", "--xla_x")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.delenv("PJRT_NPROC")
     launch.simulate_devices(4)
     assert updates == [("jax_platforms", "cpu"), ("jax_num_cpu_devices", 4)]
     assert os.environ["JAX_PLATFORMS"] == "cpu"
     assert os.environ["XLA_FLAGS"] == f"{launch.IN_ORDER} --xla_x --xla_force_host_platform_device_count=4"
+    assert os.environ["PJRT_NPROC"] == "16"  # a device may wait in several collectives, in a thread each
 
 
 @pytest.mark.parametrize("name", launch.MEMORY_FRACTIONS)
@@ -158,6 +161,7 @@ def test_cache_is_off_without_home(monkeypatch):
 
 @pytest.fixture
 def nothing_set(monkeypatch):
+    jax.devices()  # the flags of this process are read before they are gone
     monkeypatch.setattr(launch, "SET_BY_MJAX", {})
     monkeypatch.setenv("XLA_FLAGS", "")
 

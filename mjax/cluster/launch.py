@@ -109,6 +109,9 @@ def host_memory() -> int:
 # XLA's default for CPUs runs what is independent in any order, which differs between devices: two of them that wait for
 # each other in two collectives wait forever (seen with pipe 2 × context 2 × model 4, in one of three starts).
 IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+# On a small machine XLA has one thread per simulated device. A device blocks one in each collective in which it waits,
+# and may wait in two that do not depend on each other. Then another device has no thread, and all wait forever.
+THREADS, THREADS_PER_DEVICE, MAX_THREADS = "PJRT_NPROC", 4, 256  # XLA uses at most 256 for computations
 
 
 def simulate_devices(count: int) -> None:
@@ -127,6 +130,8 @@ def simulate_devices(count: int) -> None:
     set_variable("JAX_PLATFORMS", "cpu")
     given = os.environ.get("XLA_FLAGS", "")
     set_variable("XLA_FLAGS", " ".join(f"{IN_ORDER} {given} --xla_force_host_platform_device_count={count}".split()))
+    if THREADS not in os.environ:
+        set_variable(THREADS, str(max(os.cpu_count() or 1, min(THREADS_PER_DEVICE * count, MAX_THREADS))))
 
 
 STEP, COMPILING = "running the step", "compiling"

@@ -102,7 +102,7 @@ class GenerateArguments(RunArguments):
 
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], Synonyms("text start")] = ()
     """Prompt; may be given several times. Without it, or for -, each line of stdin is one."""
-    num_samples: Annotated[Count, Synonyms("num-return-sequences")] = 1
+    num_samples: Annotated[Count, Synonyms("return-sequences")] = 1
     """Continuations of each prompt."""
     chat: Annotated[bool, Synonyms("interactive")] = False
     """Talk with the model by its chat template: each prompt is a question. Without a prompt, ask on a terminal, or read

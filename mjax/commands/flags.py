@@ -27,7 +27,7 @@ from mjax.config.bounds import check_bounds, is_unsectioned, section_fields
 from mjax.config.marks import FILE_ONLY, PLANNED, RUN_SYNONYMS, Mark, Synonyms
 from mjax.config.model import KIND_FLAG, REGISTRY
 from mjax.config.plain_values import describe, fits, get_type_hints
-from mjax.config.run import RENAMED
+from mjax.config.run import RENAMED, RENAMED_VALUES
 from mjax.errors import UsageError, either, suggestion
 from mjax.utils.files import resolve_parents
 
@@ -47,6 +47,18 @@ OLD_FLAGS = {
     "doctor": "limit=timeout",
 }
 """Flags of mjax 0.2.0 by command, and their names since. They are accepted until 0.4.0."""
+NO_FLAG = {
+    "tokenizer-type tokenizer-model tokenizer-name tokenizer-path vocab-file merge-file": (
+        "the data have a tokenizer, that of `mjax prepare --tokenizer`"
+    ),
+    "nproc-per-node nnodes node-rank master-addr master-port": (
+        "type --distributed.coordinator HOST:PORT, --distributed.processes and --distributed.process, or use a launcher"
+    ),
+    "normalization position-embedding-type group-query-attention": "use --model.kind llama",
+    "overlap-grad-reduce overlap-param-gather tp-comm-overlap compile compile.enable torch-compile transformer-impl "
+    "use-mcore-models distributed-backend dataloader-num-workers num-workers do-train": "leave it out",
+}
+"""Names of other programs for what no field says, and what to do instead."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,8 +160,8 @@ def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
                 switches = f"--{_positive(name)} or --{_negative(_positive(name))}"
                 raise UsageError(f"--{name} {words[0]}: it takes no value; type {switches}")
             continue
-        if new := RENAMED.get(f"{name.replace('-', '_')} {''.join(words[:1])}"):
-            raise UsageError(f"--{name} {words[0]} has a new name; type --{new.replace('_', '-')}")
+        if new := RENAMED_VALUES.get(name.replace("-", "_"), {}).get("".join(words[:1])):
+            raise UsageError(f"--{name} {words[0]} has a new name; type --{name} {new}")
         if name in lists:
             raise UsageError(f"--{name} is given twice; give all values after one: --{name} A B")
         if "." in name and any(... in get_args(option) for option in _options(flag.kind)):  # others may add up
@@ -216,12 +228,15 @@ def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str
     if name != _positive(name) and _positive(name) in fields:
         return f"; type --{name}"
     flags, last = [flag for flag in fields.values() if not flag.hidden], name.rpartition(".")[2]
-    if matches := _match_flags(name, "".join(words[:1]), flags):
+    if matches := _match_flags(name, words, flags):
         return "; type " + either([_format_flag(flag, value, len(matches) > 1) for flag, value in matches])
     for flag in fields.values():
-        if last == flag.name.rpartition(".")[2] or _translate_value(flag.marks, last, "") is not None:
+        if last == flag.name.rpartition(".")[2] or _translate_value(flag.marks, name, "") is not None:
             return f"; {flag.hidden}"
-    for field, kinds in _model_fields(last).items():
+    for names, advice in NO_FLAG.items():
+        if {name, last} & set(names.split()):
+            return f"; {advice}"
+    for field, kinds in _model_fields(name).items():
         known = "" if field == typed.lower().rpartition(".")[2] else f"--model.{field}, "
         return f" for this model; it is {known}for {KIND_FLAG} {either(kinds)}: leave it out"
     close = suggestion(typed, sorted(flag.name for flag in flags)).replace("'", "--", 1).replace("'", "")
@@ -230,30 +245,37 @@ def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str
 
 def _with_new_name(name: str) -> str:
     """The name of today for that of a flag of an older version; other names as they are."""
-    positive = _positive(name)
-    for old, new in RENAMED.items():
-        if positive.replace("-", "_") in (old, old.partition(".")[2]):
-            return (new if name == positive else _negative(new)).replace("_", "-")
+    section, _, knob = _positive(name).rpartition(".")
+    for known, names in RENAMED.items():
+        if section in ("", known) and (new := names.get(knob.replace("-", "_"))):
+            new = f"{known}.{new.replace('_', '-')}"
+            return new if name == _positive(name) else _negative(new)
     return name
 
 
-def _match_flags(name: str, value: str, flags: Sequence[Flag]) -> list[tuple[Flag, str]]:
+def _match_flags(name: str, words: Sequence[str], flags: Sequence[Flag]) -> list[tuple[Flag, str]]:
     """Flags that have a name elsewhere, or without its section, each with its value; of its section if there are."""
     section, _, last = name.rpartition(".")
-    matches = [(flag, known) for flag in flags if (known := _translate_value(flag.marks, last, value)) is not None]
-    matches = matches or [(flag, value) for flag in flags if flag.name.rpartition(".")[2] == last]
+    given = [(flag, " ".join(words if get_origin(_options(flag.kind)[0]) is tuple else words[:1])) for flag in flags]
+    matches = [
+        (flag, known) for flag, value in given if (known := _translate_value(flag.marks, name, value)) is not None
+    ]
+    matches = matches or [(flag, value) for flag, value in given if flag.name.rpartition(".")[2] == last]
     return [match for match in matches if match[0].name.startswith(f"{section}.")] or matches
 
 
 def _translate_value(marks: Sequence, name: str, given: str) -> str | None:
     """The value to type for a field in place of `name`, which it has elsewhere; None: it has no such name."""
-    return next((mark.value(name, given) for mark in marks if isinstance(mark, Synonyms)), None)
+    names = name, name.rpartition(".")[2]
+    values = (mark.value(part, given) for mark in marks if isinstance(mark, Synonyms) for part in names)
+    return next((value for value in values if value is not None), None)
 
 
 def _format_flag(flag: Flag, value: str, of_several: bool) -> str:
     """A flag and its value; its meaning, where one of several has to be chosen or the value would be another."""
     meaning = re.split(r"[.;]( |$)" if of_several else r"\.( |$)", flag.text)[0]
-    meaning = f" ({meaning[0].lower()}{meaning[1:]})" if of_several or not value else ""
+    needed = of_several or not (value or flag.kind is bool)
+    meaning = f" ({meaning[0].lower()}{meaning[1:]})" if needed else ""
     return f"--{flag.name}{f' {value}' if value and flag.kind is not bool else ''}{meaning}"
 
 
@@ -262,7 +284,7 @@ def _model_fields(name: str) -> dict[str, list[str]]:
     kinds: dict[str, list[str]] = {}
     for kind, cls in REGISTRY.items():
         for _, flag, _, marks in section_fields(cls):
-            if flag == name or _translate_value(marks, name, "") is not None:
+            if flag == name.rpartition(".")[2] or _translate_value(marks, name, "") is not None:
                 kinds.setdefault(flag, []).append(kind)
     return kinds
 

@@ -51,7 +51,7 @@ class SftArguments(TrainArguments):
     """Conversations: a .jsonl or .parquet file, or prefixes of `mjax prepare --chat`; short for --data.path."""
     name: str | None = None
     """Name of the run, whose folder is RUNS/NAME. An existing run is continued."""
-    epochs: Annotated[float, Bounds(gt=0), Synonyms("num-epochs num-train-epochs")] = 3.0
+    epochs: Annotated[float, Bounds(gt=0), Synonyms("epochs train-epochs")] = 3.0
     """Times that every conversation is seen; --train.steps instead is exact."""
     chat_template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
     """Chat template for a file of conversations; by default that of the model, or else plain."""

@@ -38,13 +38,15 @@ class TrainArguments:
     config: str = "gpt_demo"
     """Name of a file in configs/, or path to a .py file that defines `config`. With --run: the file that defines the
     run's model, if it is yours."""
-    name: Annotated[str | None, Synonyms("run-name wandb-run-name")] = None
+    name: Annotated[str | None, Synonyms("run-name wandb-run-name wandb-exp-name")] = None
     """Name of the run, whose folder is RUNS/NAME; by default that of the config. An existing run is continued."""
-    runs: Annotated[Path, Synonyms("save~ output-dir~ out-dir~ save-dir~")] = Path("runs")
+    runs: Annotated[Path, Synonyms("save~ output-dir~ out-dir~ save-dir~ dump-folder~")] = Path("runs")
     """Folder that contains the run folders."""
     run: Annotated[Path | None, RUN_SYNONYMS] = None
     """Continue the run in this folder with its saved config."""
-    init: Annotated[Path | None, Synonyms("pretrained pretrained-checkpoint init-from finetune")] = None
+    init: Annotated[Path | None, Synonyms("pretrained pretrained-checkpoint init-from finetune model-name-or-path")] = (
+        None
+    )
     """Start a new run from the weights alone of the run in this folder, trained or converted: optimizer, step and data
     order start from scratch. Once the new run has checkpoints the same command continues it."""
     step: int | None = None

@@ -448,8 +448,10 @@ class Evaluate(Callback):
     def measure(self, run: Run, step: int) -> tuple[float, dict[str, float]]:
         """Return the mean loss over all labels, nats per label, and the other metrics of the model."""
         batches = range(run.config.train.eval_batches)
-        model = run.state.model
-        sums = [run.program.eval_step(model, run.to_devices(self.validation, i)) for i in batches]
+        sums = []
+        for index in batches:
+            sums.append(run.program.eval_step(run.state.model, run.to_devices(self.validation, index)))
+            jax.block_until_ready(sums[-2:-1])  # one batch ahead: XLA for CPUs hangs with more than 32 in flight
         loss, metrics = weighted_mean(jax.device_get(sums), run.program.abstract_state.model.loss_weights)
         if guesses := [metric.guess for metric in run.config.model.metrics if isinstance(metric.guess, str)]:
             if self._entropy is None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,31 @@ def test_evaluation_is_the_mean_over_unmasked_labels():
     loss, metrics = Evaluate(Validation(batches)).measure(run, 1)
     assert loss == pytest.approx(np.average(each, weights=[mask.sum() for mask in masks[:2]]), rel=1e-5)
     assert metrics == {}
+
+
+def test_evaluation_runs_one_batch_ahead(monkeypatch):
+    """More programs in flight would hold more batches, and hang XLA for CPUs."""
+    running, in_flight = [], []
+
+    class Sums:
+        def __init__(self, *_):
+            running.append(self)
+            in_flight.append(len(running))
+
+        def block_until_ready(self):
+            running.remove(self)
+
+    monkeypatch.setattr("mjax.run.loop.weighted_mean", lambda *_: (0.5, {}))
+    model, train = SimpleNamespace(loss_weights={}, metrics=()), SimpleNamespace(eval_batches=40)
+    state = SimpleNamespace(model=model)
+    run = SimpleNamespace(
+        config=SimpleNamespace(train=train, model=model),
+        state=state,
+        program=SimpleNamespace(eval_step=Sums, abstract_state=state),
+        to_devices=lambda *_: {},
+    )
+    assert Evaluate(Validation([])).measure(run, 1) == (0.5, {})
+    assert (len(in_flight), max(in_flight)) == (40, 2)
 
 
 @pytest.mark.parametrize("mesh", [{"zero": 3}, pytest.param({"pipe": 2, "virtual_stages": 2}, marks=pytest.mark.ci)])
