@@ -21,7 +21,7 @@ UNREAD = 141
 STOPPED = 75
 """Exit code of interrupted work that the same command continues."""
 CONTINUES = "the same command continues"
-"""How a note of the exception begins that says so; other notes are for tracebacks, such as JAX's."""
+"""The beginning of such a note of an exception; other notes are for tracebacks, such as JAX's."""
 
 
 def without_secrets(text: str) -> str:

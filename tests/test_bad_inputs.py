@@ -70,7 +70,7 @@ TRAIN_FLAGS = {
     "--model.sequence 2048 --model.max-position-embeddings 1024": "than the 1024 learned positions of the model; use 1",
     "--mesh.data 3": "use a multiple of 3, such as 513",
     "--train.micro-batch 3": "does not divide the 512 sequences",
-    "--mesh.expert 2": "a GPT has none; leave it out",
+    "--mesh.expert 2": "not a GPT; leave it out",
     "--model.kind mixture --mesh.expert 4 --mesh.data 2": "does not divide --mesh.data 2",
     "--mesh.replicate 2 --mesh.data 4": "--mesh.zero 0 makes none; add --mesh.zero 3",
     "--mesh.replicate 3 --mesh.data 4 --mesh.zero 3": "does not divide --mesh.data 4: it is the number of groups",

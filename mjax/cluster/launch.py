@@ -216,7 +216,7 @@ REPEATABLE = {
     "xla_gpu_exclude_nondeterministic_ops": "true",
     # XLA refuses to compile the step with the flag above and Triton's products: 'Failed to get configs'.
     "xla_gpu_enable_triton_gemm": "false",
-    # A restart would choose other kernels for products, by their time at that moment.
+    # A restart would choose other kernels for products, by their time then.
     "xla_gpu_autotune_level": "0",
 }
 """For `train.py --deterministic`. They say nothing to XLA for CPUs, where a run is repeatable anyway."""

@@ -94,7 +94,7 @@ def _check_axes(config: Config) -> None:
     if mesh.expert > 1:
         if not (experts := model.experts):
             raise UsageError(
-                f"--mesh.expert {mesh.expert} splits the experts of a mixture, and {model.title} has none; leave it out"
+                f"--mesh.expert {mesh.expert} splits the experts of a mixture, not {model.title}; leave it out"
             )
         possible = _divisors(math.gcd(mesh.data, experts))
         for what, size in ((f"--mesh.data {mesh.data}", mesh.data), (f"{experts} experts", experts)):

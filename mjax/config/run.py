@@ -222,7 +222,7 @@ class PrecisionConfig:
     cross entropy and gradients."""
 
     compute: Compute = "bf16"
-    """Dtype of activations and matrix products. fp8 is bf16 with the products of the layers' linear layers in float8,
+    """Dtype of activations and matmuls. fp8 is bf16 with the matmuls of the layers' linear layers in float8,
     in training; fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs JAX_ENABLE_X64=1 in the
     environment."""
     initial_loss_scale: Annotated[float, Bounds(ge=1), FILE_ONLY] = 2.0**32
@@ -248,7 +248,7 @@ class TrainConfig:
     """START INCREMENT SAMPLES, as Megatron's --rampup-batch-size: begin with START sequences per step and add INCREMENT
     at a time, in equal portions of the first SAMPLES samples, up to global_batch."""
     batch_history: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
-    """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
+    """(steps, sequences per step) of each period of a run that ended with a change of its batch (`--allow-change`):
     data, tokens and learning rate continue from their samples. A run writes it; it has no flag."""
     micro_batch: Annotated[Count, FREE, SEARCHED, Synonyms("batch micro-batch local-batch per-device-train-batch")] = 8
     """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
@@ -335,7 +335,7 @@ class Config:
 
     @property
     def samples(self) -> Literal["text", "conversations", "pairs", "examples"]:
-        """What the model is trained on: examples are those of a labelled task."""
+        """The kind of training samples; examples belong to a labelled task."""
         if self.model.samples == "text" and self.data.conversations:
             return "conversations"
         return self.model.samples or "examples"

@@ -65,7 +65,7 @@ class Batches:
 
 
 def label_entropy(batches: Iterable[dict[str, np.ndarray]]) -> float:
-    """Entropy in nats of the labels that count: the lowest loss of guessing by frequency.
+    """Entropy in nats of the unmasked labels: the lowest loss of guessing by frequency.
 
     The frequencies are those of these same labels, so a guess that ignores the text cannot do better on them.
     """
@@ -109,7 +109,7 @@ class UserBatches:
         """Nothing is read before the first step.
 
         Args:
-          source: gives {name: array [B, …]}, those of `Config.batch_arrays`. The labels that count where a causal
+          source: gives {name: array [B, …]}, those of `Config.batch_arrays`. The unmasked labels where a causal
             model gets no "loss_mask" are all.
           sizes: samples of each step.
           config: of the run.

@@ -638,7 +638,7 @@ def bert_library(vocab: bytes, name: str, lowercase: bool) -> Library:
     """BERT's tokenizer, of words in lower case without accents, or of words as they are.
 
     Raises:
-      UsageError: the file is no vocabulary, or of the other case: half of the words would be [UNK], or half of the
+      UsageError: the file is not a vocabulary, or of the other case: half of the words would be [UNK], or half of the
         pieces unused.
     """
     # As in Google's code the line number is the id, and the last of equal pieces counts.

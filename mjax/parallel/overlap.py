@@ -1,4 +1,4 @@
-"""What orders XLA, and backward passes that are written out.
+"""Ties that order XLA, and backward passes that are written out.
 
 A program says what depends on what, and XLA decides when each is computed, joins products and drops rounding. Every
 `optimization_barrier` of mjax is a `tie`: none of its values is used before all are computed. Numbers are of programs

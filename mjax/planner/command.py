@@ -1,4 +1,4 @@
-"""What `mjax plan` finds and says: the search of --devices, --max-sequence-on, --days, and whether a config fits.
+"""Sections of `mjax plan`: the search of --devices, --max-sequence-on, --days, and whether a config fits.
 
 Each refusal of a number of GPUs names one that works; what does not fit is refused with the cheapest changes that make
 it fit (`search.changes_that_fit`), also before training.

@@ -1,6 +1,6 @@
 """Memory of a device, before anything is compiled: a sum in which every term names its arrays.
 
-    masters, moments       float32: 12 bytes per element (8 of a matrix with Muon), sharded by `parallel/zero.py`;
+    weights, moments       float32: 12 bytes per element (8 of a matrix with Muon), sharded by `parallel/zero.py`;
                            frozen weights are stored in the compute dtype, and have no moments and no gradients
     weights to compute     a copy in the compute dtype, cast at the start of the step, gathered if sharded
     kept activations       kept for the backward pass, for every layer and micro-batch in flight; with `train.recompute
@@ -76,7 +76,7 @@ class Memory(NamedTuple):
     """Bytes at the peak of a training step, on the device that needs most.
 
     Attributes:
-      parameters: float32 masters, and the step's copy in the compute dtype.
+      parameters: float32 master weights, and the step's copy in the compute dtype.
       optimizer: Adam's two moments; of a matrix with Muon one.
       gradients: of all layers in the compute dtype, and float32 sums over micro-batches.
       activations: kept for the backward pass.
@@ -161,7 +161,7 @@ class _Sizes:
       batch: the device's part of a batch.
       accumulates: gradients are accumulated over micro-batches, in float32.
       sharded: weights are gathered from shards.
-      masters, computed, sums, activations, messages: of all points (`_memory`, `_compute_copies`, `_sums`, …).
+      master_weights, computed, sums, activations, messages: of all points (`_memory`, `_compute_copies`, `_sums`, …).
     """
 
     def __init__(self, config: Config, kernel: str):
@@ -194,7 +194,7 @@ class _Sizes:
         self.batch = arrays * train.global_batch / copies(mesh)
         self.accumulates = mesh.pipe > 1 or config.micro_batches > 1
         self.sharded = mesh.pipe > 1 or (mesh.zero > 0 and shards(mesh) > 1)
-        self.masters = self.bytes_in_storage(self.weights.stored, self.trained.stored)
+        self.master_weights = self.bytes_in_storage(self.weights.stored, self.trained.stored)
         self.computed, self.sums = _compute_copies(self), _sums(self)
         self.activations = _activations(self)
         # Buffers of a pipeline: activations and gradients that have arrived and are sent, streams for the head.
@@ -315,7 +315,7 @@ def _compute_copies(sizes: _Sizes) -> tuple[float, float]:
     """Bytes of the copies used in the computation: of the layers, and of everything else."""
     mesh, weights, own = sizes.config.mesh, sizes.weights, sizes.trained
     if sizes.width == sizes.master and not sizes.sharded:
-        return 0.0, 0.0  # the masters themselves
+        return 0.0, 0.0  # the master weights themselves
     layers = own.layers - own.gathered if sizes.width != sizes.master or mesh.zero else 0
     # Frozen weights are stored as they are used: copied where they are gathered; and where layers without a loop are
     # computed again, whose slices of the stacks XLA writes before them and keeps.
@@ -367,10 +367,10 @@ def _live_weights(sizes: _Sizes) -> float:
 
 
 def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **others: float) -> Memory:
-    """Adds masters and moments, which always exist; `computed` are the copies used in the computation."""
+    """Adds master weights and moments, which always exist; `computed` are the copies used in the computation."""
     with_one = sizes.trained.matrices if sizes.config.optimizer.name == "muon" else 0
     moments = sizes.master * (2 * sizes.trained.stored - with_one)
-    return Memory(sizes.masters + computed, moments, gradients, **others, host=sizes.host, moment=moment)
+    return Memory(sizes.master_weights + computed, moments, gradients, **others, host=sizes.host, moment=moment)
 
 
 def _backward(sizes: _Sizes) -> Memory:
@@ -485,7 +485,7 @@ class Weight(NamedTuple):
     trained: bool
 
     def storage(self, mesh: MeshConfig) -> Storage:
-        """How it is stored on a mesh."""
+        """The storage of the weight on a mesh."""
         return plan_weight_storage(LAYER in self.dims, self.shape, P(*self.spec), mesh)
 
 

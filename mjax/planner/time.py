@@ -23,8 +23,8 @@ The parts of a step, and how each is modelled:
     experts           products of a mixture: as many rows for each expert, in whole tiles. Their tokens' way over
                       `expert` and back is not hidden
     collectives       a ring: bytes sent over its slowest link, which the rings that leave a server together share, and
-                      a message's latency for each rank. What a product hides (`Overlap`) counts only beyond
-                      the product's time
+                      a message's latency for each rank. A collective that a matmul hides (`Overlap`) counts
+                      only beyond the matmul's time
     host memory       a layer's input over the link between GPU and server, at its nominal rate: out beside the whole
                       forward pass of the layer, back beside nothing
     pipeline          work of all micro-batches, then fill and drain as in the schedule (`schedules.py`), in lock-step;
@@ -709,7 +709,7 @@ class StepTime:
         model: exposed collectives over `model`; with Muon also those of its matrices.
         context: attention's collectives over `context`.
         expert: collectives over `expert`, to the experts of a mixture and back.
-        pipe: messages between stages.
+        pipe: send/recv of stages.
         bubble: idle time while the pipeline fills and drains.
         data: sums and gathers over `data` and `context`, and of the embedding over `pipe`; with Muon those of its
           matrices.
@@ -890,7 +890,7 @@ class _MicroBatch:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Seconds that a micro-batch adds to a step, by part, without messages between stages."""
+        """Seconds that a micro-batch adds to a step, by part, without send/recv of stages."""
         seconds = {part: sum(spent[part] for spent in self.passes) for part in PARTS}
         seconds["head"] += self.head()
         seconds["model"] += self.head_sums()
@@ -924,7 +924,7 @@ class _StepTime:
 
     Attributes:
       work: of a micro-batch.
-      weights: of a device; `trained`: those that have gradients, moments and masters.
+      weights: of a device; `trained`: those that have gradients, moments and master weights.
     """
 
     def __init__(self, config: Config, work: _MicroBatch):
