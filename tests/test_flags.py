@@ -209,7 +209,7 @@ def test_help_is_a_screen_and_help_all_has_every_flag(command, capsys):
 
 def test_command_passes_exit_code_and_hides_accelerators(monkeypatch):
     hidden = []
-    monkeypatch.setattr("mjax.cluster.launch.leave_accelerators_alone", lambda: hidden.append(True))
+    monkeypatch.setattr("mjax.cluster.launch.hide_accelerators", lambda: hidden.append(True))
     monkeypatch.setattr("mjax.commands.train.train", lambda argv: 75)
     monkeypatch.setattr("mjax.commands.plan.plan", lambda argv: 3)
     assert cli.main(["train"]) == 75

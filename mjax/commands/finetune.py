@@ -39,10 +39,10 @@ def finetune(arguments: FinetuneArguments) -> int:
     """
     recipes.check(arguments)
     from mjax.cluster import processes
-    from mjax.cluster.watchdog import watching
+    from mjax.cluster.watchdog import make_watchdog
 
     processes.start(arguments.distributed, arguments.simulate)
-    with watching(arguments.distributed, explain) as watchdog:
+    with make_watchdog(arguments.distributed, explain) as watchdog:
         return _tune(arguments, watchdog)
 
 

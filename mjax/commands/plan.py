@@ -290,7 +290,7 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
     """The pipeline schedule, plotted into `file`."""
     if config.mesh.pipe == 1:
         return None
-    from mjax.parallel.schedules import find_schedule, slot_times
+    from mjax.parallel.pipeline_schedules import find_schedule, slot_times
     from mjax.pictures.plan import describe_bubble, describe_in_flight, display_name, draw_schedule
 
     schedule, times = find_schedule(config), slot_times(config)

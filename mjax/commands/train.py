@@ -11,7 +11,7 @@ import tyro
 
 from mjax.checkpoint.mirror import localize_arguments, run_to_train
 from mjax.cluster import launch
-from mjax.cluster.launch import Distributed, be_repeatable
+from mjax.cluster.launch import Distributed, set_deterministic_flags
 from mjax.commands.flags import first_values, flag_names, parse
 from mjax.config import Config, has_user_model, load_config, load_user_model, read_config
 from mjax.config.checks import resolve, resolve_steps, validate
@@ -94,7 +94,7 @@ def train(
         raise
 
     from mjax.cluster import processes
-    from mjax.cluster.watchdog import watching
+    from mjax.cluster.watchdog import make_watchdog
     from mjax.planner.command import check_local_gpus
     from mjax.profiling.recorder import Recorder
     from mjax.run import loop
@@ -102,7 +102,7 @@ def train(
 
     config = arguments.settings
     processes.start(arguments.distributed)
-    with watching(arguments.distributed, explain) as watchdog:
+    with make_watchdog(arguments.distributed, explain) as watchdog:
         if processes.is_first():
             for line in changes:
                 print(with_addresses(line))
@@ -248,7 +248,7 @@ def _train_arguments(
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
     if arguments.deterministic:
-        be_repeatable()
+        set_deterministic_flags()
     from mjax.run.metrics import check_trackers
 
     check_trackers(settings.log)
@@ -267,10 +267,10 @@ def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> N
         return
     explain(error)  # at once: the others may start late
     from mjax.cluster import processes
-    from mjax.cluster.watchdog import watching
+    from mjax.cluster.watchdog import make_watchdog
 
     processes.start(arguments.distributed, arguments.simulate)
-    with watching(arguments.distributed, exit_code):
+    with make_watchdog(arguments.distributed, exit_code):
         raise error
 
 
