@@ -101,7 +101,7 @@ def _run(argv: Sequence[str]) -> int:
     command, prog, rest = chosen
     rest = rename_old_flags(rest, prog)
     if command.on_cpu:
-        launch.leave_accelerators_alone()
+        launch.hide_accelerators()
     if command.early and {"-h", "--help", "--help-all"} & set(rest):
         words = prog.rpartition(" ")[2].split("-")
         parse(_import_object(f"arguments:{''.join(map(str.title, words))}Arguments"), rest, prog)

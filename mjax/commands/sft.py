@@ -146,7 +146,7 @@ def _prepare_file(given: SftArguments, file: str, max_length: int | None) -> str
     if index_file(prefix).is_file():
         print(f"data    {prefix}, prepared before")
         return str(prefix)
-    if given.distributed.several or launch.find_launcher() is not None:
+    if given.distributed.is_multiprocess or launch.find_launcher() is not None:
         raise UsageError(
             f"--data {file} is prepared by one process: type mjax prepare {shlex.quote(file)} --chat --tokenizer "
             f"run:{given.init} --output data/chat, and start the run with --data data/chat"

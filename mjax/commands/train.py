@@ -263,7 +263,7 @@ def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> N
     if not words and launch.find_launcher() is None:
         return
     arguments = parse(TrainArguments, words, "mjax train", TrainArguments())
-    if not arguments.distributed.several:
+    if not arguments.distributed.is_multiprocess:
         return
     explain(error)  # at once: the others may start late
     from mjax.cluster import processes
