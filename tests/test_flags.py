@@ -30,7 +30,8 @@ TYPED = {
     "train --batch-size 32": "type --train.global-batch 32 (sequences per step over all devices)",
     "train --num_train_epochs 3": "type --train.steps (number of optimizer steps; an epoch is",
     "train --config moe_demo --num-experts 8": "type --model.experts 8",
-    "train --num-experts 8": "for this model; it is --model.experts, for --model.kind mixture",
+    "train --num-experts 8": "--model.experts is an option of mixture models; remove it, or choose one: --model",
+    "plan --config llama3_8b --model.positions alibi": "--model.positions is an option of gpt models; remove it",
     "train --checkpoint.every 5": "--checkpoint.every; type --checkpoint.interval 5\n",
     "train --data.mock True": "--data.mock True: it takes no value; type --data.mock or --data.no-mock",
     "plan --json false --compile": "--json false: it takes no value; type --json or --no-json",
@@ -38,19 +39,11 @@ TYPED = {
     "train --adam-beta1 0.8": "mjax train has no --adam-beta1; set optimizer.beta1 in a config file",
     "train --mesh.schedule gpipe": "mjax train has no --mesh.schedule; set mesh.schedule in a config file",
     "train --log.no-tensorboard": "mjax train has no --log.no-tensorboard; set log.tensorboard in a config file",
-    "plan --log.wandb x": "mjax plan has no --log.wandb; no result depends on log: leave it out",
-    "train --mesh.dta 2": "mjax train has no --mesh.dta (did you mean --mesh.data?)",
+    "plan --log.wandb x": "mjax plan has no --log.wandb; no result depends on log: remove it",
+    "train --mesh.dta 2": "mjax train has no --mesh.dta; did you mean --mesh.data?",
     "train --zzz": "mjax train has no --zzz; `mjax train --help` lists its flags",
     "generate --max-new-tokens 5": "mjax generate has no --max-new-tokens; type --tokens 5",
     "finetune --num-train-epochs 3": "type --epochs 3",
-    "prepare --input a": "mjax prepare has no --input; give FILES … by its place, without a flag",
-    "prepare --json-keys body": "mjax prepare has no --json-keys; type --key body",
-    "finetune --train.global-batch 8": "mjax finetune has no --train.global-batch; type --batch 8",
-    "prepare --max-seq-length 8": "mjax prepare has no --max-seq-length; type --max-length 8",
-    "train --mesh.chunks 2": "mjax train has no --mesh.chunks; type --mesh.virtual-stages 2\n",
-    "train --chunks 2": "mjax train has no --chunks; type --mesh.virtual-stages 2\n",
-    "train --config llama_demo --model.no-tied": "type --model.no-tie-embeddings\n",
-    "train --model.tied": "for this model; it is --model.tie-embeddings, for --model.kind llama or mixture",
     "train --health.spike announce": "--health.spike announce has a new name; type --health.spike warn\n",
     "train --mesh.context-attention=heads": "type --mesh.context-attention ulysses\n",
     "train --tensor-model-parallel-size 2": "type --mesh.model 2\n",
@@ -65,6 +58,10 @@ TYPED = {
     "train --overlap-grad-reduce": "mjax train has no --overlap-grad-reduce; leave it out\n",
     "train --mesh.tp 3 --data.mock": "--mesh.model 3 does not divide heads",
     "plan --mesh.pp=5": "--mesh.pipe 5 does not divide 4 layers",
+    "prepare --input a": "mjax prepare has no --input; give FILES … by its place, without a flag",
+    "prepare --json-keys body": "mjax prepare has no --json-keys; type --key body",
+    "finetune --train.global-batch 8": "mjax finetune has no --train.global-batch; type --batch 8",
+    "prepare --max-seq-length 8": "mjax prepare has no --max-seq-length; type --max-length 8",
 }
 
 
@@ -88,6 +85,17 @@ def test_old_flags_are_renamed_with_a_note(command, capsys):
         assert words == ["x", f"--{new}", f"--{new}=a=b", f"a=--{old}"]
         assert f"note: --{old} is now --{new}; mjax 0.4" in capsys.readouterr().err
     assert rename_old_flags(["--limit", "5"], "mjax lm-eval") == ["--limit", "5"]
+
+
+def test_old_fields_are_renamed_with_a_note_and_short_axes_without(capsys):
+    typed = ["--mesh.chunks", "2", "--model.no-tied", "--model.balance_loss=0.1", "--mesh.tp=2", "--mesh.dp", "4"]
+    now = ["--mesh.virtual-stages", "2", "--model.no-tie-embeddings", "--model.aux-loss-coef=0.1", "--mesh.model=2"]
+    assert rename_old_flags(typed, "mjax train") == [*now, "--mesh.data", "4"]
+    notes = capsys.readouterr().err.splitlines()
+    assert (
+        notes[1] == "note: --model.no-tied is now --model.no-tie-embeddings; mjax 0.4 will not accept --model.no-tied"
+    )
+    assert len(notes) == 3
 
 
 @pytest.mark.parametrize("line", ["plan --longest 8", "plan --keep mesh.zero", "prepare x --turns last --output o"])
@@ -114,12 +122,22 @@ def test_old_flag_names_a_flag_of_today():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--train.steps many", "--train.steps many: it takes a whole number"),
-        ("--train.steps=1.5", "--train.steps 1.5: it takes a whole number"),
-        ("--train.batch-rampup 8 8 --data.mock", "--train.batch-rampup 8 8: it takes 3 whole numbers"),
-        ("--optimizer.learning-rate", "--optimizer.learning-rate: it takes a number"),
-        ("--precision.compute fp61", "--precision.compute fp61: it takes one of bf16, fp8, fp16"),
-        ("--step x", "--step x: it takes a whole number"),
+        ("--train.steps many", "--train.steps many is not a whole number; write --train.steps 250"),
+        ("--train.steps=1.5", "--train.steps 1.5 is not a whole number; write --train.steps 250"),
+        (
+            "--train.batch-rampup 8 8 --data.mock",
+            "8 8 needs START INCREMENT SAMPLES, such as --train.batch-rampup 16 16 100000",
+        ),
+        (
+            "--optimizer.learning-rate",
+            "--optimizer.learning-rate needs a value, such as --optimizer.learning-rate 0.001",
+        ),
+        ("--precision.compute x", "x is not a value of --precision.compute; use bf16, fp8, fp16, fp32 or fp64"),
+        ("--precision.compute float16", "float16 is not a value of --precision.compute; did you mean fp16?"),
+        ("--optimizer.name adam", "adam is not a value of --optimizer.name; did you mean adamw?"),
+        ("--step x", "--step x is not a whole number; write --step N"),
+        ("gpt_demo", "gpt_demo belongs to no flag of mjax train; type --config gpt_demo"),
+        ("-n 1", "-n belongs to no flag of mjax train; `mjax train --help` lists its flags"),
     ],
 )
 def test_value_of_another_kind_is_one_sentence(flags, words, capsys):

@@ -67,7 +67,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     if (source / lora.CONFIG).is_file() and not (source / "config.json").is_file():
         return _from_peft(arguments)
     if arguments.base is not None:
-        raise UsageError(f"--base is for a folder with {lora.CONFIG}, and {source} has no such file; leave it out")
+        raise UsageError(f"--base is for a folder with {lora.CONFIG}, and {source} has no such file; remove it")
     file = source / "config.json"
     values = model_folder.read_object(file)
     family = models.find_family(values, file)
@@ -352,7 +352,7 @@ def _check_adapters(arguments: ToHfArguments, config: Config) -> None:
     flags = [name for name in ("adapter", "merged", "base_name") if getattr(arguments, name)]
     if not config.model.lora_rank and flags:
         flag = flags[0].replace("_", "-")
-        raise UsageError(f"--{flag} is for a run with adapters, and {arguments.run} has no adapters; leave it out")
+        raise UsageError(f"--{flag} is for a run with adapters, and {arguments.run} has no adapters; remove it")
     if config.model.lora_rank and flags not in (["adapter"], ["merged"], ["adapter", "base_name"]):
         remedy = "add --merged for a whole model, or --adapter for a folder of peft, if you like with --base-name"
         raise UsageError(f"{arguments.run} holds adapters; {remedy}")

@@ -288,7 +288,7 @@ def _check(arguments: PrepareArguments) -> None:
     if not arguments.demo and not arguments.inputs:
         raise UsageError("no input; give .txt, .jsonl or .parquet files, or --demo for 5 MB of Wikipedia")
     if arguments.vocabulary is not None and not _trains(arguments):
-        raise UsageError(f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; leave it out")
+        raise UsageError(f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; remove it")
     _check_chat(arguments)
     if arguments.split_sentences:
         load_splitter(arguments.language)
@@ -305,7 +305,7 @@ def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:
     if arguments.prepend_bos != "auto":
         tokenizer.bos = tokenizer.read_bos() if arguments.prepend_bos == "on" else None
         if arguments.prepend_bos == "on" and tokenizer.bos is None:
-            raise UsageError(f"--prepend-bos on: a {tokenizer.scheme} tokenizer puts none before texts; leave it out")
+            raise UsageError(f"--prepend-bos on: a {tokenizer.scheme} tokenizer puts none before texts; remove it")
     return tokenizer
 
 
@@ -397,7 +397,7 @@ def _check_chat(arguments: PrepareArguments) -> None:
     if not arguments.chat:
         for name, default in ONLY.items():
             if getattr(arguments, name) != default:
-                raise UsageError(f"--{name.replace('_', '-')} is for conversations; add --chat, or leave it out")
+                raise UsageError(f"--{name.replace('_', '-')} is for conversations; add --chat, or remove it")
         return
     for name in ("demo", "split_sentences", "split_documents"):
         if getattr(arguments, name):

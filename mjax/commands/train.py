@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
+from mjax.checkpoint.folders import check_run_folder, checkpoint_steps
 from mjax.checkpoint.mirror import localize_arguments, run_to_train
 from mjax.cluster import launch
 from mjax.cluster.launch import Distributed, set_deterministic_flags
@@ -17,7 +18,8 @@ from mjax.config import Config, has_user_model, load_config, load_user_model, re
 from mjax.config.checks import resolve, resolve_steps, validate
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
 from mjax.config.model import KIND_FLAG, convert_kind, model_kind
-from mjax.errors import RunError, UsageError, count_lines, either, exit_code, explain
+from mjax.config.run import describe_missing_run
+from mjax.errors import RunError, UsageError, either, exit_code, explain, split_lines
 from mjax.profiling import parse_steps
 from mjax.run.callbacks import Callback
 from mjax.utils.files import check_run_name, resolve_parents
@@ -101,11 +103,16 @@ def train(
     from mjax.run.loop import Options
 
     config = arguments.settings
+    done = max(checkpoint_steps(arguments.run), default=0) if arguments.step is None else 0
     processes.start(arguments.distributed)
     with make_watchdog(arguments.distributed, explain) as watchdog:
         if processes.is_first():
+            if config.train.steps < done:
+                changes = [f"--train.steps {config.train.steps} is below the {done} steps already done; nothing to do"]
             for line in changes:
                 print(with_addresses(line))
+        if config.train.steps < done:
+            return 0
         check_local_gpus(config, label, arguments.force, print if processes.is_first() else lambda line: None)
         step = None if arguments.init else arguments.step
         file = config.log.sample_prompts
@@ -192,7 +199,7 @@ def read_prompts(file: str) -> list[str]:
       UsageError: the file is missing, is not text, or has no line.
     """
     try:
-        lines = [line for line in count_lines(Path(file).read_text(encoding="utf-8")) if line.strip()]
+        lines = [line for line in split_lines(Path(file).read_text(encoding="utf-8")) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UsageError(f"--log.sample-prompts {file} cannot be read ({reason}); give a text file") from None
@@ -216,8 +223,6 @@ def _train_arguments(
     if folder is None:
         check_run_name(name)
         folder, label = arguments.runs / name, arguments.config
-    from mjax.checkpoint.folders import check_run_folder, checkpoint_steps
-
     check_run_folder(folder)
     run_to_train(folder)
     if arguments.step is not None and arguments.init is None:
@@ -290,11 +295,11 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
         if architecture is not None and architecture != model_kind(settings.model):
             settings = replace(settings, model=convert_kind(settings.model, architecture))
         return TrainArguments(config=config or TrainArguments.config, settings=settings)
-    from mjax.checkpoint.folders import checkpoint_steps
-
     folder = resolve_parents(Path(run))
+    if not (folder / "config.json").exists():
+        raise UsageError(describe_missing_run(folder))
     if not checkpoint_steps(folder):
-        raise UsageError(f"--run {folder} has no checkpoint; give a run folder such as runs/gpt_demo")
+        raise UsageError(f"{folder} has no checkpoint to continue from; start it again: --config {folder}/config.json")
     is_model_file = config is not None and has_user_model(folder)
     useless = {"--init": init, "--name": name, "--config": None if is_model_file else config}
     for flag, value in useless.items():

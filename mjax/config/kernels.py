@@ -65,7 +65,7 @@ def choose_kernel(
 def _choose(field: str, asked: str, fused: str, obstacle: str | None, otherwise: str) -> str:
     """The kernel that is asked for, or by rule the fused one where nothing rules it out."""
     if asked == fused and obstacle:
-        raise UsageError(f"--model.{field} {asked} cannot be used: {obstacle}; change that, or set it to auto")
+        raise UsageError(f"--model.{field} {asked} is not supported here ({obstacle}); change that, or set it to auto")
     if asked != "auto":
         return asked
     return otherwise if obstacle else fused

@@ -50,7 +50,7 @@ class Synonyms:
         """The value to type for `name` with a `given` one: empty where it means something else; None: no such name."""
         for known in self.names.split():
             known, equals, value = known.partition("=")
-            if known.rstrip("~") == short_name(name):
+            if short_name(known.rstrip("~")) == short_name(name):
                 return value if equals else "" if known.endswith("~") else given
         return None
 
@@ -112,6 +112,9 @@ def _marks(cls: type) -> dict[str, tuple[Any, ...]]:
     return {name: marks for name, _, _, marks in section_fields(cls)}
 
 
+DTYPES = Synonyms(
+    "bf16=bf16 fp8=fp8 fp16=fp16 fp32=fp32 bfloat16=bf16 float8=fp8 float16=fp16 half=fp16 float32=fp32 float64=fp64"
+)
 RUN_SYNONYMS = Synonyms("load ckpt checkpoint-path resume-from-checkpoint checkpoint resume pretrained init-from")
 
 

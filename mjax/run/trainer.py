@@ -32,7 +32,7 @@ class Trainer:
     result = trainer.train()
     """
 
-    @name_arguments()
+    @name_arguments("init", "name", "allow_change", "step")
     def __init__(
         self,
         config: Config,
