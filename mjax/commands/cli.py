@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(AttributeError, ValueError):  # none, or not a real one
             stream.reconfigure(errors="replace")  # of a terminal that cannot show … or ×
     try:
-        code = _run([with_full_name(word) for word in (sys.argv[1:] if argv is None else argv)])
+        code = _run(list(sys.argv[1:] if argv is None else argv))
         if sys.stdout is not None:  # None if a shell has closed it: mjax plan >&-
             sys.stdout.flush()  # here a closed pipe is an error of the command, and while Python exits it is not
         return code

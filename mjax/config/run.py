@@ -616,7 +616,7 @@ def _read_values(file: Path) -> Any:
 
 
 def describe_missing_run(folder: Path) -> str:
-    """The sentence about a folder that is no run, with the run that was meant or those that exist."""
+    """The sentence about a folder that is not a run, with the run that was meant or those that exist."""
     problem = "is not a run folder: it has no config.json" if folder.exists() else "does not exist"
     if is_hub_name(folder):
         convert = f"`hf download {folder} --local-dir {folder.name}` and `mjax convert from-hf {folder.name} RUN`"
