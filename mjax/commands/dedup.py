@@ -67,26 +67,24 @@ class DedupJob(FilterJob):
         near = ["share", "shingle", "collect", "compare", "join", "compare_others", "join_others"]
         stages = ["read", "group", "gather", *near * (not arguments.exact), "choose", "write", "explain"]
         super().__init__(arguments, corpus, [*stages, "merge", "finish"])
-        self.bands = bands
+        self.bands, self.shingling = bands, (arguments.shingle_size, arguments.shingles)
 
     # --- The first reading: digests and sketches ----------------------------------------------------------------------
 
     def read(self, rank: int) -> tuple[list[int], MalformedLines]:
         """Write sorted digests and bands of a share, and signatures; returns the documents in each block."""
-        arguments, malformed, counts, digests, keys, places = self.arguments, self.sum_malformed(), [], [], [], []
+        malformed, counts, digests, keys, places = self.sum_malformed(), [], [], [], []
         with self.open_files(rank, "signatures") as (stream,):
             for block in self.blocks(rank):
-                documents, lines = parse_block(block, arguments.key)
+                documents, lines = parse_block(block, self.corpus.key)
                 malformed.add(lines)
                 counts.append(len(documents))
                 file = self.corpus.names.index(block.file)
                 places += ((file, int(one.source.rpartition(":")[2]) if block.first else 0) for one in documents)
                 texts = [document.text for document in documents]
                 digests += (hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
-                if texts and not arguments.exact:
-                    signatures, of_bands = near_duplicates.minhash(
-                        texts, arguments.shingle_size, arguments.shingles, self.bands
-                    )
+                if texts and not self.arguments.exact:
+                    signatures, of_bands = near_duplicates.minhash(texts, *self.shingling, self.bands)
                     signatures.tofile(stream)
                     keys.append(of_bands)
         values = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
@@ -186,7 +184,7 @@ class DedupJob(FilterJob):
     def shingle(self, rank: int) -> int:
         """Write the distinct shingles of the candidates in a share, and where each ends; returns the candidates."""
         begin, end = self.firsts[rank : rank + 2].tolist()
-        wanted, sizes, arguments = np.zeros(end - begin, bool), np.zeros(end - begin, np.int64), self.arguments
+        wanted, sizes = np.zeros(end - begin, bool), np.zeros(end - begin, np.int64)
         for task in range(self.tasks):
             numbers = self.map_file("candidates", task, np.int64)
             wanted[numbers[slice(*np.searchsorted(numbers, (begin, end)))] - begin] = True
@@ -195,7 +193,7 @@ class DedupJob(FilterJob):
             for want, documents in self._read_again(rank, wanted):
                 texts = [document.text for document, wants in zip(documents, want, strict=True) if wants]
                 if texts:
-                    hashes, offsets = shingle_hashes(texts, arguments.shingle_size, arguments.shingles)
+                    hashes, offsets = shingle_hashes(texts, *self.shingling)
                     for start, stop in pairwise(offsets):
                         distinct = np.unique(hashes[start:stop])
                         distinct.tofile(stream)
@@ -257,9 +255,9 @@ class DedupJob(FilterJob):
         )
         for edges in (part for turn in range(len(ROUNDS)) for part in self._edges(turn)):
             best = near_duplicates.nearest_documents(edges)
-            one, other, found = (best[name] for name in ("one", "other", "jaccard"))
-            better = (found > jaccard[one]) | ((found == jaccard[one]) & (other < similar[one]))
-            similar[one[better]], jaccard[one[better]] = other[better], found[better]
+            document, other, value = (best[name] for name in ("one", "other", "jaccard"))
+            better = (value > jaccard[document]) | ((value == jaccard[document]) & (other < similar[document]))
+            similar[document[better]], jaccard[document[better]] = other[better], value[better]
 
     def _all_documents(self) -> Iterator[slice]:
         """The documents in parts of at most PART."""

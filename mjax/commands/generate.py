@@ -89,10 +89,8 @@ class Writer:
 
         Other arguments are those of `continue_ids`.
         """
-        sampling, as_json, copies = self.arguments.sampling, self.arguments.json, self.arguments.num_samples
-        prompts, encoded, titles = (
-            [text for text in texts for _ in range(copies)] for texts in (prompts, encoded, titles)
-        )
+        sampling, as_json, copies = self.arguments.sampling, self.arguments.json, range(self.arguments.num_samples)
+        prompts, encoded, titles = ([text for text in texts for _ in copies] for texts in (prompts, encoded, titles))
         live, (generator, step, model) = Live(Console(), titles), self._restored
         with self.notices.status(f"checkpoint {step}: writing up to {sampling.tokens} tokens") as status:
 

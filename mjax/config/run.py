@@ -226,7 +226,7 @@ class PrecisionConfig:
     compute: Annotated[
         Compute, DTYPES, Synonyms("fp8-format=fp8 dtype torch-dtype mixed-precision mixed-precision-param~")
     ] = "bf16"
-    """Dtype of activations and matrix products. fp8 is bf16 with the products of the layers' linear layers in float8,
+    """Dtype of activations and matmuls. fp8 is bf16 with the matmuls of the layers' linear layers in float8,
     in training; fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs JAX_ENABLE_X64=1 in the
     environment."""
     initial_loss_scale: Annotated[float, Bounds(ge=1), FILE_ONLY] = 2.0**32
@@ -254,7 +254,7 @@ class TrainConfig:
     """Megatron's --rampup-batch-size, such as 16 16 100000: begin with START sequences per step and add INCREMENT
     at a time, in equal portions of the first SAMPLES samples, up to global_batch."""
     batch_history: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
-    """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
+    """(steps, sequences per step) of each period of a run that ended with a change of its batch (`--allow-change`):
     data, tokens and learning rate continue from their samples. A run writes it; it has no flag."""
     micro_batch: Annotated[Count, FREE, SEARCHED, Synonyms("batch micro-batch local-batch per-device-train-batch")] = 8
     """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
@@ -341,7 +341,7 @@ class Config:
 
     @property
     def samples(self) -> Literal["text", "conversations", "pairs", "examples"]:
-        """What the model is trained on: examples are those of a labelled task."""
+        """The kind of training samples; examples belong to a labelled task."""
         if self.model.samples == "text" and self.data.conversations:
             return "conversations"
         return self.model.samples or "examples"
@@ -616,7 +616,7 @@ def _read_values(file: Path) -> Any:
 
 
 def describe_missing_run(folder: Path) -> str:
-    """The sentence about a folder that is no run, with the run that was meant or those that exist."""
+    """The sentence about a folder that is not a run, with the run that was meant or those that exist."""
     problem = "is not a run folder: it has no config.json" if folder.exists() else "does not exist"
     if is_hub_name(folder):
         convert = f"`hf download {folder} --local-dir {folder.name}` and `mjax convert from-hf {folder.name} RUN`"

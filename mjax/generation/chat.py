@@ -46,7 +46,7 @@ from mjax.utils.files import parse_json
 
 TEMPLATE = "chat_template.jinja"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-MARK = "(here the answer goes on)"
+MARK = "(here the answer continues)"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 PLAIN = """\
 {%- for message in messages -%}

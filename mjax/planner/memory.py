@@ -160,7 +160,7 @@ class _Sizes:
       batch: the device's part of a batch.
       accumulates: gradients are accumulated over micro-batches, in float32.
       sharded: weights are gathered from shards.
-      masters, computed, sums, activations, messages: of all points (`_memory`, `_compute_copies`, `_sums`, …).
+      master_weights, computed, sums, activations, messages: of all points (`_memory`, `_compute_copies`, `_sums`, …).
     """
 
     def __init__(self, config: Config, kernel: str):
@@ -191,7 +191,7 @@ class _Sizes:
         self.batch = arrays * train.global_batch / copies(mesh)
         self.accumulates = mesh.pipe > 1 or config.micro_batches > 1
         self.sharded = mesh.pipe > 1 or (mesh.zero > 0 and shards(mesh) > 1)
-        self.masters = self.bytes_in_storage(self.weights.stored, self.trained.stored)
+        self.master_weights = self.bytes_in_storage(self.weights.stored, self.trained.stored)
         self.computed, self.sums = _compute_copies(self), _sums(self)
         self.activations = _activations(self)
         # Buffers of a pipeline: activations and gradients that have arrived and are sent, streams for the head.
@@ -464,7 +464,7 @@ class Weight(NamedTuple):
     trained: bool
 
     def storage(self, mesh: MeshConfig) -> Storage:
-        """How it is stored on a mesh."""
+        """The storage of the weight on a mesh."""
         return plan_weight_storage(LAYER in self.dims, self.shape, P(*self.spec), mesh)
 
 

@@ -2,9 +2,9 @@
 
 A run folder holds one experiment. Each config field is in one of three classes, by its marks (`config/marks.py`):
 
-    fixed     weights or moments would not fit, or would mean something else: refused. Those of a model without `TUNING`
-              or `FREE`, and the name of the optimizer
-    learned   changes what is learned: refused, unless --allow-change is given
+    fixed     weights or moments would not fit, or would mean something else: rejected. Fields of a model without
+              `TUNING` or `FREE`, and the name of the optimizer
+    learned   changes what is learned: rejected, unless --allow-change is given
     FREE      changes how long, on which devices or in which portions, and what is saved, shown or watched
 
 A field that is derived from another by default is compared by its effective value (`_meaning`), and data by digest:
