@@ -304,7 +304,7 @@ class Guard(Callback):
         self.health = Health(self.config.health, start, known.get("health"))
         if self.continued_from is None:
             self.continued_from = known.get("continued_from")
-        self.good = self.checkpoints.good()
+        self.good = self.checkpoints.last_good()
         rewinds = _read(list[Rewind], self.folder / PASSED_OVER)
         self.passed_over = known.get("passed_over", []) if rewinds is None else rewinds
         self.spike, self._put_off, self._healthy_since = None, False, 0
@@ -371,12 +371,12 @@ class Guard(Callback):
                 self._confirm()
 
     def _confirm(self) -> None:
-        self.checkpoints.confirm(self._candidate)
+        self.checkpoints.mark_good(self._candidate)
         self._good_before, self.good, self._candidate = self.good, self._candidate, None
 
     def _forget_failed(self) -> None:
         """Forget a checkpoint whose save failed: it is not a candidate, and not good."""
-        self.checkpoints.settle()
+        self.checkpoints.wait_until_finished()
         if self._candidate in self.checkpoints.failed:
             self._candidate = None
         if self.good in self.checkpoints.failed:

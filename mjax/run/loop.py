@@ -279,7 +279,8 @@ class Run:
                 self._take_steps()
                 while self.guard.spike is not None and self._go_back():
                     self._take_steps()
-                self.checkpoints.settle()  # where a second SIGTERM cannot end the process before the save is committed
+                # Here a second SIGTERM cannot end the process before the save is committed.
+                self.checkpoints.wait_until_finished()
             spiked, done = self.guard.spike is not None, self.step == last
             if spiked:
                 self.print_line("stopped; run the same command again to continue")
@@ -288,7 +289,7 @@ class Run:
                     f"stopped by {self.signal.name} after step {self.step}, which is saved; run the same command again "
                     "to continue"
                 )
-            self.checkpoints.wait()
+            self.checkpoints.check_for_errors()
             if done and not spiked:
                 for callback in self.callbacks:
                     callback.on_end(self)
@@ -355,7 +356,7 @@ class Run:
         """Return True, in every process, if the run was told to stop after `step`."""
         if stop_agreed(self.steps_before + self.step):
             self.signal.name = "SIGTERM"
-        if self.checkpoints.mirror is not None and self.checkpoints.mirror.lost:  # in process 0
+        if self.checkpoints.mirror is not None and self.checkpoints.mirror.taken_by:  # in process 0
             if jax.process_count() > 1:  # they agree on a step
                 os.kill(os.getpid(), signal.SIGTERM)
             else:
