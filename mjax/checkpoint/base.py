@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import BASE, Base, read_base, read_manifest
 from mjax.checkpoint.mirror import read_folder
 from mjax.config import read_config
-from mjax.errors import UsageError
+from mjax.errors import PrintLine, UsageError
 from mjax.models.protocol import Model
 from mjax.parallel.random import key_words, mix
 from mjax.parallel.weights import combine, partition_trainable, trainable_only
@@ -67,9 +67,7 @@ def without_base(model: Model) -> Model:
     return trainable_only(model) if model.config.lora_rank else model
 
 
-def restore_weights(
-    run: Path, abstract_model: Model, step: int | None, on_notice: Callable[[str], None]
-) -> tuple[int, Model]:
+def restore_weights(run: Path, abstract_model: Model, step: int | None, on_notice: PrintLine) -> tuple[int, Model]:
     """The weights of checkpoint `step` of a run, by default of the newest intact one, and its step.
 
     Raises:
@@ -81,7 +79,7 @@ def restore_weights(
     return step, with_base(weights, abstract_model, run, on_notice)
 
 
-def with_base(saved: Model, target: Model, run: Path, print_line: Callable[[str], None]) -> Model:
+def with_base(saved: Model, target: Model, run: Path, print_line: PrintLine) -> Model:
     """All weights of a run, from those that it saves itself.
 
     Args:
@@ -114,7 +112,7 @@ def check_base(base: Base, digest: str, folder: Path, run: Path) -> None:
         raise UsageError(f"{run} has adapters of weights with the digest {digests}; {remedy}")
 
 
-def read_frozen(folder: Path, step: int | None, target: Model, print_line: Callable[[str], None]) -> tuple[Model, Base]:
+def read_frozen(folder: Path, step: int | None, target: Model, print_line: PrintLine) -> tuple[Model, Base]:
     """The weights of a checkpoint of `folder` as a base.
 
     Args:

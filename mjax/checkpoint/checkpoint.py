@@ -58,7 +58,7 @@ from mjax.checkpoint.folders import BASE, GOOD, Damaged, Good, Unusable, reason
 from mjax.checkpoint.mirror import Mirror, fetch_files
 from mjax.cluster.processes import any_process, barrier, broadcast_int, is_first
 from mjax.config.plain_values import read
-from mjax.errors import RunError, UsageError
+from mjax.errors import PrintLine, RunError, UsageError
 from mjax.utils.files import make_folder, put, rename, set_aside, write_whole
 from mjax.utils.stores import to_stderr
 
@@ -116,7 +116,7 @@ class Checkpoints:
         folder: Path,
         keep_last: int = 2,
         keep_every: int | None = None,
-        on_notice: Callable[[str], None] = print,
+        on_notice: PrintLine = print,
         mirror: Mirror | None = None,
     ):
         self.mirror = mirror

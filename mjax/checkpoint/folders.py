@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from mjax.config.plain_values import misfit, read
-from mjax.errors import UsageError, first_line, one_sentence
+from mjax.errors import PrintLine, UsageError, first_line, one_sentence
 from mjax.utils.files import make_folder, open_no_link, path_below, remove_temporary, take_lock, write_whole
 from mjax.utils.stores import is_address, to_absolute
 
@@ -71,7 +71,7 @@ def check_run_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path, print_line: Callable[[str], None]) -> Iterator[None]:
+def lock_folder(folder: Path, print_line: PrintLine) -> Iterator[None]:
     """Lock the run folder for this process; the system releases the lock when the process ends, however it ends.
 
     On a file system without locks nothing is locked, and `print_line` is called with a notice.
@@ -204,7 +204,7 @@ def write_manifest(folder: Path, step: int, arrays: dict[str, list], host: dict[
     return sum(size for size, _ in described.values())
 
 
-def read_manifest(folder: Path, print_line: Callable[[str], None] = print) -> dict[str, Any]:
+def read_manifest(folder: Path, print_line: PrintLine = print) -> dict[str, Any]:
     """The manifest of the checkpoint in `folder`, which is named by its step.
 
     Returns:
@@ -241,9 +241,7 @@ def select_files(files: Iterable[str], field: str | None) -> list[str]:
     return [name for name in files if field is None or name.split("/")[0] == field or "/" not in name]
 
 
-def check_files(
-    folder: Path, files: dict[str, list], field: str | None, print_line: Callable[[str], None] = print
-) -> None:
+def check_files(folder: Path, files: dict[str, list], field: str | None, print_line: PrintLine = print) -> None:
     """Compare size and checksum of each file, or of those that `field` needs, with the manifest's.
 
     Raises:
@@ -262,7 +260,7 @@ def check_files(
                 raise Damaged(f"{name} is not what was written (checksum)")
 
 
-def _read_with_retries(folder: Path, name: str, read: Callable[[Path], Any], print_line: Callable[[str], None]) -> Any:
+def _read_with_retries(folder: Path, name: str, read: Callable[[Path], Any], print_line: PrintLine) -> Any:
     """`read` of a file, retried if the system cannot read it: a network file system may fail once."""
     for attempt in range(1, READ_ATTEMPTS + 1):
         try:

@@ -40,7 +40,7 @@ from typing import Any
 
 from mjax.checkpoint.folders import MADE_BY_ORBAX, MANIFEST, steps_in
 from mjax.checkpoint.store_lock import LOCK, StoreLock, parse_json, wait_for_release
-from mjax.errors import RunError, UsageError
+from mjax.errors import PrintLine, RunError, UsageError
 from mjax.utils import stores
 from mjax.utils.files import open_no_link, path_below, rename, set_aside, take_lock, write_whole
 from mjax.utils.stores import (
@@ -106,7 +106,7 @@ def _local_value(flag: str, value: str, also: bool, trains: bool) -> str:
 # --- From the store ---------------------------------------------------------------------------------------------------
 
 
-def local_run(run: str | Path, print_line: Callable[[str], None] = to_stderr) -> Path:
+def local_run(run: str | Path, print_line: PrintLine = to_stderr) -> Path:
     """The local folder in which a run can be read: of an address, what is fetched from there; another path as it is."""
     return fetch(mirror_address(run), print_line)
 
@@ -129,7 +129,7 @@ def fetch_runs(runs: Path) -> list[Path] | None:
         return [folder for folder in folders if (folder / "config.json").is_file()]
 
 
-def fetch(folder: Path, print_line: Callable[[str], None], to_list: bool = False, tries: int = 5) -> Path:
+def fetch(folder: Path, print_line: PrintLine, to_list: bool = False, tries: int = 5) -> Path:
     """Return the local folder in which a run is to be read.
 
     It is the folder that this machine writes, while a process trains there, or if the store has nothing newer; else the
@@ -160,7 +160,7 @@ def fetch(folder: Path, print_line: Callable[[str], None], to_list: bool = False
     return readable
 
 
-def run_to_train(run: str | Path, print_line: Callable[[str], None] = to_stderr) -> Path:
+def run_to_train(run: str | Path, print_line: PrintLine = to_stderr) -> Path:
     """The local folder in which to train a run: of an address, with what the store has, unless this machine is ahead.
 
     If the store is ahead, what it lacks of this machine's folder is set aside.
@@ -181,7 +181,7 @@ def run_to_train(run: str | Path, print_line: Callable[[str], None] = to_stderr)
 
 
 def fetch_files(
-    checkpoint: Path, files: Iterable[str], sizes: Mapping[str, list], print_line: Callable[[str], None], again=False
+    checkpoint: Path, files: Iterable[str], sizes: Mapping[str, list], print_line: PrintLine, again=False
 ) -> bool:
     """Fetch missing files of a checkpoint; True if there were some.
 
@@ -249,7 +249,7 @@ def remove_remote(folder: Path, dry: bool = False) -> int:
     return sum(info["size"] for info in objects.values())
 
 
-def _is_ahead(written: Path, address: str, objects: Mapping[str, Any], print_line: Callable[[str], None]) -> bool:
+def _is_ahead(written: Path, address: str, objects: Mapping[str, Any], print_line: PrintLine) -> bool:
     """True if the folder that this machine writes has all that the store has, and perhaps more."""
     local, index = steps_in(written / "checkpoints"), Index(written)
     marked = _complete_steps(objects, address, print_line)
@@ -302,7 +302,7 @@ def _refresh(cache: Path, address: str, store: Store, objects: Mapping[str, Any]
             shutil.rmtree(cache, ignore_errors=True)
 
 
-def _clear(folder: Path, cache: Path, print_line: Callable[[str], None]) -> None:
+def _clear(folder: Path, cache: Path, print_line: PrintLine) -> None:
     """Remove a folder that this machine wrote, or set it aside if the store never had a part of it.
 
     It is removed only if the run in the store is a later state of the same run.
@@ -336,7 +336,7 @@ def _group_by_step(objects: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     return dict(sorted(steps.items()))
 
 
-def _complete_steps(objects: Mapping[str, Any], address: str, print_line: Callable[[str], None]) -> list[int]:
+def _complete_steps(objects: Mapping[str, Any], address: str, print_line: PrintLine) -> list[int]:
     """The steps of the complete checkpoints of a run, ascending."""
     marked = {step: files for step, files in _group_by_step(objects).items() if COMMIT in files}
     for step in [step for step, files in marked.items() if MANIFEST not in files]:
@@ -436,7 +436,7 @@ class Mirror:
       UsageError: another process trains there, or nothing can be written.
     """
 
-    def __init__(self, folder: Path, address: str, print_line: Callable[[str], None]):
+    def __init__(self, folder: Path, address: str, print_line: PrintLine):
         self.folder, self.address, self.store = folder, address, Store(address, print_line)
         self.lock, self.uploading = StoreLock(self.store, address), None
         self._index, self._last_scan, self._uploads = Index(folder), 0.0, 0

@@ -48,7 +48,7 @@ from mjax.errors import UsageError, check_picture, one_sentence, suggestion
 from mjax.pictures.runs import Curve, draw_runs, smooth, smoothing_window
 from mjax.run.callbacks import KINDS, read_goodput, sum_activities
 from mjax.run.continuing import ORIGIN, read_origin
-from mjax.run.metrics import TRACKING_ID, End, finite_or_none, read_end, read_lines
+from mjax.run.metrics import TRACKING_ID, MetricsEnd, finite_or_none, read_end, read_lines
 from mjax.utils.figures import duration, table
 from mjax.utils.files import path_below, rename, resolve_parents
 from mjax.utils.stores import find_address, with_addresses
@@ -222,7 +222,7 @@ def run_row(folder: Path) -> Row:
     if config is None:
         return Row(folder.name, state=f"cannot be read: {problems[0]}")
     checkpoints = attempt(checkpoint_steps, folder, default=[])
-    end = attempt(read_end, folder / "metrics.jsonl", TAIL, default=End())
+    end = attempt(read_end, folder / "metrics.jsonl", TAIL, default=MetricsEnd())
     origin = attempt(read_origin, folder, default=None)
     step = max([end.last.get("step", 0), *checkpoints])
     state = ("done" if step >= config.train.steps else "stopped") if checkpoints else "no checkpoint"

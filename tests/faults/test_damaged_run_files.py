@@ -184,4 +184,4 @@ def test_damaged_hours_are_set_aside(runs):
     (runs / "whole" / "goodput.json").write_text("[1]")
     said = []
     Goodput().begin(runs / "whole", 3, said.append)
-    assert said == [f"{runs}/whole/goodput.json is damaged: kept as goodput.json.damaged, started a new one"]
+    assert said == [f"{runs}/whole/goodput.json is damaged: renamed to goodput.json.damaged, started a new one"]
