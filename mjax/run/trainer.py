@@ -1,4 +1,4 @@
-"""A training run from Python: `train.py` as an object, with your own data, loss, optimizer and callbacks."""
+"""A training run from Python: `train.py` as an object, with your data, loss, optimizer and callbacks."""
 
 from __future__ import annotations
 
@@ -82,8 +82,7 @@ class Trainer:
                     "data is given and validation is not, and --train.eval-interval is "
                     f"{config.train.eval_interval}; give validation, or set train.eval_interval to 0"
                 )
-            named = dict.fromkeys(BLENDS, ())
-            config = replace(config, data=replace(config.data, custom=True, **named))
+            config = replace(config, data=replace(config.data, custom=True, **dict.fromkeys(BLENDS, ())))
         check_batch_sizes(config)
         init = None if init is None else resolve_parents(local_run(init))
         config, _ = resolve_steps(with_positions(after_steps_taken(config, self.folder), self.folder, init))

@@ -93,7 +93,7 @@ def test_same_command_continues_and_does_not_restart(source, tmp_path, capsys):
         ((run, CONFIG, tmp_path / "x"), r"began from .*source, checkpoint 2, not from .*x; add --name NEW"),
         ((run, CONFIG, source, 1), r"began from .* not from .*source, checkpoint 1"),
         ((source, CONFIG, source), "is the folder of this run; add --name NEW"),
-        ((source, CONFIG, run), "began with weights of its own, not from"),
+        ((source, CONFIG, run), "began without --init, not from"),
     ):
         with pytest.raises(UsageError, match=words):
             choose_origin(*arguments)
