@@ -39,14 +39,15 @@ class TokenLayout:
       positions: s, tokens per sequence; with context parallelism those of this rank.
       sequence_parallel: whether the rows are split over `model` (sequence parallelism).
       float8: whether column- and row-parallel layers multiply these rows in float8 (`float8.py`).
-      across: how attention reaches the positions of other ranks of `context`; None: a rank has whole sequences.
+      context_attention: how attention reaches the positions of other ranks of `context`; None: a rank has whole
+        sequences.
     """
 
     sequences: int
     positions: int
     sequence_parallel: bool = False
     float8: bool = False
-    across: ContextAttention | None = None
+    context_attention: ContextAttention | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -56,15 +57,15 @@ class TokenLayout:
     @property
     def global_positions(self) -> int:
         """Positions of a whole sequence."""
-        return self.positions * (mappings.size(CONTEXT) if self.across else 1)
+        return self.positions * (mappings.size(CONTEXT) if self.context_attention else 1)
 
     def position_ids(self) -> Int[Array, " s"]:
         """The positions that this rank has, in every sequence."""
         local = jnp.arange(self.positions, dtype=jnp.int32)
-        if not self.across:
+        if not self.context_attention:
             return local
         rank, half = mappings.rank(CONTEXT), self.positions // 2
-        if self.across == "heads":
+        if self.context_attention == "heads":
             return rank * self.positions + local
         last = 2 * mappings.size(CONTEXT) - 1
         return jnp.where(local < half, rank * half + local, (last - rank) * half + local - half)
@@ -72,14 +73,14 @@ class TokenLayout:
     def exchange_positions(self, x: Shaped[Array, "... s"]) -> Shaped[Array, "... s"]:
         """Turn this rank's contiguous positions of a batch's array into those of `position_ids`."""
         with jax.named_scope(named_scopes.EMBEDDING):
-            return mappings.zigzag_permute(x) if self.across == "gather" else x
+            return mappings.zigzag_permute(x) if self.context_attention == "gather" else x
 
     def gather_positions(self, x: Shaped[Array, "b s ..."]) -> Shaped[Array, "b S ..."]:
         """Concatenate the positions of all ranks of `context`, in order; the transpose is a reduce-scatter."""
-        if not self.across:
+        if not self.context_attention:
             return x
         x = mappings.all_gather(x, CONTEXT, 1)
-        if self.across == "heads":
+        if self.context_attention == "heads":
             return x
         halves = x.reshape(len(x), -1, 2, self.positions // 2, *x.shape[2:])
         first, second = (jax.lax.index_in_dim(halves, i, 2, keepdims=False) for i in (0, 1))

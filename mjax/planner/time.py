@@ -59,7 +59,7 @@ from mjax.config.bounds import Bounds, check_bounds
 from mjax.config.kernels import FUSED, attention_on_gpu, is_unrolled
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, either
-from mjax.parallel.grouped import ROWS
+from mjax.parallel.grouped import TILE_ROWS
 from mjax.planner import Section, good_to
 from mjax.planner import layer as trace
 from mjax.planner.layer import hardware_flops, model_flops
@@ -71,7 +71,7 @@ from mjax.utils.figures import format_rows, table
 from mjax.utils.files import read_json, write_whole
 
 # Rows of a tile of experts' products.
-TILE = ROWS["pallas"]
+TILE = TILE_ROWS["pallas"]
 
 
 # --- Calibration ------------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_ledger_has_what_the_docstring_of_across_says():
 @pytest.mark.parametrize("context", [3, 4])
 def test_positions_are_balanced_over_ranks(context):
     mesh = make_mesh(MeshConfig(context=context))
-    tokens = TokenLayout(1, 4, across="gather")
+    tokens = TokenLayout(1, 4, context_attention="gather")
 
     def on_rank(row):
         own = tokens.exchange_positions(row)

@@ -1,5 +1,5 @@
-"""Fields of a config that belong to a part of a model: the config of an architecture derives from the parts it has. No
-JAX is imported here."""
+"""Config fields of the parts of models; the config of an architecture derives from those of its parts. No JAX is
+imported here."""
 
 from __future__ import annotations
 
@@ -211,10 +211,10 @@ class ExpertsConfig(GatedMLPConfig):
         return Pattern(tuple(kinds[dense:]), tuple(kinds[:dense]))
 
     def columns(self) -> dict[str, int]:
-        found = {**super().columns(), "expert width": self.expert_width_in_use}
+        columns = {**super().columns(), "expert width": self.expert_width_in_use}
         if self.expert_layers == self.layers:
-            del found["feed-forward width"]
-        return found | ({"shared expert width": self.shared_width} if self.shared_width else {})
+            del columns["feed-forward width"]
+        return columns | ({"shared expert width": self.shared_width} if self.shared_width else {})
 
     def check(self, config) -> None:
         super().check(config)
