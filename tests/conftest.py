@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mjax.cluster.launch import IN_ORDER  # noqa: E402  imports no JAX
+from mjax.cluster.launch import IN_ORDER, THREADS, THREADS_PER_DEVICE  # noqa: E402  imports no JAX
 
 # Compilation is the cost of the suite, and what it compares does not depend on how fast the programs run: with these
 # flags XLA compiles for CPUs in a fifth of the time. The notebooks run with XLA's defaults.
@@ -33,6 +33,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     # A busy machine may keep a simulated device from a collective for longer than the 40 s after which XLA aborts.
     flags += [COMPILE_QUICKLY, IN_ORDER, "--xla_cpu_collective_call_terminate_timeout_seconds=200"]
 os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+os.environ.setdefault(THREADS, str(THREADS_PER_DEVICE * 16))
 # Of what tests start too. Clones of one machine share a cache, so that each compiles only what is new in it.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mjax-tests"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))

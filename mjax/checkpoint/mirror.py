@@ -65,8 +65,8 @@ STAYS_THERE = ("tensorboard/", "profile/", "wandb/")  # not fetched
 STEP = re.compile(r"checkpoints/(0|[1-9][0-9]*)/(.+)")
 IN_CHECKPOINT = re.compile(r"checkpoints/[^/]+/.+")  # also in one that was set aside
 NEEDED = re.compile(r"[^/]+\.jsonl?|tokenizer/.+")  # with each checkpoint: to continue the run elsewhere
-TO_TRAIN, TO_READ = ("--run", "--resume"), ("--run", "--resume", "--checkpoint", "--init", "--base")
-"""Flags whose value is a run, in commands that train it and in others."""
+RUN_FLAGS = ("--run", "--init", "--base")
+"""Flags with a run as their value."""
 NONE = {"size": -1}
 _readable: dict[str, Path] = {}  # local folders of addresses, as they were last fetched
 
@@ -98,9 +98,9 @@ def _local_value(flag: str, value: str, also: bool, trains: bool) -> str:
         return value
     if flag == "--runs":
         return str(mirror_address(address))
-    if trains and flag in TO_TRAIN:
+    if trains and flag == "--run":
         return str(run_to_train(address))
-    return f"{prefix}{local_run(address)}" if prefix or also or flag in TO_READ else value
+    return f"{prefix}{local_run(address)}" if prefix or also or flag in RUN_FLAGS else value
 
 
 # --- From the store ---------------------------------------------------------------------------------------------------

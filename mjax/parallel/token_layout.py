@@ -26,7 +26,7 @@ from jaxtyping import Array, Int, Shaped
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.parallel import mappings, named_scopes
 
-ContextAttention = Literal["heads", "gather"]
+ContextAttention = Literal["ulysses", "allgather"]
 """How attention reaches the positions of other ranks of `context` (`models/parts/attention_kernels.py`)."""
 
 
@@ -65,7 +65,7 @@ class TokenLayout:
         if not self.context_attention:
             return local
         rank, half = mappings.rank(CONTEXT), self.positions // 2
-        if self.context_attention == "heads":
+        if self.context_attention == "ulysses":
             return rank * self.positions + local
         last = 2 * mappings.size(CONTEXT) - 1
         return jnp.where(local < half, rank * half + local, (last - rank) * half + local - half)
@@ -73,14 +73,14 @@ class TokenLayout:
     def exchange_positions(self, x: Shaped[Array, "... s"]) -> Shaped[Array, "... s"]:
         """Turn this rank's contiguous positions of a batch's array into those of `position_ids`."""
         with jax.named_scope(named_scopes.EMBEDDING):
-            return mappings.zigzag_permute(x) if self.context_attention == "gather" else x
+            return mappings.zigzag_permute(x) if self.context_attention == "allgather" else x
 
     def gather_positions(self, x: Shaped[Array, "b s ..."]) -> Shaped[Array, "b S ..."]:
         """Concatenate the positions of all ranks of `context`, in order; the transpose is a reduce-scatter."""
         if not self.context_attention:
             return x
         x = mappings.all_gather(x, CONTEXT, 1)
-        if self.context_attention == "heads":
+        if self.context_attention == "ulysses":
             return x
         halves = x.reshape(len(x), -1, 2, self.positions // 2, *x.shape[2:])
         first, second = (jax.lax.index_in_dim(halves, i, 2, keepdims=False) for i in (0, 1))

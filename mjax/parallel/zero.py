@@ -8,7 +8,7 @@ experts. Between steps it may be split further, and its moments with it:
                               but its master weights and moments exist once rather than once per stage
     with `mesh.zero` 1 or 3   everything over the replicas that have it (arXiv 1910.02054): `data`, `expert` and
                               `context`, or of the experts of a mixture, which `expert` splits already, the others;
-                              but never over `replica`, whose groups have copies (HSDP, arXiv 2304.11277)
+                              but never over `replicate`, whose groups have copies (HSDP, arXiv 2304.11277)
 
 Shards become weights at one of two points. ZeRO-1 gathers everything at the start of the step, in the compute dtype.
 ZeRO-3, or FSDP, gathers a layer's weights inside the loop over layers, and again in the backward pass, so that no
@@ -92,12 +92,12 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
 
 def split_into_virtual_stages(model, mesh: MeshConfig):
     """The model with its layers as [V, l / V, …] if a stage has V chunks."""
-    if mesh.chunks == 1:
+    if mesh.virtual_stages == 1:
         return model
     leaves, structure = jax.tree.flatten(model)
     weights = zip(leaves, are_stacked(model), strict=True)
     return structure.unflatten(
-        weight.reshape(mesh.chunks, -1, *weight.shape[1:]) if stacked else weight for weight, stacked in weights
+        weight.reshape(mesh.virtual_stages, -1, *weight.shape[1:]) if stacked else weight for weight, stacked in weights
     )
 
 
@@ -107,7 +107,7 @@ def layer_dims(mesh: MeshConfig) -> int:
     Stage i of a pipeline with V chunks has the i-th part of each chunk's layers (arXiv 2104.04473, section 2.2). A
     reshape makes the chunks, so layers stay in order, and each stage's part is an ordinary shard of dim 1.
     """
-    return 1 if mesh.chunks == 1 else 2
+    return 1 if mesh.virtual_stages == 1 else 2
 
 
 def compute_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
@@ -158,8 +158,8 @@ def add_to_shards(model, whole: dict[str, Array], plan, mesh: MeshConfig):
         added = remaining.pop(leaf_name(path), None)
         if added is None:
             return shard
-        if mesh.chunks > 1 and storage.stacked:
-            added = added.reshape(mesh.chunks, -1, *added.shape[1:])
+        if mesh.virtual_stages > 1 and storage.stacked:
+            added = added.reshape(mesh.virtual_stages, -1, *added.shape[1:])
         return shard + local_shard(added.astype(shard.dtype), storage.spec)
 
     remaining = dict(whole)

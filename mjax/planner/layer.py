@@ -189,7 +189,7 @@ class Traced:
             model=config.mesh.model,
             expert=config.mesh.expert,
             context=config.mesh.context,
-            context_attention=config.across or "auto",
+            context_attention=config.context_attention or "auto",
             sequence_parallel=config.mesh.splits_tokens,
         )
         return cls(_drop_dropout_and_barriers(config.model), _list_arrays(config.data), config.precision.compute, mesh)
@@ -198,7 +198,7 @@ class Traced:
     def scores(self) -> tuple[int, int]:
         """The last dims of attention's scores: positions of a rank's queries, and of their keys."""
         sequence, mesh = self.model.sequence, self.mesh
-        return sequence // (mesh.context if mesh.context_attention == "gather" else 1), sequence
+        return sequence // (mesh.context if mesh.context_attention == "allgather" else 1), sequence
 
     def config(self, kernel: str, recompute: str) -> Config:
         """A config for one sample on each rank, with this kernel of attention or the stand-in of the fused ones."""

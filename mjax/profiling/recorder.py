@@ -50,7 +50,7 @@ class Recorder(Callback):
     def on_start(self, run: Run) -> None:
         """Report steps that the run has taken already."""
         self.close()
-        self._say = run.print_line
+        self._print_line = run.print_line
         if self.steps and run.step >= self.steps.start:
             run.print_line(f"note: the run continues after step {run.step}, and --profile records later steps only")
 

@@ -24,8 +24,8 @@ from mjax.utils.figures import table
 WINDOW = "profiled steps"  # the event that spans them
 ASIDE = "between steps"  # events within it: evaluations and saves
 PRODUCTS, ATTENTION, OPTIMIZER, OTHER = "products", "attention", "optimizer", "other kernels"
-COPIES, COLLECTIVES, ELSEWHERE = "copies and fills", "collectives", "other programs"
-KINDS = (PRODUCTS, ATTENTION, OPTIMIZER, OTHER, ELSEWHERE, COPIES, COLLECTIVES)
+COPIES, COLLECTIVES, OTHER_PROGRAMS = "copies and fills", "collectives", "other programs"
+KINDS = (PRODUCTS, ATTENTION, OPTIMIZER, OTHER, OTHER_PROGRAMS, COPIES, COLLECTIVES)
 # Name, opcode and operation of the traced program of each line of a compiled program.
 INSTRUCTION = re.compile(r'^ +(?:ROOT )?%?([\w.\-]+) = .*? ([a-z][\w\-]*)\((?:.*op_name="([^"]*)")?', re.MULTILINE)
 # Lines without kernels: loops and calls, whose kernels are events too, and those that wait for another.
@@ -122,7 +122,7 @@ def _kernels(events: Iterable[tuple], program: str) -> Iterator[Kernel]:
             label = f"{operation} ({stem})"
         kind, label = operation_kind(f"{event.name} {name} {opcode}", source), f"{part}: {label}" if part else label
         if module != train_step:
-            kind, label = ELSEWHERE, f"{module}: {name}"
+            kind, label = OTHER_PROGRAMS, f"{module}: {name}"
         yield Kernel(device, event.start_ns, event.end_ns, kind, part, label)
 
 

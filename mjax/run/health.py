@@ -18,9 +18,9 @@ continues from it judges as the run that wrote it did, in every process.
   other checkpoint replaces it before it is good itself.
 - While the run is unhealthy, due checkpoints are postponed. A checkpoint that has to be saved then, because the run is
   stopped or done, is marked in its manifest, never becomes good, and removes no other.
-- A loss spike is reported; with `skip` the compiled step drops the update; with `rewind` the run goes back to the last
-  good checkpoint and skips the batches that led to the spike. Steps keep their numbers and batches, so sample order
-  stays a function of the step: `passed_over.json` lists the steps that update nothing.
+- A loss spike is reported; with `skip` the compiled step drops the update; with `rollback` the run goes back to the
+  last good checkpoint and skips the batches that led to the spike. Steps keep their numbers and batches, so sample
+  order stays a function of the step: `passed_over.json` lists the steps that update nothing.
 - Beyond the limits the run ends with exit code 3, and `unhealthy.json` tells the next start, which continues from the
   bad state only if the user names a checkpoint (`--step`).
 
@@ -46,7 +46,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.cluster.processes import from_first, is_first
+from mjax.cluster.processes import broadcast_int, is_first
 from mjax.config import Config, HealthConfig
 from mjax.config.axes import NAMES, axes_sharing_weights
 from mjax.config.model_file import run_flags
@@ -75,11 +75,11 @@ CHECK_EVERY = 100  # steps between comparisons of the replicas, and checks of we
 MAX_RATIO_TO_MEAN = 10.0  # times the mean: a spike if too few losses are known for a deviation, or in an evaluation
 GOOD_AFTER = 10  # healthy steps after a checkpoint (fewer if the next one comes earlier) that make it the last good one
 MIN_DEVIATION = 0.01  # of the mean: a nearly constant loss has no spikes of a few thousandths
-MAX_REWINDS = 3  # to one checkpoint
-REWIND_BATCHES = 10  # skipped by a rewind, up to and including that of the spike
+MAX_ROLLBACKS = 3  # to one checkpoint
+ROLLBACK_BATCHES = 10  # skipped by a rollback, up to and including that of the spike
 PASSED_OVER, UNHEALTHY = "passed_over.json", "unhealthy.json"
 
-Rewind = TypedDict("Rewind", {"steps": tuple[int, int], "spike": int, "loss": float, "from": int})
+Rollback = TypedDict("Rollback", {"steps": tuple[int, int], "spike": int, "loss": float, "from": int})
 """An entry of passed_over.json: first and last step, the spike with its loss, and the checkpoint gone back to."""
 
 
@@ -97,7 +97,7 @@ class HostValues(TypedDict, total=False):
 
     health: HealthState
     suspect: bool
-    passed_over: list[Rewind]
+    passed_over: list[Rollback]
     continued_from: int | None
     val_loss: float | None
 
@@ -231,7 +231,7 @@ class Guard(Callback):
 
     Attributes:
       health: of the last step that was observed.
-      passed_over: rewinds.
+      passed_over: rollbacks.
       good: the last good checkpoint; None if none is known.
       continued_from: the checkpoint that the user chose to continue from, if any.
       spike: step and loss of a spike that the run has to go back from; None: continue.
@@ -248,7 +248,7 @@ class Guard(Callback):
         self.config, self.checkpoints, self.print_line = config, checkpoints, print_line
         self.folder = checkpoints.folder.parent
         self.health = Health(config.health)
-        self.passed_over: list[Rewind] = []
+        self.passed_over: list[Rollback] = []
         self.good: int | None = None
         self.continued_from = continued_from
         self.spike: tuple[int, float] | None = None
@@ -305,8 +305,8 @@ class Guard(Callback):
         if self.continued_from is None:
             self.continued_from = known.get("continued_from")
         self.good = self.checkpoints.good()
-        rewinds = _read(list[Rewind], self.folder / PASSED_OVER)
-        self.passed_over = known.get("passed_over", []) if rewinds is None else rewinds
+        rollbacks = _read(list[Rollback], self.folder / PASSED_OVER)
+        self.passed_over = known.get("passed_over", []) if rollbacks is None else rollbacks
         self.spike, self._put_off, self._healthy_since = None, False, 0
         self._candidate = start if there and start > 0 and not known.get("suspect") else None
         if known.get("suspect"):
@@ -323,7 +323,7 @@ class Guard(Callback):
             return -math.inf
         if self.config.health.spike == "skip":
             return self.health.limit(step)
-        return math.inf if self.passed_over or self.config.health.spike == "rewind" else None
+        return math.inf if self.passed_over or self.config.health.spike == "rollback" else None
 
     def observe(self, record: Record) -> str | None:
         """Judge a step: None if it is healthy, otherwise what is wrong, to follow 'step N'."""
@@ -341,16 +341,16 @@ class Guard(Callback):
             dropped = "; its update was dropped" if record.skipped else ""
             far = self.health.deviations(record.loss)
             wrong = f"loss spike: {record.loss:.4f} is {far} (limit {limit:.4f}){dropped}"
-            if self.config.health.spike == "rewind" and self.good is None:
-                wrong += "; there is no good checkpoint to rewind to yet"
-            elif self.config.health.spike == "rewind" and self.spike is None:
+            if self.config.health.spike == "rollback" and self.good is None:
+                wrong += "; there is no good checkpoint to roll back to yet"
+            elif self.config.health.spike == "rollback" and self.spike is None:
                 self.spike = record.step, record.loss
         if record.val_loss is not None and not self.health.observe_validation(record.val_loss):
             state, wrong = SKIPPED, f"leaves weights with which the validation loss is {record.val_loss:g}"
         self._follow(state)
         return wrong
 
-    def _passes_over(self, step: int) -> Rewind | None:
+    def _passes_over(self, step: int) -> Rollback | None:
         return next((e for e in self.passed_over if e["steps"][0] <= step <= e["steps"][1]), None)
 
     def _scale_settles(self, record: Record) -> bool:
@@ -420,27 +420,27 @@ class Guard(Callback):
     def _last_good(self) -> str:
         return "none is known to be good" if self.good is None else f"the last good one is {self.good}"
 
-    # --- Rewinding and giving up --------------------------------------------------------------------------------------
+    # --- Rolling back and giving up -----------------------------------------------------------------------------------
 
     def go_back(self) -> int:
         """Prepare to continue from the last good checkpoint, whose step is returned, without the batches that led to
         the spike.
 
         Raises:
-          UnhealthyError: there were too many rewinds to it.
+          UnhealthyError: there were too many rollbacks to it.
         """
         self._forget_failed()
         (step, loss), good = self.spike, self.good
         if good is None:
-            self.give_up("the loss spiked, and the checkpoint to rewind to could not be saved")
-        if sum(entry["from"] == good for entry in self.passed_over) >= MAX_REWINDS:
-            self.give_up(f"the loss spiked again after {MAX_REWINDS} rewinds to checkpoint {good}")
+            self.give_up("the loss spiked, and the checkpoint to roll back to could not be saved")
+        if sum(entry["from"] == good for entry in self.passed_over) >= MAX_ROLLBACKS:
+            self.give_up(f"the loss spiked again after {MAX_ROLLBACKS} rollbacks to checkpoint {good}")
         self.checkpoints.abandon(after=good)
-        first = max(good + 1, step - REWIND_BATCHES + 1)
-        entry: Rewind = {"steps": (first, step), "spike": step, "loss": loss, "from": good}
+        first = max(good + 1, step - ROLLBACK_BATCHES + 1)
+        entry: Rollback = {"steps": (first, step), "spike": step, "loss": loss, "from": good}
         if is_first():
             write_whole(self.folder / PASSED_OVER, json.dumps([*self.passed_over, entry], indent=1) + "\n")
-        self.print_line(f"rewinding to checkpoint {good}")
+        self.print_line(f"rolling back to checkpoint {good}")
         self.passed_over = [*self.passed_over, entry]
         return good
 
@@ -469,7 +469,7 @@ class Guard(Callback):
         raise UnhealthyError(f"{problem}; {way_out}")
 
 
-def _describe(entry: Rewind) -> str:
+def _describe(entry: Rollback) -> str:
     first, last = entry["steps"]
     return (
         f"steps {first} to {last} train on nothing, because the loss spiked at step {entry['spike']} "
@@ -509,7 +509,7 @@ def check_start(folder: Path, step: int | None) -> None:
       UsageError: unhealthy.json or passed_over.json is damaged.
       UnhealthyError: it did, and no checkpoint was given to continue from.
     """
-    _read(list[Rewind], folder / PASSED_OVER)
+    _read(list[Rollback], folder / PASSED_OVER)
     if step is None and (marked := _read(UnhealthyEnd, folder / UNHEALTHY)):
         raise UnhealthyError(f"{folder} ended unhealthy ({marked['problem']}); {marked['way_out']}")
 
@@ -522,7 +522,7 @@ def continue_from(checkpoints: Checkpoints, step: int, print_line: Callable[[str
     """
     steps, marker = checkpoints.steps(), checkpoints.folder.parent / UNHEALTHY
     repeated = not marker.exists() and _host_values(checkpoints, steps[-1]).get("continued_from") == step
-    if from_first(repeated):  # process 0 removes the marker
+    if broadcast_int(repeated):  # process 0 removes the marker
         print_line(f"checkpoint {steps[-1]} continues from {step} already; to go back again, move the later ones away")
         return
     checkpoints.abandon(after=step)

@@ -25,7 +25,7 @@ from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import lock_folder
 from mjax.checkpoint.mirror import Mirror
 from mjax.cluster.launch import COMPILING, STEP, Distributed
-from mjax.cluster.processes import StopSignal, from_first, is_first, stop_agreed
+from mjax.cluster.processes import StopSignal, broadcast_int, is_first, stop_agreed
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes
@@ -135,7 +135,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
     program = build_program(resolved, mesh, optimizer=options.optimizer, loss=options.loss)
     watchdog.print_line = display.print_line
     with _open_checkpoints(config, folder, display.print_line) as checkpoints:
-        if (step := from_first(-1 if options.step is None else options.step)) >= 0:
+        if (step := broadcast_int(-1 if options.step is None else options.step)) >= 0:
             continue_from(checkpoints, step, display.print_line)
         if checkpoints.steps() in ([], [0]):  # 0: converted
             checkpoints.try_save(mesh)
@@ -143,7 +143,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
             start, state, origin, base = first_state(checkpoints, program, options.origin, display.print_line)
         announce_start(display, resolved, data, folder, start)
         if start >= config.train.steps:
-            display.print_line(f"all {start} steps are done; raise --train.steps to continue, or choose another --name")
+            display.print_line(f"all {start} steps are done; raise train.steps to continue")
             return Result(0, start, state, None)
         log = None
         if is_first():
@@ -271,7 +271,7 @@ class Run:
           RunError: two saves in a row failed, or the last one.
         """
         self.state, self.step, last = state, start, self.config.train.steps
-        del state  # it is donated, and a rewind needs its memory
+        del state  # it is donated, and a rollback needs its memory
         with self.watchdog.abort_on_error(), contextlib.ExitStack() as stack:
             for callback in self.callbacks:
                 stack.callback(callback.close)
@@ -448,8 +448,10 @@ class Evaluate(Callback):
     def measure(self, run: Run, step: int) -> tuple[float, dict[str, float]]:
         """Return the mean loss over all labels, nats per label, and the other metrics of the model."""
         batches = range(run.config.train.eval_batches)
-        model = run.state.model
-        sums = [run.program.eval_step(model, run.to_devices(self.validation, i)) for i in batches]
+        sums = []
+        for index in batches:
+            sums.append(run.program.eval_step(run.state.model, run.to_devices(self.validation, index)))
+            jax.block_until_ready(sums[-2:-1])  # one batch ahead: XLA for CPUs hangs with more than 32 in flight
         loss, metrics = weighted_mean(jax.device_get(sums), run.program.abstract_state.model.loss_weights)
         if guesses := [metric.guess for metric in run.config.model.metrics if isinstance(metric.guess, str)]:
             if self._entropy is None:

@@ -246,7 +246,7 @@ class MetricsLog(Callback):
         metrics: Sequence[Metric] = (),
     ):
         self.folder, self.metrics, self._names = folder, metrics, curve_names(metrics)
-        self._say, self._failed = print_line, set[str]()
+        self._print_line, self._failed = print_line, set[str]()
         self._begin_after(step)
         self._drawing: Future | None = None
         self._painter = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # one picture at a time
@@ -261,7 +261,7 @@ class MetricsLog(Callback):
                     self._trackers[name] = _Tracker(package, project, folder)
 
     def on_start(self, run: Run) -> None:
-        """After a rewind, drop the lines of the steps that are taken again. TensorBoard and W&B show both runs of
+        """After a rollback, drop the lines of the steps that are taken again. TensorBoard and W&B show both runs of
         them."""
         if self._written:
             self._file.close()
@@ -477,7 +477,7 @@ class _Tracker:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
-        """Add the scalars of a step. Steps repeat after a rewind, and W&B drops its own steps that do."""
+        """Add the scalars of a step. Steps repeat after a rollback, and W&B drops its own steps that do."""
         if self._package == "wandb":
             self._run.log({"step": step, **scalars})
         else:

@@ -57,7 +57,7 @@ def first_state(
     if checkpoints.steps():
         return *restore_state(checkpoints, program, None, print_line), None, None
     if origin is None:
-        options = launch.options_for_one_call(jax.default_backend())
+        options = launch.quick_compile_options(jax.default_backend())
         initialize = program.initialize.lower().compile(options) if options else program.initialize
         return 0, initialize(), None, None
     run, base = read_folder(origin.run), None
@@ -157,7 +157,7 @@ def describe_environment(config: Config, print_line: Callable[[str], None]) -> d
         "mesh": axes.cli_sizes(config.mesh),
         "parameters": count_parameters(config.model),
         "attention": config.model.attention,
-        **({"grouped": config.model.grouped} if config.model.grouped else {}),
+        **({"moe_kernel": config.model.moe_kernel} if config.model.moe_kernel else {}),
         "driver": launch.nvidia_driver(),
         "flags": {name: value for name, value in sorted(os.environ.items()) if FLAGS.fullmatch(name)},
         "set_by_mjax": dict(launch.SET_BY_MJAX),

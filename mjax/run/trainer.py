@@ -32,7 +32,7 @@ class Trainer:
     result = trainer.train()
     """
 
-    @name_arguments()
+    @name_arguments("init", "name", "allow_change", "step")
     def __init__(
         self,
         config: Config,
@@ -83,7 +83,7 @@ class Trainer:
                     f"{config.train.eval_interval}; give validation, or set train.eval_interval to 0"
                 )
             named = dict.fromkeys(BLENDS, ())
-            config = replace(config, data=replace(config.data, own=True, **named))
+            config = replace(config, data=replace(config.data, custom=True, **named))
         check_batch_sizes(config)
         init = None if init is None else resolve_parents(local_run(init))
         config, _ = resolve_steps(with_positions(after_steps_taken(config, self.folder), self.folder, init))

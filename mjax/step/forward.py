@@ -115,12 +115,12 @@ class Forward:
         if self.loss_fn is not None:
             raise UsageError(
                 f"--train.loss-chunks {chunks} is for the loss of the model, and this run has a function instead; "
-                "leave it out"
+                "remove it"
             )
         if not weights.scores_in_chunks():
             raise UsageError(
                 f"--train.loss-chunks {chunks} needs the `loss` and `logits` of mjax (mjax/models/causal.py), which "
-                f"{type(weights).__name__} overrides; leave it out"
+                f"{type(weights).__name__} overrides; remove it"
             )
 
     def _parts(self, sums: Sums) -> dict[str, Array]:
@@ -131,7 +131,7 @@ def token_layout(config: Config) -> TokenLayout:
     """The tokens in the rows of the stream of one micro-batch."""
     model, mesh = config.model, config.mesh
     sequences, positions = config.train.micro_batch * model.sequences, model.sequence // mesh.context
-    return TokenLayout(sequences, positions, mesh.splits_tokens, context_attention=config.across)
+    return TokenLayout(sequences, positions, mesh.splits_tokens, context_attention=config.context_attention)
 
 
 # --- The same parts for the stages of a pipeline ----------------------------------------------------------------------
@@ -146,7 +146,7 @@ def stage_program(forward: Forward, weights: dict[str, float], frozen: Model | N
       frozen: the part of the embedding's and the head's weights that is not differentiated.
     """
     config, frozen = forward.config, vary_over_pipe(frozen)
-    layers_in_chunk = config.model.layers // (config.mesh.pipe * config.mesh.chunks)
+    layers_in_chunk = config.model.layers // (config.mesh.pipe * config.mesh.virtual_stages)
 
     def layers(blocks, x, micro_batch, virtual_stage):
         return forward.layers(blocks, x, micro_batch, virtual_stage * layers_in_chunk + 1)
@@ -180,7 +180,7 @@ def pipeline_loss_and_gradients(forward: Forward, weights: Model, micro_batches:
 def sum_over_stages(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
     """Sum the head's results over micro-batches, on this device."""
     mesh = forward.config.mesh
-    schedule = forward_schedule(mesh.pipe, forward.config.micro_batches, mesh.chunks)
+    schedule = forward_schedule(mesh.pipe, forward.config.micro_batches, mesh.virtual_stages)
     program = stage_program(forward, weights.loss_weights)
     return pipeline_sums(schedule, program, _drop_blocks(weights), weights.blocks, micro_batches)
 

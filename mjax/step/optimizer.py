@@ -177,7 +177,7 @@ def reduce_per_parameter(trees: list, mesh: MeshConfig) -> Array:
 
 def _place_stage(squares: Array, mesh: MeshConfig) -> Array:
     """This stage's squares [l / P] or [V, l / (P V)] at their positions among all layers' [l]; zeros elsewhere."""
-    squares = squares.reshape(mesh.chunks, 1, -1)
+    squares = squares.reshape(mesh.virtual_stages, 1, -1)
     is_local = jnp.arange(mesh.pipe)[:, None] == rank(PIPE)
     return jnp.where(is_local, squares, 0).reshape(-1)
 

@@ -82,7 +82,7 @@ class TrainProgram:
         """
         if batch.keys() != self.config.batch_arrays().keys():
             arrays = ", ".join(self.abstract_batch)
-            mask = "; with data.own=True it takes a loss_mask too" if "loss_mask" in batch else ""
+            mask = "; with data.custom=True it takes a loss_mask too" if "loss_mask" in batch else ""
             raise UsageError(f"the batch has {', '.join(batch)}; the program takes {arrays}{mask}")
         with_sequence_length(self.config, batch)
         self.config.model.check_values(batch, "the batch")

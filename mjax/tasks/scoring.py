@@ -193,7 +193,7 @@ class Scorer(RowScorer):
             scored = (
                 -(-max(windows[index].counted for index in chain(*sharing)) // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE
             )
-            if 2 * scored > width or mesh.splits_tokens or self.config.across:
+            if 2 * scored > width or mesh.splits_tokens or self.config.context_attention:
                 scored = width
             yield from ((width, scored, indices) for indices in sharing)
 

@@ -129,7 +129,7 @@ class Store:
     def __init__(self, address: str, print_line: Callable[[str], None] = print):
         self.scheme, self.patience = address.partition(":")[0], PATIENCE
         self.fs = _file_system(self.scheme)
-        self._say, self._said = print_line, dict[Hashable, float]()
+        self._print_line, self._said = print_line, dict[Hashable, float]()
 
     def reconnect(self) -> None:
         """Read the credentials again: a login that has expired may have been renewed meanwhile."""

@@ -1,4 +1,4 @@
-"""The card of a weight. What follows from it is compared with files of other software, with Muon's and LoRA's tests."""
+"""The card of a weight; exports, Muon and LoRA, which use it, have their tests elsewhere."""
 
 import ast
 import re

@@ -41,7 +41,7 @@ class Validation:
     def __init__(self, batches):
         self.batches, self.sizes = batches, BatchSizes.constant(8)
 
-    def at(self, step, rows=slice(None)):
+    def batch_at(self, step, rows=slice(None)):
         return {name: array[rows] for name, array in self.batches[step].items()}
 
 

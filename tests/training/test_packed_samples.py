@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ def test_batch_in_which_no_label_counts_has_no_gradient():
     assert all((gradient == 0).all() for gradient in named(gradients).values())
 
 
-def test_evaluation_is_the_mean_over_labels_that_count():
+def test_evaluation_is_the_mean_over_unmasked_labels():
     """The mean is over all batches together."""
     config = small_config(2, 1, mesh={"pipe": 2}, dropout=0.0, samples={"mask_eod_loss": True})
     run = run_of(replace(config, train=replace(config.train, eval_batches=3)))
@@ -39,7 +40,32 @@ def test_evaluation_is_the_mean_over_labels_that_count():
     assert metrics == {}
 
 
-@pytest.mark.parametrize("mesh", [{"zero": 3}, pytest.param({"pipe": 2, "chunks": 2}, marks=pytest.mark.ci)])
+def test_evaluation_runs_one_batch_ahead(monkeypatch):
+    """More programs in flight would hold more batches, and hang XLA for CPUs."""
+    running, in_flight = [], []
+
+    class Sums:
+        def __init__(self, *_):
+            running.append(self)
+            in_flight.append(len(running))
+
+        def block_until_ready(self):
+            running.remove(self)
+
+    monkeypatch.setattr("mjax.run.loop.weighted_mean", lambda *_: (0.5, {}))
+    model, train = SimpleNamespace(loss_weights={}, metrics=()), SimpleNamespace(eval_batches=40)
+    state = SimpleNamespace(model=model)
+    run = SimpleNamespace(
+        config=SimpleNamespace(train=train, model=model),
+        state=state,
+        program=SimpleNamespace(eval_step=Sums, abstract_state=state),
+        to_devices=lambda *_: {},
+    )
+    assert Evaluate(Validation([])).measure(run, 1) == (0.5, {})
+    assert (len(in_flight), max(in_flight)) == (40, 2)
+
+
+@pytest.mark.parametrize("mesh", [{"zero": 3}, pytest.param({"pipe": 2, "virtual_stages": 2}, marks=pytest.mark.ci)])
 def test_loss_mask_adds_one_number_over_data(mesh):
     """Outside of every loop, and nothing else."""
     plain, packed = (

@@ -241,7 +241,7 @@ class TaskBERT(Encoder):
             scores = jnp.where(is_local[:, None], scores, 0)
         for axis in split_over:
             scores = mappings.reduce_from_region(scores, axis)
-        return scores.reshape(-1, self.config.answers)
+        return scores.reshape(-1, self.config.num_labels)
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
         """The number of samples."""

@@ -40,7 +40,7 @@ def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, 
             f"{file}: rope_type of {SLIDING} is {local['rope_scaling']!r}, and mjax scales the positions of {FULL} "
             "only; convert another model"
         )
-    return values, {**fields, "full_attention_every": every}
+    return values, {**fields, "global_attention_interval": every}
 
 
 def _read_interval(values: dict[str, Any], file: str) -> int | None:
@@ -58,7 +58,7 @@ def _read_interval(values: dict[str, Any], file: str) -> int | None:
 def _write(model: Gemma3Config) -> dict[str, Any]:
     values, theta = LLAMA.write(model), model.local_rope_theta
     by_kind = {SLIDING: {"rope_type": "default", "rope_theta": theta}, FULL: values["rope_parameters"]}
-    every = model.full_attention_every or model.layers + 1
+    every = model.global_attention_interval or model.layers + 1
     kinds = {"layer_types": attention_kinds(model.layers, every), "sliding_window_pattern": every}
     return {**values, "rope_parameters": by_kind, **kinds}
 
@@ -79,7 +79,7 @@ GEMMA3 = replace(
         "num_key_value_heads": ("kv_heads", ...),
         "head_dim": ("head_dim", 256),
         "sliding_window": ("window", 4096),
-        "query_pre_attn_scalar": ("query_scalar", 256),
+        "query_pre_attn_scalar": ("query_pre_attn_scalar", 256),
         "rms_norm_eps": ("norm_epsilon", 1e-6),
         "attention_dropout": ("attention_dropout", 0.0),
         "rope_theta": ("rope_theta", 1e6),
@@ -95,7 +95,7 @@ GEMMA3 = replace(
     },
     read=_read,
     write=_write,
-    read_fields=LLAMA.read_fields | {"full_attention_every"},
+    read_fields=LLAMA.read_fields | {"global_attention_interval"},
     without_effect=frozenset({"cache_implementation"}),
 )
 FAMILIES = (GEMMA3,)

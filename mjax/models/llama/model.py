@@ -64,7 +64,9 @@ def llama_layer(key: Array, config: LlamaConfig, dtype, mlp: type[nnx.Module] = 
 
 def make_rotary(config: RotaryConfig) -> Rotary:
     """The rotary positions of a config."""
-    return Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling, config.rope_factor, config.rope_original)
+    return Rotary(
+        config.rotary_dim, config.rope_theta, config.rope_scaling, config.rope_factor, config.rope_original_length
+    )
 
 
 def _qk_norm(heads: int, config: LlamaConfig, dtype) -> nnx.Module | None:
@@ -115,7 +117,7 @@ class Llama(CausalModel):
         layers = {name: partial(layer, config=config, dtype=dtype) for name, layer in self.layers.items()}
         self.blocks = stack(blocks, config, layers)
         self.final_norm = RMSNorm(config.hidden, config.norm_epsilon, dtype)
-        if not config.tied:
+        if not config.tie_embeddings:
             self.head = VocabParallelEmbedding(head, *sizes, dtype)
 
     def embed(self, batch: dict[str, Array], context: ForwardContext) -> Float[Array, "t h"]:
@@ -123,4 +125,4 @@ class Llama(CausalModel):
         return context.with_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
 
     def output(self, x: Float[Array, "t h"]) -> Output:
-        return Output(self.embedding if self.config.tied else self.head, self.final_norm(x))
+        return Output(self.embedding if self.config.tie_embeddings else self.head, self.final_norm(x))

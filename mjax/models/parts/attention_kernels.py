@@ -181,7 +181,7 @@ def attend_over_context(
       kernel: as for `attend`.
       tokens: these positions, and how to attend to those of other ranks.
     """
-    if tokens.context_attention == "heads":
+    if tokens.context_attention == "ulysses":
         local, slopes = q.shape[HEADS] // mappings.size(CONTEXT), mask.slopes
         first = mappings.rank(CONTEXT) * local
         if slopes is not None:
@@ -190,7 +190,7 @@ def attend_over_context(
         q, k, v = (mappings.all_to_all(x, CONTEXT, HEADS, POSITIONS) for x in (q, *map(_repeat_kv_heads, (k, v))))
         attended = attend(q, k, v, replace(mask, slopes=slopes, first_head=first), kernel)
         return mappings.all_to_all(attended, CONTEXT, POSITIONS, HEADS)
-    if tokens.context_attention == "gather":
+    if tokens.context_attention == "allgather":
         mask = replace(mask, position_ids=tokens.position_ids())
         k, v = tokens.gather_positions(k), tokens.gather_positions(v)
     return attend(q, k, v, mask, kernel)

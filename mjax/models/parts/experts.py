@@ -57,14 +57,14 @@ class Experts(nnx.Module):
 
     def __init__(self, key: Array, config: ExpertsConfig, dtype):
         router, up, down, shared = jax.random.split(key, 4)
-        experts, width, hidden = config.experts, config.expert_width_in_use, config.hidden
-        self.config, self.kernel = config, "xla" if config.grouped == "auto" else config.grouped
+        experts, width, hidden = config.experts, config.expert_width, config.hidden
+        self.config, self.kernel = config, "xla" if config.moe_kernel == "auto" else config.moe_kernel
         self.router = Router(router, config, dtype)
         init, down_init = normal_init(config.init_std), normal_init(config.residual_std)
         self.up = make_param(up, init, (experts, hidden, 2, width), (EXPERT, IN, PART, COLUMNS), dtype)
         self.down = make_param(down, down_init, (experts, width, hidden), (EXPERT, ROWS, OUT), dtype)
-        if config.shared_width:
-            self.shared = GatedMLP(shared, config, dtype, config.shared_width)
+        if config.shared_expert_ffn_hidden:
+            self.shared = GatedMLP(shared, config, dtype, config.shared_expert_ffn_hidden)
 
     def __call__(self, x: Float[Array, "t h"], context: ForwardContext) -> tuple[Float[Array, "t h"], Sums]:
         """The sum of the experts' results for this rank's rows, and the router's sums of losses and metrics."""
@@ -78,7 +78,7 @@ class Experts(nnx.Module):
         order = TokenPermutation(rows_of.reshape(experts.shape), _sources(rows_of, len(groups.of_tile) * groups.rows))
         outputs = self._apply_experts(dispatch(rows, order), row_weights(weights, order), groups)
         y = region.reduce_rows(combine(outputs, order))
-        if self.config.shared_width:
+        if self.config.shared_expert_ffn_hidden:
             y, x = sequence_collectives(y, x, tokens.sequence_parallel)
             y = y + self.shared(x, context)
         sums = self.router.aux_loss_sums(routing, tokens)

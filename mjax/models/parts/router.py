@@ -5,8 +5,8 @@
     sigmoid     p = σ(l)                       the k best of p           DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)
 
 The weights are those p, divided by their sum if `router_normalized`, times `router_scale`. A softmax over the k best
-scores is the same as a softmax over all, divided by the sum of those k. With `balance_bias` experts, and groups of
-experts, are chosen by p + bias; the weights are still those of p.
+scores is the same as a softmax over all, divided by the sum of those k. With `router_bias_update_rate` experts, and
+groups of experts, are chosen by p + bias; the weights are still those of p.
 
 No token is dropped: an expert computes all tokens that chose it. So a token's result does not depend on the other
 tokens of the batch, as it does with a capacity.
@@ -17,7 +17,7 @@ equal. It is a sum of products of two means, not a sum over tokens, so it depend
 sequence here (DeepSeek-V3, section 2.1.2), the same on every mesh; those of a micro-batch in Megatron; those of all
 layers in `transformers`.
 
-**Bias.** A loss that balances experts also changes what the model learns. `balance_bias` balances without one (arXiv
+**Bias.** A loss that balances experts also changes what the model learns. `router_bias_update_rate` balances without one (arXiv
 2408.15664; DeepSeek-V3, section 2.1.2): after each step the bias of an expert grows by that rate if it had fewer tokens
 than the mean of its layer, and falls by it if more. The tokens are those of the whole batch, and their numbers are
 exact, so the bias is the same on every mesh.
@@ -70,7 +70,7 @@ class Router(nnx.Module):
         self.config = config
         shape, init = (config.hidden, config.experts), normal_init(config.init_std)
         self.kernel = make_param(key, init, shape, (IN, OUT), dtype, muon=False, keep_fp32=True)
-        if config.balance_bias:
+        if config.router_bias_update_rate:
             self.bias = make_param(key, jax.nn.initializers.zeros, (config.experts,), (OUT,), dtype, keep_fp32=True)
 
     def __call__(self, x: Float[Array, "t h"]) -> RouterOutput:
@@ -79,7 +79,7 @@ class Router(nnx.Module):
         scores = jnp.dot(x.astype(wide), kernel, precision=jax.lax.Precision.HIGHEST)
         affinities = jax.nn.softmax(scores) if config.router == "softmax" else jax.nn.sigmoid(scores)
         # Saved in every mode of recomputation: a score that differs in its last bit could choose another expert.
-        biased = affinities + self.bias[...].astype(wide) if config.balance_bias else affinities
+        biased = affinities + self.bias[...].astype(wide) if config.router_bias_update_rate else affinities
         experts = checkpoint_name(self._choose_experts(jax.lax.stop_gradient(biased)), "experts")
         weights = jnp.take_along_axis(affinities, experts, axis=-1)
         if config.router_normalized:
@@ -92,10 +92,10 @@ class Router(nnx.Module):
     def _choose_experts(self, affinities: Float[Array, "t E"]) -> Int[Array, "t k"]:
         """The k best experts of each row, in order; of equal ones the first."""
         config = self.config
-        if config.top_groups < config.router_groups:
-            groups = affinities.reshape(len(affinities), config.router_groups, -1)
+        if config.top_groups < config.router_n_groups:
+            groups = affinities.reshape(len(affinities), config.router_n_groups, -1)
             group_scores = jax.lax.top_k(groups, 2)[0].sum(-1)
-            chosen = jax.nn.one_hot(jax.lax.top_k(group_scores, config.top_groups)[1], config.router_groups).sum(1)
+            chosen = jax.nn.one_hot(jax.lax.top_k(group_scores, config.top_groups)[1], config.router_n_groups).sum(1)
             affinities = jnp.where(chosen[..., None] > 0, groups, -jnp.inf).reshape(affinities.shape)
         return jax.lax.top_k(affinities, config.experts_per_token)[1].astype(jnp.int32)
 
@@ -107,8 +107,8 @@ class Router(nnx.Module):
         sums = {"router_entropy": jax.lax.stop_gradient(entropy), "expert_load": chosen.sum(0)}
         if config.z_loss:
             sums["z_loss"] = jnp.square(jax.nn.logsumexp(scores, axis=-1)).sum()
-        if config.balance_loss:
-            sum_rows = _sum_by_sequence if config.balance_over == "sequence" else lambda rows, _: rows.sum(0)
+        if config.aux_loss_coef:
+            sum_rows = _sum_by_sequence if config.aux_loss_scope == "sequence" else lambda rows, _: rows.sum(0)
             sums |= {"assignments": sum_rows(chosen, tokens), "probabilities": sum_rows(routing.probabilities, tokens)}
         return sums
 
@@ -116,10 +116,10 @@ class Router(nnx.Module):
         """The sums that a layer adds to the means of the model: its losses and the tokens of each expert, in
         this layer's row of [l, E], of the l layers with experts."""
         config, sums = self.config, _reduce_sums(rank_sums, context.tokens)
-        moe_layer = (context.layer - config.dense_layers) // config.expert_interval - 1
+        moe_layer = (context.layer - config.first_dense_layers) // config.moe_layer_freq - 1
         is_this_layer = jnp.arange(config.expert_layers)[:, None] == moe_layer
         sums["expert_load"] = jnp.where(is_this_layer, sums["expert_load"], 0)
-        if self.config.balance_loss:
+        if self.config.aux_loss_coef:
             sums |= self._balance_loss(sums.pop("assignments"), sums.pop("probabilities"), context.tokens)
         return sums
 
@@ -127,7 +127,7 @@ class Router(nnx.Module):
         self, assignments: Float[Array, "*b E"], probabilities: Float[Array, "*b E"], tokens: TokenLayout
     ) -> Sums:
         """The balance loss from the assignments and the probabilities of each expert, by sequence or of all tokens."""
-        config, by_sequence = self.config, self.config.balance_over == "sequence"
+        config, by_sequence = self.config, self.config.aux_loss_scope == "sequence"
         if tokens.context_attention:  # of whole sequences
             both = jnp.stack([assignments, probabilities])
             assignments, probabilities = mappings.reduce_from_region(both, CONTEXT)

@@ -47,7 +47,7 @@ class DeepSeekConfig(ExpertsConfig, RotaryConfig):
 
     title: ClassVar[str] = "a DeepSeek-V3"
     module: ClassVar[str] = f"{__name__}:DeepSeek"
-    tied, hidden_dropout = False, 0.0
+    tie_embeddings, hidden_dropout = False, 0.0
     head_size = property(lambda self: self.nope_dim + self.rope_dim)
     value_size = property(lambda self: self.v_dim)
     rotary_dim = property(lambda self: self.rope_dim)
@@ -164,8 +164,9 @@ class DeepSeek(Mixture):
 
 config = Config(
     model=DeepSeekConfig(layers=3, hidden=32, heads=4, sequence=16, vocabulary=60, vocabulary_multiple=64, q_rank=24,
-        kv_rank=16, nope_dim=8, rope_dim=4, v_dim=6, experts=4, experts_per_token=2, expert_width=16, dense_layers=1,
-        router="sigmoid", balance_bias=1e-3, shared_width=16, feed_forward=48, predict=1, attention="xla"),
+        kv_rank=16, nope_dim=8, rope_dim=4, v_dim=6, experts=4, experts_per_token=2, moe_ffn_hidden=16,
+        first_dense_layers=1, router="sigmoid", router_bias_update_rate=1e-3, shared_expert_ffn_hidden=16,
+        feed_forward=48, predict=1, attention="xla"),
     precision=PrecisionConfig(compute="fp64"),
     train=TrainConfig(steps=20, global_batch=8, micro_batch=2, recompute="selective"),
 )  # fmt: skip
