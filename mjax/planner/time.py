@@ -60,7 +60,7 @@ from mjax.config.bounds import Bounds, check_bounds
 from mjax.config.kernels import FUSED, attention_on_gpu, is_unrolled
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, either
-from mjax.parallel.grouped import ROWS
+from mjax.parallel.grouped import TILE_ROWS
 from mjax.planner import Section, error_bar
 from mjax.planner import layer as trace
 from mjax.planner.layer import hardware_flops, model_flops
@@ -72,7 +72,7 @@ from mjax.utils.figures import format_rows, table
 from mjax.utils.files import read_json, write_whole
 
 # Rows of a tile of experts' products.
-TILE_ROWS = ROWS["pallas"]
+TILE = TILE_ROWS["pallas"]
 
 
 # --- Calibration ------------------------------------------------------------------------------------------------------
@@ -606,7 +606,7 @@ class LayerTime:
     def _rows(self, product: Product) -> tuple[float, int]:
         """The rows of a product with a weight, and the number of experts; the rows of an expert are whole tiles."""
         rows = self.samples * product.m
-        return (TILE_ROWS * math.ceil(rows / TILE_ROWS), product.batch) if product.grouped else (rows, 1)
+        return (TILE * math.ceil(rows / TILE), product.batch) if product.grouped else (rows, 1)
 
     @cached_property
     def _expert_collectives(self) -> tuple[float, float]:

@@ -186,7 +186,7 @@ def test_own_logits_are_in_the_loss_and_refused_in_chunks(monkeypatch):
         return loss, reported
 
     compare(config, total)
-    with pytest.raises(UsageError, match=r"--train.loss-chunks 2 needs .* `output` .* Capped has a `loss` or `logits`"):
+    with pytest.raises(UsageError, match=r"--train.loss-chunks 2 needs the `loss` and `logits` of .* Capped overrides"):
         ledger(config_of(model, loss_chunks=2))
 
 
@@ -209,7 +209,7 @@ class Shifted(toy_model.GatedMLP):
 
 
 class Counted(toy_model.Rotary):
-    def turn(self, q, k, context):
+    def apply_to_qk(self, q, k, context):
         return q * jnp.arange(q.shape[1])[:, None, None], k
 
 

@@ -1,5 +1,5 @@
-"""Fields of a config that belong to a part of a model: the config of an architecture derives from the parts it has. No
-JAX is imported here."""
+"""Config fields of the parts of models; the config of an architecture derives from those of its parts. No JAX is
+imported here."""
 
 from __future__ import annotations
 
@@ -212,10 +212,12 @@ class ExpertsConfig(GatedMLPConfig):
         return Pattern(tuple(kinds[dense:]), tuple(kinds[:dense]))
 
     def columns(self) -> dict[str, int]:
-        sizes = {**super().columns(), "expert width": self.expert_width}
+        columns = {**super().columns(), "expert width": self.expert_width}
         if self.expert_layers == self.layers:
-            del sizes["feed-forward width"]
-        return sizes | ({"shared expert width": self.shared_expert_ffn_hidden} if self.shared_expert_ffn_hidden else {})
+            del columns["feed-forward width"]
+        return columns | (
+            {"shared expert width": self.shared_expert_ffn_hidden} if self.shared_expert_ffn_hidden else {}
+        )
 
     def check(self, config) -> None:
         super().check(config)
