@@ -85,13 +85,13 @@ TRAIN_FLAGS = {
     "--mesh.pipe 2 --mesh.virtual-stages 24": "use --model.layers 48, or --mesh.virtual-stages 1",
     "--mesh.virtual-stages 2": "--mesh.virtual-stages 2 needs a pipeline",
     "--mesh.pipe 3 --mesh.virtual-stages 2": "micro-batches",
-    "--mesh.pipe 2 --train.unroll on": "keep activations by slot; leave it out",
+    "--mesh.pipe 2 --train.unroll on": "store activations by slot; leave it out",
     "--mesh.pipe 2 --train.recompute offload": "use --train.recompute full",
     # --- offloading
     "--train.recompute offload --train.unroll on": "offload does not work with --train.unroll on",
     # --- the batch
     "--train.batch-rampup 504 5 100": "in whole increments; use a START below it and an INCREMENT that divides",
-    "--train.batch-rampup 4 4 100": "not a multiple of 8 (data 1 × micro-batch 8); use multiples, there and for",
+    "--train.batch-rampup 4 4 100": "not a multiple of 8 (data 1 × micro-batch 8); use multiples, here and for",
     "--train.batch-rampup 256 16 100000 --mesh.pipe 4 --mesh.virtual-stages 2": "272 from step 26 on, which is not a",
     # --- settings that do nothing, or that contradict
     "--optimizer.warmup-steps 300000": "must be below the 300000 steps of the schedule",
@@ -166,7 +166,7 @@ MISTAKES = {
     "train --run nowhere": "has no checkpoint",
     "train --run runs/done --step 3": "has no such checkpoint; use 4",
     f"{NEW} --step 3": "goes with --run or --init",
-    f"{NEW} --mesh.model 4 --mesh.data 2": "needs 8 devices (data 2 × model 4); 1 found",
+    f"{NEW} --mesh.model 4 --mesh.data 2": "needs 8 devices (data 2 × model 4); 1 available",
     f"{NEW} --name busy": "is in use by another process",
     f"{NEW} --simulate 0": "--simulate is 0",
     f"{NEW} --log.wandb project": "pip install wandb",
