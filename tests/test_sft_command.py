@@ -201,7 +201,7 @@ BASE = "--init runs/base --data chat.jsonl"
 WRONG = {
     "--data chat.jsonl": "mjax sft trains a model further: add --init RUN",
     "--init runs/base": "there are no conversations; add --data FILE.jsonl",
-    "--init runs/none --data chat.jsonl": "runs/none/config.json does not exist",
+    "--init runs/none --data chat.jsonl": "runs/none does not exist",
     "--init runs/base --data missing.jsonl": "there is no file missing.jsonl",
     f"{BASE} --epochs 0": "--epochs is 0",
     f"{BASE} --data=a.jsonl": "--data.path is given twice",

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -26,7 +26,7 @@ from mjax.config.checks import resolve, resolve_steps, validate
 from mjax.config.kernels import attention_on_gpu
 from mjax.config.marks import RUN_SYNONYMS, UNPLANNED
 from mjax.config.run import check_new, write_config
-from mjax.errors import UsageError, check_picture, name_arguments
+from mjax.errors import UsageError, check_options, check_picture, name_arguments
 from mjax.planner import Section
 from mjax.utils.figures import format_rows, human_bytes, table
 from mjax.utils.files import cache_home
@@ -72,18 +72,10 @@ class PlanArguments:
     """Write the fastest config into this new file for `mjax train`; must end in .py."""
     without: ClassVar = UNPLANNED
     usual: ClassVar = {
-        "what to plan": (
-            "config",
-            "run",
-            "gpu",
-            "mesh.data",
-            "mesh.model",
-            "mesh.pipe",
-            "mesh.zero",
-            "train.recompute",
-        ),
-        "what to find": ("devices", "days", "max-sequence-on", "devices-per-node", "network"),
-        "how": ("compile", "calibration", "json", "memory-figure", "communication-figure", "schedule-figure"),
+        "the run": ("config", "run", "mesh.data", "mesh.model", "mesh.pipe", "mesh.zero", "train.recompute"),
+        "the cluster": ("gpu", "devices-per-node", "network", "calibration"),
+        "searches": ("devices", "days", "max-sequence-on"),
+        "the output": ("compile", "json", "memory-figure", "communication-figure", "schedule-figure"),
     }
     examples: ClassVar = (
         "mjax plan --config gpt_8b --gpu h100                      # does it fit, how fast does it go",
@@ -127,8 +119,8 @@ def _with_default(argv: Sequence[str]) -> Sequence[str]:
     if "days" not in typed:
         if "devices" in typed and not given:
             raise UsageError(
-                "--devices needs a config or a budget; to find the fastest mesh of a config, add --config, such as "
-                "--config gpt_8b; to find the largest model that a budget trains, add --days, such as --days 30"
+                "--devices needs a config, such as --config gpt_8b, or --days N to find the largest model that trains "
+                "in N days; add one of them"
             )
         return argv
     for flag in typed & {"train.steps", "train.tokens"}:
@@ -153,9 +145,7 @@ PYTHON_CONFIG = "this config"  # of a caller from Python
 KEYS = ("budget", "run", "schedule", "memory", "communication", "time", "search", "longest", "compile")
 
 
-@name_arguments(
-    "gpu", "max_sequence_on", "calibration", "network", "devices_per_node", "schedule_figure", "memory_figure"
-)
+@name_arguments(*(field.name for field in fields(PlanArguments)))
 def plan_config(config: Config, gpu: str | None = None, **options) -> dict:
     """Return the object of `mjax plan --json`: parameters, schedule, memory, communication and, with a GPU, time.
 
@@ -167,6 +157,7 @@ def plan_config(config: Config, gpu: str | None = None, **options) -> dict:
     Raises:
       UsageError: as on the command line.
     """
+    check_options("plan", options, [field.name for field in fields(PlanArguments)])
     sections = plan_sections(PlanArguments(config=PYTHON_CONFIG, settings=config, gpu=gpu, **options))
     return json.loads(_to_json(sections))
 
@@ -214,7 +205,7 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
     validate(replace(config, data=replace(config.data, mock=True)), name)
     if arguments.schedule_figure is not None and config.mesh.pipe == 1:
         stages = "--mesh.pipe 2" + " --fix mesh.pipe" * (devices is not None)
-        raise UsageError(f"--schedule-figure needs a pipeline and {name} has none; add stages, such as {stages}")
+        raise UsageError(f"--schedule-figure needs a pipeline; add stages to {name}, such as {stages}")
     if arguments.compile:
         command.check_compile(config, gpu)
     if gpu is None:
@@ -253,7 +244,7 @@ def _check_flags(arguments: PlanArguments) -> None:
         value = getattr(arguments, name)
         if value != getattr(PlanArguments, name) and getattr(arguments, needed.partition(" ")[0]) is None:
             values = value if isinstance(value, tuple) else (value,)
-            shown = " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+            shown = " ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in values)
             raise UsageError(f"--{name.replace('_', '-')} {shown} needs --{needed}; add it")
 
 
@@ -298,7 +289,7 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
     """The pipeline schedule, plotted into `file`."""
     if config.mesh.pipe == 1:
         return None
-    from mjax.parallel.schedules import find_schedule, slot_times
+    from mjax.parallel.pipeline_schedules import find_schedule, slot_times
     from mjax.pictures.plan import describe_bubble, describe_in_flight, display_name, draw_schedule
 
     schedule, times = find_schedule(config), slot_times(config)

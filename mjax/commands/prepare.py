@@ -24,7 +24,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -288,11 +288,11 @@ def _check(arguments: PrepareArguments) -> None:
     """Refuse arguments that are out of bounds or contradict each other, before text is fetched or read."""
     check_bounds(arguments)
     if arguments.demo and (arguments.inputs or arguments.split_documents is not None):
-        raise UsageError("--demo brings its own documents; leave out --demo, or the files and --split-documents")
+        raise UsageError("--demo fetches its documents; leave out --demo, or the files and --split-documents")
     if not arguments.demo and not arguments.inputs:
         raise UsageError("no input; give .txt, .jsonl or .parquet files, or --demo for 5 MB of Wikipedia")
     if arguments.vocabulary is not None and not _trains(arguments):
-        raise UsageError(f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; leave it out")
+        raise UsageError(f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; remove it")
     _check_chat(arguments)
     if arguments.split_sentences:
         load_splitter(arguments.language)
@@ -309,7 +309,7 @@ def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:
     if arguments.prepend_bos != "auto":
         tokenizer.bos = tokenizer.read_bos() if arguments.prepend_bos == "on" else None
         if arguments.prepend_bos == "on" and tokenizer.bos is None:
-            raise UsageError(f"--prepend-bos on: a {tokenizer.scheme} tokenizer puts none before texts; leave it out")
+            raise UsageError(f"--prepend-bos on: a {tokenizer.scheme} tokenizer puts none before texts; remove it")
     return tokenizer
 
 
@@ -392,11 +392,7 @@ class Encoder:
 
 # --- Conversations: `mjax prepare --chat` -----------------------------------------------------------------------------
 
-ONLY = {
-    field.name: field.default
-    for field in fields(ConversationArguments)
-    if field.name in ConversationArguments.__annotations__ and field.name != "chat"
-}
+ONLY = {name: getattr(ConversationArguments, name) for name in ConversationArguments.__annotations__ if name != "chat"}
 """Flags that go with --chat, and their defaults."""
 
 
@@ -405,7 +401,7 @@ def _check_chat(arguments: PrepareArguments) -> None:
     if not arguments.chat:
         for name, default in ONLY.items():
             if getattr(arguments, name) != default:
-                raise UsageError(f"--{name.replace('_', '-')} is for conversations; add --chat, or leave it out")
+                raise UsageError(f"--{name.replace('_', '-')} is for conversations; add --chat, or remove it")
         return
     for name in ("demo", "split_sentences", "split_documents"):
         if getattr(arguments, name):
@@ -421,7 +417,7 @@ def _check_chat(arguments: PrepareArguments) -> None:
 
 
 def _save_chat(template: str | None, run: Path, folder: Path, tokenizer: Tokenizer) -> None:
-    """Copy what a run has beside its tokenizer, and write another chat template, into the folder of a tokenizer.
+    """Copy the run's tokenizer folder, with another chat template if there is one, into the folder of a tokenizer.
 
     The plain template begins with the token that begins texts of the tokenizer.
     """

@@ -67,7 +67,7 @@ def choose_kernel(
 def _choose(flag: str, requested: str, fused: str, obstacle: str | None, fallback: str) -> str:
     """The requested kernel; with auto the fused one, or the fallback if there is an obstacle."""
     if requested == fused and obstacle:
-        raise UsageError(f"--model.{flag} {requested} cannot be used: {obstacle}; change that, or set it to auto")
+        raise UsageError(f"--model.{flag} {requested} is not supported here ({obstacle}); change that, or use auto")
     return requested if requested != "auto" else fallback if obstacle else fused
 
 

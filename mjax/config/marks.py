@@ -112,6 +112,10 @@ def _marks(cls: type) -> dict[str, tuple[Any, ...]]:
     return {name: marks for name, _, _, marks in section_fields(cls)}
 
 
+DTYPES = Synonyms(
+    "bf16=bf16 fp8=fp8 fp16=fp16 fp32=fp32 bfloat16=bf16 float8=fp8 float16=fp16 half=fp16 float32=fp32 float64=fp64 "
+    "dtype torch-dtype mixed-precision mixed-precision-param~ fp8-format=fp8"
+)
 RUN_SYNONYMS = Synonyms("load ckpt checkpoint-path resume-from-checkpoint checkpoint resume pretrained init-from")
 
 

@@ -25,7 +25,7 @@ from mjax.config.bounds import Count, NotNegative, Share
 from mjax.config.lora import LoRAConfig
 from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, NEW_RUN, TUNING, UNPLANNED, By, Metric, Synonyms
 from mjax.config.pattern import LayerKind, Pattern
-from mjax.errors import UsageError, suggestion
+from mjax.errors import UsageError, either, suggestion
 
 C = TypeVar("C", bound="type[ModelConfig]")
 Arrays = dict[str, tuple[tuple[int, ...], str]]
@@ -242,11 +242,8 @@ def config_class(kind: Any, source: str) -> type[ModelConfig]:
       UsageError: there is none; `source` is where the name comes from.
     """
     if not isinstance(kind, str) or kind not in REGISTRY:
-        near = suggestion(kind, list(REGISTRY)) if isinstance(kind, str) else ""
-        raise UsageError(
-            f"{source}: there is no model {kind!r}{near}; there are {', '.join(REGISTRY)}; for a custom model "
-            "type --config FILE.py, the file that registers it, or import that in Python"
-        )
+        custom = f"use {either(REGISTRY)}, or for a custom model --config FILE.py, the file that registers it"
+        raise UsageError(f"{source}: there is no model {kind!r}; {suggestion(str(kind), REGISTRY, custom)}")
     return REGISTRY[kind]
 
 

@@ -41,7 +41,7 @@ from mjax.data.tokenizers import (
     tokenizer_from_folder,
     utf8,
 )
-from mjax.errors import UsageError, count_lines
+from mjax.errors import UsageError, split_lines
 from mjax.utils.files import parse_json
 
 TEMPLATE = "chat_template.jinja"
@@ -96,7 +96,7 @@ class Chat:
         self.file = folder / TEMPLATE
         if not self.file.is_file():
             raise UsageError(
-                f"{flag}: {folder} has no chat template; leave it out, put the model's {TEMPLATE} there, or teach the "
+                f"{flag}: {folder} has no chat template; remove it, put the model's {TEMPLATE} there, or teach the "
                 "model to chat with `mjax sft`"
             )
         source = self.file.read_bytes().decode("utf-8", errors="replace")
@@ -232,7 +232,7 @@ def read_conversations(text: str) -> list[tuple[list[Message], list | None]]:
     try:
         values = [json.loads(text)]
     except (ValueError, RecursionError):
-        lines = [line for line in count_lines(text) if line.strip()]
+        lines = [line for line in split_lines(text) if line.strip()]
         values = [parse_json(line, f"line {number} of stdin", fix) for number, line in enumerate(lines, start=1)]
     conversations = []
     for value in values:

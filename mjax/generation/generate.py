@@ -478,11 +478,11 @@ class Generator:
         model = self.config.model
         most = most or model.sequence - 1
         if not prompts:
-            raise UsageError("there is no prompt; add --prompt TEXT")
+            raise UsageError("there is no prompt; give one or more")
         for number, prompt in enumerate(prompts, start=1):
             which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
             if len(prompt) == 0:
-                raise UsageError(f"{which} is empty; give --prompt at least one token to continue")
+                raise UsageError(f"{which} is empty; give at least one token to continue")
             if len(prompt) > most:
                 needs = ", one of which the continuation needs" if most < model.sequence else ""
                 raise UsageError(

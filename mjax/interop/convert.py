@@ -209,7 +209,7 @@ def scale_positions(model: ModelConfig, given: str | None, source: str) -> Model
         return model
     positions = model.max_positions
     if not hasattr(model, "rope_scaling"):
-        raise UsageError(f"--rope {given} is for rotary positions and {source} is {model.title} without; leave it out")
+        raise UsageError(f"--rope {given} is for rotary positions and {source} is {model.title} without; remove it")
     if model.rope_scaling != "none":
         scaled = f"{model.rope_scaling}:{model.rope_factor:g}, {positions:,} of them"
         raise UsageError(f"--rope {given}: {source} already has rotary positions with {scaled}; leave --rope out")

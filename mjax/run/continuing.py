@@ -30,9 +30,9 @@ from mjax.config.marks import FILE_ONLY, FREE, NEW_RUN, RATE, TUNING, effective_
 from mjax.config.model import ModelConfig
 from mjax.config.model_file import describe_change, new_run_flags
 from mjax.config.plain_values import read
-from mjax.config.run import BLENDS
+from mjax.config.run import BLENDS, describe_missing_run
 from mjax.errors import UsageError, either
-from mjax.step.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
+from mjax.step.learning_rate import decay_end, decay_start, learning_rate, wsd_decay_steps
 from mjax.utils.files import write_whole
 from mjax.utils.stores import to_absolute
 
@@ -310,6 +310,8 @@ def choose_origin(folder: Path, config: Config, init: Path | None, step: int | N
         _check_same(folder, init, step)
         return None
     steps = checkpoint_steps(init)
+    if not steps and not init.exists():
+        raise UsageError(describe_missing_run(init))
     if not steps:
         raise UsageError(
             f"--init {init} has no checkpoint; give the folder of a run, or convert a model of Hugging Face into one: "
