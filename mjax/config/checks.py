@@ -1,6 +1,6 @@
 """Checks before a device is touched, and settings that follow from the data and the length of a run.
 
-Each refusal is one sentence: what was given, what is allowed, what to type.
+An error is one sentence: what was typed, what is allowed, what to type.
 """
 
 from __future__ import annotations
@@ -286,8 +286,8 @@ def _check_pipeline(config: Config) -> None:
     layers, mesh = config.model.layers, config.mesh
     if mesh.pipe == 1:
         if mesh.virtual_stages > 1:
-            given = f"--mesh.virtual-stages {mesh.virtual_stages}"
-            raise UsageError(f"{given} needs a pipeline; set --mesh.pipe too, or --mesh.virtual-stages 1")
+            flag = f"--mesh.virtual-stages {mesh.virtual_stages}"
+            raise UsageError(f"{flag} needs a pipeline; set --mesh.pipe too, or --mesh.virtual-stages 1")
         return
     stages = mesh.pipe * mesh.virtual_stages
     if layers % stages:

@@ -257,7 +257,7 @@ def placeholder_class(values: Mapping[str, Any], source: str) -> type[ModelConfi
     and compared, not built.
 
     Raises:
-      UsageError: the kind is unknown, or a name is no valid field; `source` is where the values come from.
+      UsageError: the kind is unknown, or a name is not a valid field name; `source` is where the values come from.
     """
     kind = values["kind"]
     if not isinstance(kind, str) or (kind in REGISTRY and not is_user_defined(REGISTRY[kind])):

@@ -306,10 +306,10 @@ class LogConfig:
     prompt: Annotated[str | None, FILE_ONLY] = None
     """Prompt for the text sample at the end of training; by default the beginning of a validation document."""
     sample_prompts: str | None = None
-    """File of prompts, one a line, that the model continues at each validation, into samples.jsonl. After training on
-    conversations it answers them."""
+    """File of prompts, one per line, that the model continues or (conversations) answers at each validation, into
+    samples.jsonl."""
     sample_tokens: CountOrZero = 96
-    """Tokens of a sample; 0: none at the end of training."""
+    """Tokens of a sample; 0: no sample at the end of training."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ class Config:
 
     @property
     def context_attention(self) -> Literal["ulysses", "allgather"] | None:
-        """How attention exchanges positions over `context`, with auto resolved; None: a rank has whole sequences."""
+        """Exchange of positions over `context` in attention, with auto resolved; None: a rank has whole sequences."""
         if self.mesh.context == 1:
             return None
         if self.mesh.context_attention != "auto":
@@ -578,7 +578,7 @@ def read_config(file: Path) -> Config:
     """Read a `config.json`.
 
     Raises:
-      UsageError: the file is missing, is no JSON or no config, or its model is not registered.
+      UsageError: the file is missing, is not JSON or not a config, or its model is not registered.
     """
 
     def find_class(model: dict[str, Any]) -> type[ModelConfig]:
@@ -593,7 +593,7 @@ def read_settings(file: Path) -> Config:
     """Read the settings of a `config.json`, without the class of a custom model: its model cannot be built.
 
     Raises:
-      UsageError: the file is missing, or is no JSON or no config.
+      UsageError: the file is missing, or is not JSON or not a config.
     """
     return _from_dict(_read_values(file), str(file), lambda model: placeholder_class(model, str(file)))
 
@@ -605,7 +605,7 @@ def _read_values(file: Path) -> Any:
 
 
 def describe_missing_run(folder: Path) -> str:
-    """The sentence about a folder that is no run, with the run that was meant or those that exist."""
+    """Say that a folder is not a run, and name a similar run or the existing ones."""
     problem = "is not a run folder: it has no config.json" if folder.exists() else "does not exist"
     if is_hub_name(folder):
         convert = f"`hf download {folder} --local-dir {folder.name}` and `mjax convert from-hf {folder.name} RUN`"
