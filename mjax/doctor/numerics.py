@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from mjax.config import GPTConfig, ModelConfig
-from mjax.config.kernels import choose_grouped, choose_kernel, gpu_capability
+from mjax.config.kernels import choose_kernel, choose_moe_kernel, gpu_capability
 from mjax.doctor import GREEN, RED, YELLOW, Finding, MachineInfo
 from mjax.doctor.devices import device_name, devices_to_check
 from mjax.errors import first_line
@@ -142,7 +142,7 @@ def check_experts(facts: MachineInfo) -> list[Finding]:
     config, device = facts.config, jax.local_devices()[0]
     if config is None or not config.model.moe_kernel:
         return []
-    kernel, obstacle = choose_grouped(config, device.platform, gpu_capability(device))
+    kernel, obstacle = choose_moe_kernel(config, device.platform, gpu_capability(device))
     products = expert_products(kernel, config.precision.compute)
     findings = judge([products], [device], "--model.moe-kernel xla, and report it")
     return findings + _slower(config.model.moe_kernel, device, obstacle)

@@ -55,7 +55,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.cluster.hardware import find_gpu
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
-from mjax.config.kernels import FUSED, with_grouped
+from mjax.config.kernels import FUSED, with_moe_kernel
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import layer_stacks
 from mjax.models.parts.flash import FLASH_STAND_IN
@@ -227,7 +227,7 @@ def _list_arrays(data: DataConfig) -> DataConfig:
 
 @lru_cache(maxsize=64)
 def _drop_dropout_and_barriers(model: ModelConfig) -> ModelConfig:
-    model = replace(with_grouped(model.without_dropout(), GROUPED_STAND_IN), attention="xla")
+    model = replace(with_moe_kernel(model.without_dropout(), GROUPED_STAND_IN), attention="xla")
     return model if len(layer_stacks(model)) > 1 else replace(model, layers=1)
 
 

@@ -27,7 +27,7 @@ from mjax.config.batch_size import BatchSizes, training_samples
 from mjax.config.checks import check_batch_sizes
 from mjax.config.datasets import parse_blend
 from mjax.config.marks import FILE_ONLY, FREE, NEW_RUN, RATE, TUNING, effective_value, field_marks, names_with
-from mjax.config.model import ModelConfig, model_kind
+from mjax.config.model import ModelConfig
 from mjax.config.model_file import describe_change, new_run_flags
 from mjax.config.plain_values import read
 from mjax.config.run import BLENDS, describe_missing_run
@@ -345,7 +345,7 @@ def _changed_fields(init: Path, config: Config) -> dict[str, tuple[str, str]]:
       UsageError: the weights would not fit, or would mean something else.
     """
     saved = read_settings(init / "config.json")
-    if model_kind(saved.model) != model_kind(config.model):
+    if saved.model.kind != config.model.kind:
         raise UsageError(
             f"--init {init} holds {saved.model.title} and this config describes {config.model.title}; choose a config "
             f"of the same model, or type {new_run_flags(init, saved.model)} for that model"

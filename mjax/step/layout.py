@@ -115,7 +115,7 @@ def with_sequence_length(config: Config, batch: Mapping[str, Array | np.ndarray]
     mesh, sequences = config.mesh, config.train.micro_batch * model.sequences
     parts = mesh.model if mesh.splits_tokens else 1  # of the tokens of a micro-batch
     even = 2 if model.attention == "cudnn" and (model.biased_scores or "documents" in batch) else 1
-    unit = math.lcm(kernels.position_unit(config), mesh.context * (parts // math.gcd(parts, sequences)), even)
+    unit = math.lcm(kernels.position_multiple(config), mesh.context * (parts // math.gcd(parts, sequences)), even)
     if first % unit:
         raise UsageError(
             f"the batch has sequences of {first}, which the mesh or model.attention {model.attention!r} cannot split; "
