@@ -237,7 +237,7 @@ def _sum_over_all(width: int, devices: Sequence) -> tuple[Callable, object]:
     mesh = make_mesh(MeshConfig(data=ranks), devices)
 
     def mean(x):
-        summed = mappings.sum_over(x, frozenset({DATA})) / ranks
+        summed = mappings.psum(x, frozenset({DATA})) / ranks
         return mappings.vary(summed, frozenset({DATA}))
 
     summed = jax.shard_map(mean, mesh=mesh, in_specs=P(DATA), out_specs=P(DATA), check_vma=True)
@@ -326,9 +326,9 @@ def main() -> int:
             f"no data sheet of {kind} is known; add it to mjax/cluster/hardware.py, or name one to "
             "compare with: --gpu h100"
         )
-    compute = arguments.compute or gpu.sixteen_bits
+    compute = arguments.compute or gpu.half_precision
     if not gpu.peak(compute):
-        raise UsageError(f"--compute {compute}: {gpu.name} has no {compute}; use --compute {gpu.sixteen_bits}")
+        raise UsageError(f"--compute {compute}: {gpu.name} has no {compute}; use --compute {gpu.half_precision}")
     measurements = list(measure(arguments, compute))
     if not measurements:
         raise UsageError(f"--kinds {' '.join(arguments.kinds)} is nothing that can be measured on {kind}; leave it out")

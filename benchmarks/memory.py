@@ -45,7 +45,7 @@ def main() -> int:
         check_output("--write", arguments.write)
         if arguments.only:
             raise UsageError("--write keeps the whole table, of one date and one compiler; leave --only out")
-    launch.leave_accelerators_alone()  # nothing runs: the GPUs are described, not opened
+    launch.hide_accelerators()  # nothing runs: the GPUs are described, not opened
     table = json.loads(TABLE.read_text())
     rows = [row for row in table["rows"] if arguments.only in row["name"]]
     if not rows:

@@ -90,7 +90,7 @@ def main() -> int:
     if arguments.commands:
         return time_commands(arguments.rounds)
     gpu, trillion, config = gpu_named("h100"), load_config("gpt_1t"), load_config(arguments.config)
-    launch.leave_accelerators_alone()  # tracing needs none
+    launch.hide_accelerators()  # tracing needs none
     trials = 0
 
     def search_once():

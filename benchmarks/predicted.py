@@ -73,7 +73,7 @@ class Arguments:
 
 def cases(arguments: Arguments, gpu: Gpu | None = None) -> list[tuple[str, Config]]:
     """Name and config of each model, cut to one device, on mock tokens."""
-    found, compute = [], "bf16" if gpu is None else gpu.sixteen_bits
+    found, compute = [], "bf16" if gpu is None else gpu.half_precision
     for name, batch, micro_batch, recompute in CASES if not arguments.configs else ():
         config = load_config(name)
         config = replace(

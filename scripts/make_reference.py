@@ -31,6 +31,7 @@ from mjax.config import Config, available_configs, load_config  # noqa: E402
 from mjax.config.bounds import Bounds, section_fields  # noqa: E402
 from mjax.config.checks import validate  # noqa: E402
 from mjax.config.model import REGISTRY, ModelConfig  # noqa: E402
+from mjax.config.run import RENAMED, RENAMED_VALUES  # noqa: E402
 from mjax.errors import UsageError, either  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
@@ -74,7 +75,10 @@ python train.py --config gpt_demo --train.steps 100 --mesh.data 2 --simulate 2
     for title, rows in [*by_section.items(), *shown]:
         if rows:
             text += f"\n## {title}\n\n" + table(("flag", "values", "default", "meaning"), rows)
-    return text
+    pairs = [(f"{name}.", old, new) for name, names in RENAMED.items() for old, new in names.items()]
+    pairs += [(f"{name} ", old, new) for name, values in RENAMED_VALUES.items() for old, new in values.items()]
+    text += "\n## Names in 0.2.0\n\nA `config.json` of 0.2.0 is read. Everything else has the new names.\n\n"
+    return text + table(("0.2.0", "now"), [(f"`{name}{old}`", f"`{name}{new}`") for name, old, new in pairs])
 
 
 def _row(flag: Any) -> tuple[str, ...]:

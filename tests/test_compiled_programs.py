@@ -29,30 +29,30 @@ def own_home(tmp_path, monkeypatch):
 
 
 def test_single_process_keeps_programs_in_bounded_folder(own_home, monkeypatch):
-    enable_compilation_cache(several=False, print_line=pytest.fail)
+    enable_compilation_cache(multiprocess=False, print_line=pytest.fail)
     place = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
     assert place.parent == own_home / "mjax" / "programs"
     assert place.is_dir()
     assert os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] == str(2 * 2**30)
-    here = launch.programs_folder()
+    here = launch.program_cache_folder()
     monkeypatch.setattr(Path, "read_text", lambda self: "flags : fpu sse\n")
-    assert launch.programs_folder() != here  # XLA would run programs with instructions that this processor lacks
+    assert launch.program_cache_folder() != here  # XLA would run programs with instructions that this processor lacks
 
 
 @pytest.mark.parametrize("chosen", ["/elsewhere", ""])
 def test_folder_and_limit_of_user_stay(chosen, own_home, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", chosen)
-    enable_compilation_cache(several=False, print_line=pytest.fail)
+    enable_compilation_cache(multiprocess=False, print_line=pytest.fail)
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == chosen
     assert not list(own_home.iterdir())
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_MAX_SIZE", "1000")
-    enable_compilation_cache(several=False, print_line=pytest.fail)
+    enable_compilation_cache(multiprocess=False, print_line=pytest.fail)
     assert os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] == "1000"
 
 
 def test_several_processes_keep_nothing(own_home, monkeypatch):
-    enable_compilation_cache(several=True, print_line=pytest.fail)
+    enable_compilation_cache(multiprocess=True, print_line=pytest.fail)
     monkeypatch.setattr(launch, "find_launcher", lambda: ("srun", 2))
     enable_compilation_cache(print_line=pytest.fail)
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
@@ -60,16 +60,16 @@ def test_several_processes_keep_nothing(own_home, monkeypatch):
 
 
 def test_folder_is_private(own_home):
-    enable_compilation_cache(several=False, print_line=pytest.fail)
+    enable_compilation_cache(multiprocess=False, print_line=pytest.fail)
     place = Path(os.environ.pop("JAX_COMPILATION_CACHE_DIR"))
     assert place.stat().st_mode & 0o777 == 0o700
     place.chmod(0o775)
     said = []
-    enable_compilation_cache(several=False, print_line=said.append)
+    enable_compilation_cache(multiprocess=False, print_line=said.append)
     assert f"others can write into {place}" in said[0]
     place.rename(own_home / "elsewhere")
     place.symlink_to(own_home / "elsewhere")
-    enable_compilation_cache(several=False, print_line=said.append)
+    enable_compilation_cache(multiprocess=False, print_line=said.append)
     assert f"{place} is a link or a file, not a folder; type rm {place}" in said[1]
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
 
@@ -77,9 +77,9 @@ def test_folder_is_private(own_home):
 def test_unusable_home_is_one_line(own_home, monkeypatch):
     said = []
     (own_home / "mjax").write_text("a file in the way")
-    enable_compilation_cache(several=False, print_line=said.append)
+    enable_compilation_cache(multiprocess=False, print_line=said.append)
     monkeypatch.setattr(launch, "cache_home", lambda: None)
-    enable_compilation_cache(several=False, print_line=said.append)
+    enable_compilation_cache(multiprocess=False, print_line=said.append)
     first, second = said
     assert "cannot be written (" in first
     assert "there is no home folder" in second
@@ -92,7 +92,7 @@ def test_imported_jax_is_told(folder, monkeypatch):
     told = {}
     config = SimpleNamespace(jax_compilation_cache_dir=folder, update=told.__setitem__)
     monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(config=config))
-    enable_compilation_cache(several=False)
+    enable_compilation_cache(multiprocess=False)
     names = {
         "jax_compilation_cache_dir",
         "jax_compilation_cache_max_size",
@@ -111,18 +111,18 @@ def test_half_written_programs_are_removed(tmp_path, monkeypatch):
     (tmp_path / "p5-atime").unlink()  # of a process that was killed
     for limit, kept in ((256, [0, 1, 2, 3]), (2, [2, 3])):
         monkeypatch.setattr(launch, "CACHE_PROGRAMS", limit)
-        assert launch.tidy(tmp_path) is None
+        assert launch.prune_programs(tmp_path) is None
         left = sorted(file.name for file in tmp_path.glob("p*"))
         assert left == [f"p{number}-{kind}" for number in kept for kind in ("atime", "cache")]
 
 
 def test_locked_folder_is_one_line(own_home, monkeypatch):
     """On a shared disk another host may have it, or the lock of one that is gone."""
-    monkeypatch.setattr(launch, "PATIENCE", 0.1)
-    folder, said = launch.programs_folder(), []
+    monkeypatch.setattr(launch, "LOCK_TIMEOUT", 0.1)
+    folder, said = launch.program_cache_folder(), []
     folder.mkdir(parents=True, mode=0o700)
     with FileLock(folder / ".lockfile"):
-        enable_compilation_cache(several=False, print_line=said.append)
+        enable_compilation_cache(multiprocess=False, print_line=said.append)
     assert f"another process has locked {folder}: programs are compiled at every start" in said[0]
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
 

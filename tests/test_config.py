@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -26,7 +26,8 @@ from mjax.config import (
 )
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import check_devices, validate
-from mjax.config.model import convert_kind
+from mjax.config.model import REGISTRY, convert_kind
+from mjax.config.run import RENAMED
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from tests.conftest import ROOT
@@ -250,12 +251,48 @@ OF_BEFORE = [
     ({"health": {"spike_deviations": 6, "window": 100}, "train": {"batch_schedule": None}}, {}),
     ({"model": {"lora_rank": 4, "lora_rslora": True}}, {"model": {"lora_rank": 4, "lora_alpha": 16.0}}),
     ({"model": {"lora_alpha": 3.0, "lora_rslora": False}}, {"model": {"lora_alpha": 3.0}}),
+    (
+        {"mesh": {"chunks": 2, "context_attention": "heads"}},
+        {"mesh": {"virtual_stages": 2, "context_attention": "ulysses"}},
+    ),
+    (
+        {"health": {"spike": "announce"}, "data": {"samples": 8}},
+        {"health": {"spike": "warn"}, "data": {"train_samples": 8}},
+    ),
+    (
+        {"model": {"kind": "mixture", "balance_over": "sequence", "tied": True}},
+        {"model": {"kind": "mixture", "tie_embeddings": True}},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("before", "now"), OF_BEFORE, ids=str)
 def test_config_with_removed_fields_opens(before, now):
     assert from_dict(before) == from_dict(now)
+
+
+def test_renamed_fields_exist():
+    """With the class of a model for each; a field of two names is rejected."""
+    classes = {"model": list(REGISTRY.values())} | {
+        name: [type(section)] for name, section in vars(Config()).items() if name != "model"
+    }
+    for section, names in RENAMED.items():
+        known = {field.name for cls in classes[section] for field in fields(cls)}
+        assert set(names.values()) <= known
+        assert not names.keys() & known
+    with pytest.raises(UsageError, match=r"unknown field mesh\.chunks"):
+        from_dict({"mesh": {"chunks": 2, "virtual_stages": 2}})
+
+
+def test_old_name_in_config_file_leads_to_new_one(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from mjax.config import Config, MeshConfig\n\nconfig = Config(mesh=MeshConfig(pipe=2, chunks=2))\n"
+    )
+    with pytest.raises(
+        UsageError, match=r"mine.py, line 3, raises .* argument 'chunks'; chunks is now virtual_stages; fix"
+    ):
+        load_config(str(file))
 
 
 def test_removed_field_with_another_value_is_named():

@@ -15,7 +15,7 @@ from mjax.commands.lm_eval import LmEvalArguments
 from mjax.commands.plan import PlanArguments
 from mjax.commands.sft import SftArguments
 from mjax.commands.train import TrainArguments, default_name
-from mjax.config.marks import Synonyms
+from mjax.config.marks import Synonyms, short_name
 from mjax.errors import UsageError
 
 
@@ -44,6 +44,20 @@ TYPED = {
     "train --zzz": "mjax train has no --zzz; `mjax train --help` lists its flags",
     "generate --max-new-tokens 5": "mjax generate has no --max-new-tokens; type --tokens 5",
     "finetune --num-train-epochs 3": "type --epochs 3",
+    "train --health.spike announce": "--health.spike announce has a new name; type --health.spike warn\n",
+    "train --mesh.context-attention=heads": "type --mesh.context-attention ulysses\n",
+    "train --tensor-model-parallel-size 2": "type --mesh.model 2\n",
+    "train --parallelism.tensor_parallel_degree 2": "type --mesh.model 2\n",
+    "train --virtual-pipeline-model-parallel-size 2": "type --mesh.virtual-stages 2\n",
+    "train --train-samples 1000": "type --train.steps (number of optimizer steps",  # not --data.train-samples
+    "train --rampup-batch-size 8 8 1000": "type --train.batch-rampup 8 8 1000\n",
+    "train --per_device_train_batch_size 8": "type --train.micro-batch 8\n",
+    "train --lora_target_modules q v": "type --lora.targets q v\n",
+    "train --activation_checkpoint.mode full": "type --train.recompute full\n",
+    "train --tokenizer-type GPT2": "the data have a tokenizer, that of `mjax prepare --tokenizer`",
+    "train --overlap-grad-reduce": "mjax train has no --overlap-grad-reduce; remove it\n",
+    "train --mesh.tp 3 --data.mock": "--mesh.model 3 does not divide heads",
+    "plan --mesh.pp=5": "--mesh.pipe 5 does not divide 4 layers",
     "prepare --input a": "mjax prepare has no --input; give FILES … by its place, without a flag",
     "prepare --json-keys body": "mjax prepare has no --json-keys; type --key body",
     "finetune --train.global-batch 8": "mjax finetune has no --train.global-batch; type --batch 8",
@@ -60,19 +74,34 @@ def test_unknown_flag_leads_to_ours(line, capsys):
     assert message.count("\n") == 1
 
 
+def old_flags(command):
+    return dict(pair.split("=") for pair in OLD_FLAGS[command].split())
+
+
 @pytest.mark.parametrize("command", OLD_FLAGS)
 def test_old_flags_are_renamed_with_a_note(command, capsys):
-    for old, new in OLD_FLAGS[command].items():
+    for old, new in old_flags(command).items():
         words = rename_old_flags(["x", f"--{old}", f"--{old.replace('-', '_')}=a=b", f"a=--{old}"], f"mjax {command}")
         assert words == ["x", f"--{new}", f"--{new}=a=b", f"a=--{old}"]
         assert f"note: --{old} is now --{new}; mjax 0.4" in capsys.readouterr().err
     assert rename_old_flags(["--limit", "5"], "mjax lm-eval") == ["--limit", "5"]
 
 
+def test_old_fields_are_renamed_with_a_note_and_short_axes_without(capsys):
+    typed = ["--mesh.chunks", "2", "--model.no-tied", "--model.balance_loss=0.1", "--mesh.tp=2", "--mesh.dp", "4"]
+    now = ["--mesh.virtual-stages", "2", "--model.no-tie-embeddings", "--model.aux-loss-coef=0.1", "--mesh.model=2"]
+    assert rename_old_flags(typed, "mjax train") == [*now, "--mesh.data", "4"]
+    notes = capsys.readouterr().err.splitlines()
+    assert (
+        notes[1] == "note: --model.no-tied is now --model.no-tie-embeddings; mjax 0.4 will not accept --model.no-tied"
+    )
+    assert len(notes) == 3
+
+
 @pytest.mark.parametrize("line", ["plan --longest 8", "plan --keep mesh.zero", "prepare x --turns last --output o"])
 def test_old_flag_reaches_its_command(line, capsys):
     assert cli.main(line.split()) == 2
-    flag, name = next((old, new) for old, new in OLD_FLAGS[line.split()[0]].items() if f"--{old}" in line)
+    flag, name = next((old, new) for old, new in old_flags(line.split()[0]).items() if f"--{old}" in line)
     note, error = capsys.readouterr().err.splitlines()
     assert note.startswith(f"note: --{flag} is now --{name}; mjax 0.4")
     assert error.startswith(f"mjax: error: --{name}")
@@ -80,7 +109,8 @@ def test_old_flag_reaches_its_command(line, capsys):
 
 def test_old_flag_names_a_flag_of_today():
     commands = {name: command for group in (cli.COMMANDS, *GROUPS.values()) for name, command in group.items()}
-    for name, flags in OLD_FLAGS.items():
+    for name in OLD_FLAGS:
+        flags = old_flags(name)
         function = cli._import_object(commands[name].run)
         hints = [*get_type_hints(function).values()]
         arguments = {"train": TrainArguments, "sft": SftArguments, "plan": PlanArguments, "lm-eval": LmEvalArguments}
@@ -123,6 +153,9 @@ def test_names_elsewhere_are_not_ours_and_values_are(cls):
     for flag in flags:
         for mark in flag.marks:
             names = mark.names.split() if isinstance(mark, Synonyms) else ()
+            assert all(
+                name.partition("=")[0].rstrip("~") == short_name(name.partition("=")[0].rstrip("~")) for name in names
+            )
             assert not {name.rstrip("~") for name in names} & {flag.name for flag in flags}
             values = {name.partition("=")[2] for name in names} - {""}
             assert values <= set(map(str, get_args(flag.kind)))
@@ -194,7 +227,7 @@ def test_help_is_a_screen_and_help_all_has_every_flag(command, capsys):
 
 def test_command_passes_exit_code_and_hides_accelerators(monkeypatch):
     hidden = []
-    monkeypatch.setattr("mjax.cluster.launch.leave_accelerators_alone", lambda: hidden.append(True))
+    monkeypatch.setattr("mjax.cluster.launch.hide_accelerators", lambda: hidden.append(True))
     monkeypatch.setattr("mjax.commands.train.train", lambda argv: 75)
     monkeypatch.setattr("mjax.commands.plan.plan", lambda argv: 3)
     assert cli.main(["train"]) == 75

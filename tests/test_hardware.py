@@ -29,7 +29,12 @@ def test_peaks_are_dense_and_in_flops():
         assert gpu.node_bandwidth * 4 < gpu.memory_bandwidth
         assert 14 * 2**30 < gpu.usable_bytes < gpu.memory_bytes
         assert gpu.host_bandwidth == lanes[gpu.compute_capability[0]]
-    assert {gpu.name for gpu in GPUS if gpu.sixteen_bits == "fp16"} == {"v100-16gb", "v100", "v100-dgx2h", "v100-dgx2"}
+    assert {gpu.name for gpu in GPUS if gpu.half_precision == "fp16"} == {
+        "v100-16gb",
+        "v100",
+        "v100-dgx2h",
+        "v100-dgx2",
+    }
 
 
 def test_smaller_server_has_its_share_of_memory():

@@ -120,8 +120,8 @@ def test_wrong_variable_is_named(environment, words):
 
 
 def test_process_0_is_one_of_several():
-    assert launch.Distributed("host:1", 2, 0).several
-    assert not launch.Distributed("host:1", 2).several
+    assert launch.Distributed("host:1", 2, 0).is_multiprocess
+    assert not launch.Distributed("host:1", 2).is_multiprocess
 
 
 def test_simulated_devices_are_on_cpu(monkeypatch):
@@ -169,7 +169,7 @@ def nothing_set(monkeypatch):
 def test_deterministic_adds_flags_to_those_of_user(monkeypatch, nothing_set):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/x --xla_gpu_autotune_level=0")
     for _ in range(2):
-        launch.be_repeatable()
+        launch.set_deterministic_flags()
         assert os.environ["XLA_FLAGS"] == (
             "--xla_dump_to=/x --xla_gpu_autotune_level=0 "
             "--xla_gpu_exclude_nondeterministic_ops=true --xla_gpu_enable_triton_gemm=false"
@@ -181,25 +181,25 @@ def test_deterministic_adds_flags_to_those_of_user(monkeypatch, nothing_set):
 def test_contradiction_of_deterministic_is_refused(given, monkeypatch, capsys, nothing_set):
     monkeypatch.setenv("XLA_FLAGS", given)
     with pytest.raises(UsageError, match=r"needs --xla_gpu_enable_triton_gemm=false, and XLA_FLAGS has --xla.*=true;"):
-        launch.be_repeatable()
+        launch.set_deterministic_flags()
     flags = ["--config", str(ROOT / "tests" / "tiny_config.py"), "--name", "never", "--deterministic"]
     assert cli.main(["train", *flags]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_initial_weights_have_same_bits_with_less_optimization(monkeypatch, nothing_set):
-    options = launch.options_for_one_call("cpu")
+    options = launch.quick_compile_options("cpu")
     assert options
-    assert launch.options_for_one_call("gpu") == {}
+    assert launch.quick_compile_options("gpu") == {}
     lowered = build_program(small_config(), make_mesh(small_config().mesh)).initialize.lower()
     quick, usual = (lowered.compile(how)() for how in (options, {"xla_backend_optimization_level": 3}))
     jax.tree.map(np.testing.assert_array_equal, quick, usual)
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # as typed by the user
-    assert launch.options_for_one_call("cpu") == {}
+    assert launch.quick_compile_options("cpu") == {}
 
 
 def test_xla_for_cpus_starts_with_all_flags():
     """A flag that XLA does not know ends every process."""
-    flags = " ".join(f"--{name}={value}" for name, value in launch.REPEATABLE.items())
+    flags = " ".join(f"--{name}={value}" for name, value in launch.DETERMINISTIC_FLAGS.items())
     command = [sys.executable, "-c", "import jax; jax.devices()"]
     subprocess.run(command, env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}, check=True)

@@ -126,7 +126,7 @@ def test_run_of_four_processes_survives_a_killed_one(tmp_path):
         outputs = group.outputs()
     assert codes == [1, 1, 1, -signal.SIGKILL], outputs
     for output in outputs[:3]:
-        died = rf"^mjax: error: process 3 on \S+ \(pid {killed.pid}\) died, last heard of at step \d+; "
+        died = rf"^mjax: error: process 3 on \S+ \(pid {killed.pid}\) died, its last heartbeat was at step \d+; "
         assert re.search(died, output, re.MULTILINE)
         assert "Traceback" not in output
     assert losses(tmp_path).keys() < uninterrupted.keys()
@@ -138,7 +138,7 @@ def test_run_of_four_processes_survives_a_killed_one(tmp_path):
 
 @pytest.mark.ci
 def test_stopped_process_is_reported_then_given_up(tmp_path):
-    hasty = changed(tmp_path, "processes.HEARTBEAT = 12\nwatchdog.PATIENCE = 4")
+    hasty = changed(tmp_path, "processes.HEARTBEAT_TIMEOUT = 12\nwatchdog.STRAGGLER_TIMEOUT = 4")
     with Group(tmp_path, *LONG, *hasty, count=2) as group:
         first, stopped = group.processes
         group.wait_for_step(5)
@@ -148,9 +148,9 @@ def test_stopped_process_is_reported_then_given_up(tmp_path):
         output, _ = group.outputs()
         stopped.send_signal(signal.SIGCONT)
         assert stopped.wait(60) != 0, "one that comes back finds the others gone"
-    assert re.search(rf"no step has been finished for \d+ s: {name} is at .*, not heard of for \d+ s", output)
-    assert re.search(rf"{name} has not been heard of for \d+ s, since step \d+; at 12 s the run ends", output)
-    assert re.search(rf"mjax: error: {name} has not been heard of for \d+ s, since step \d+", output)
+    assert re.search(rf"no step has been finished for \d+ s: {name} is at .*, no heartbeat for \d+ s", output)
+    assert re.search(rf"{name} has sent no heartbeat for \d+ s, since step \d+; at 12 s the run ends", output)
+    assert re.search(rf"mjax: error: {name} has sent no heartbeat for \d+ s, since step \d+", output)
 
 
 @pytest.fixture
@@ -178,15 +178,15 @@ def test_cut_cable_between_two_hosts_ends_both(hosts, tmp_path):
     (tmp_path / "hosts").write_text("".join(f"10.77.0.{i} {name}\n" for i, name in enumerate(hosts, start=1)))
     own = f'mount --bind {tmp_path / "hosts"} /etc/hosts && hostname $0 && exec "$@"'
     prefixes = [["ip", "netns", "exec", name, "unshare", "--mount", "--uts", "sh", "-c", own, name] for name in hosts]
-    hasty = changed(tmp_path, "processes.HEARTBEAT = 6")
+    hasty = changed(tmp_path, "processes.HEARTBEAT_TIMEOUT = 6")
     with Group(tmp_path, *LONG, *hasty, count=2, host="10.77.0.1", prefixes=prefixes) as group:
         group.wait_for_step(5)
         subprocess.run(["ip", "-n", hosts[1], "link", "set", hosts[1], "down"], check=True)
         codes = group.ends(60)
         first, second = group.outputs()
     assert codes == [1, 1], (first, second)
-    assert re.search(rf"mjax: error: process 1 on {hosts[1]} \(pid \d+\) has not been heard of for \d+ s", first)
-    assert re.search(rf"mjax: error: process 0 on {hosts[0]} \(pid \d+\) has not been heard of for \d+ s", second)
+    assert re.search(rf"mjax: error: process 1 on {hosts[1]} \(pid \d+\) has sent no heartbeat for \d+ s", first)
+    assert re.search(rf"mjax: error: process 0 on {hosts[0]} \(pid \d+\) has sent no heartbeat for \d+ s", second)
 
 
 @pytest.mark.ci

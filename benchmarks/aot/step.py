@@ -64,7 +64,7 @@ def main() -> int:
     check_compile(config, gpu.with_server(arguments.devices_per_node))
     if arguments.save_program is not None:
         check_save(arguments.save_program)
-    launch.leave_accelerators_alone()  # nothing runs: the GPUs are described, not opened
+    launch.hide_accelerators()  # nothing runs: the GPUs are described, not opened
     from mjax.config import axes
     from mjax.planner.layer import model_flops
 

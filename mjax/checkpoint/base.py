@@ -28,7 +28,7 @@ from mjax.checkpoint.mirror import read_folder
 from mjax.config import read_config
 from mjax.errors import UsageError
 from mjax.models.protocol import Model
-from mjax.parallel.random import key_words, mix
+from mjax.parallel.random import mix_bits, uint32_words
 from mjax.parallel.weights import combine, partition_trainable, trainable_only
 from mjax.step.precision import parameter_type
 from mjax.utils.files import path_below
@@ -183,7 +183,7 @@ def _digest(sums: Mapping[str, np.ndarray]) -> str:
 
 @jax.jit
 def _put_on_devices(array: jax.Array) -> jax.Array:
-    bits = key_words(array)  # [*shape], or [*shape, 2] of float64
+    bits = uint32_words(array)  # [*shape], or [*shape, 2] of float64
     place = jnp.zeros((), jnp.uint32)
     for dim, size in enumerate(bits.shape):
         place = place * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
@@ -193,5 +193,5 @@ def _put_on_devices(array: jax.Array) -> jax.Array:
 @jax.jit
 def _two_sums(bits: jax.Array, place: jax.Array) -> jax.Array:
     """Two sums modulo 2³² of hashed bits and places, uint32 [2], the same in whatever order they are added."""
-    hashed = mix(bits ^ mix(place))
-    return jnp.stack([part.sum(dtype=jnp.uint32) for part in (hashed, mix(hashed))])
+    hashed = mix_bits(bits ^ mix_bits(place))
+    return jnp.stack([part.sum(dtype=jnp.uint32) for part in (hashed, mix_bits(hashed))])

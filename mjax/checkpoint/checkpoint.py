@@ -56,7 +56,7 @@ from orbax.checkpoint import v1 as ocp
 from mjax.checkpoint import arrays, folders
 from mjax.checkpoint.folders import BASE, GOOD, Damaged, Good, Unusable, reason
 from mjax.checkpoint.mirror import Mirror, bring
-from mjax.cluster.processes import any_process, from_first, is_first, wait_for_all
+from mjax.cluster.processes import any_process, barrier, broadcast_int, is_first
 from mjax.config.plain_values import read
 from mjax.errors import RunError, UsageError
 from mjax.utils.files import make_folder, put, rename, set_aside, write_whole
@@ -168,7 +168,7 @@ class Checkpoints:
           UsageError: it failed; the message has the system's reason.
         """
         existed, numbers = self.folder.exists(), np.arange(mesh.size, dtype=np.int32)
-        step = from_first(max(self.steps(), default=-1) + 1)
+        step = broadcast_int(max(self.steps(), default=-1) + 1)
         sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         array = jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
         self._begin(_Save(step, self._discard), {"trial": array})
@@ -269,9 +269,9 @@ class Checkpoints:
                 self._remove_unfinished()
             except OSError as problem:
                 error = problem
-        if from_first(exists):
+        if broadcast_int(exists):
             return False
-        if not from_first(error is not None):
+        if not broadcast_int(error is not None):
             try:
                 with self._orbax(), self._saving:
                     response = ocp.save_checkpointables_async(
@@ -459,7 +459,7 @@ class Checkpoints:
     def is_best(self, loss: float) -> bool:
         """True in every process if the validation loss of every checkpoint is higher than `loss`, nats per label."""
         self.settle()
-        return bool(from_first(is_first() and all(loss < other for other in self._validation_losses().values())))
+        return bool(broadcast_int(is_first() and all(loss < other for other in self._validation_losses().values())))
 
     def _validation_losses(self) -> dict[int, float]:
         """The validation loss of each checkpoint after whose step it was measured."""
@@ -470,11 +470,11 @@ class Checkpoints:
         """Set the checkpoints after step `after` aside, so that the run continues from there; in every process."""
         self.settle()
         later = [step for step in self.steps() if step > after]
-        wait_for_all(f"checkpoints after {after}")  # all have seen them
+        barrier(f"checkpoints after {after}")  # all have seen them
         if later and is_first():
             names = ", ".join(set_aside(self.folder / str(step), "abandoned").name for step in later)
             self.on_notice(f"set aside the checkpoints after {after} as {names}; remove them when you do not need them")
-        wait_for_all(f"checkpoints before {after}")
+        barrier(f"checkpoints before {after}")
 
     # --- Restoring ----------------------------------------------------------------------------------------------------
 
@@ -524,16 +524,16 @@ class Checkpoints:
         """The step of the checkpoint that `restore` would read, which process 0 chooses; raises what `restore` does."""
         self.settle()
         if not is_first():
-            chosen = from_first(-1)
+            chosen = broadcast_int(-1)
             if chosen < 0:
                 raise RunError(f"process 0 found no checkpoint in {self.folder} that can be used; its message says why")
             return chosen
         try:
             chosen = self._choose(target, step, field)
         except Exception:
-            from_first(-1)  # the others wait for an answer
+            broadcast_int(-1)  # the others wait for an answer
             raise
-        return from_first(chosen)
+        return broadcast_int(chosen)
 
     def _choose(self, target: Any, step: int | None, field: str | None) -> int:
         """The newest checkpoint that is intact and fits `target`, or `step` if it is."""

@@ -1,8 +1,7 @@
 """GPUs and their data-sheet values, each with its source. The only table of peaks.
 
 These are the manufacturer's numbers. The rates of programs are measured (`mjax/planner/time.py`).
-The table is outside `training`, which divides by the peaks, and `planner`, which predicts times with all of it, because
-both read it. No JAX is imported.
+`run`, which divides by the peaks, and `planner`, which predicts times, both read it. No JAX is imported.
 
 A server is described as NVIDIA builds it: its GPUs, the link between them, and the network cards they share. For other
 servers use --devices-per-node and --network of `mjax plan`.
@@ -31,10 +30,10 @@ class Gpu:
       device_kinds: its names in JAX, `jax.devices()[0].device_kind`.
       compute_capability: NVIDIA's number for its instruction set (developer.nvidia.com/cuda-gpus): 7.0 Volta, 8.0
         Ampere, 9.0 Hopper, 10.0 Blackwell.
-      multiprocessors: of the GPU; the tiles of a matrix product are dealt out among them.
+      multiprocessors: of the GPU; the tiles of a matmul are distributed over them.
       memory_bytes: memory as reported by the driver.
-      peak_tflops: dense peak of matrix products in TFLOP/s by compute dtype. fp32 is TF32 if the GPU has it, which XLA
-        uses for float32 products there; fp8 is there if the GPU has it.
+      peak_tflops: dense peak of matmuls in TFLOP/s by compute dtype. fp32 is TF32 if the GPU has it, which XLA
+        uses for float32 matmuls there; fp8 is present if the GPU has it.
       memory_bandwidth: bytes per second, to and from its memory.
       gpus_per_node: GPUs per server.
       node_bandwidth: bytes per second, in one direction, between one GPU and the others of its server.
@@ -96,13 +95,13 @@ class Gpu:
         return self.peak("bf16" if compute == "fp8" else compute)
 
     @property
-    def sixteen_bits(self) -> str:
+    def half_precision(self) -> str:
         """The 16-bit compute dtype for this GPU: bf16, or fp16 without bf16."""
         return "bf16" if "bf16" in self.peak_tflops else "fp16"
 
 
 # Sources: NVIDIA's data sheets of each GPU and of its server. Memory is the total that nvidia-smi prints, slightly
-# below the round number. All latencies: NCCL's own model of its ring with the protocol Simple (NVIDIA/nccl,
+# below the round number. All latencies: NCCL's model of its ring with the protocol Simple (NVIDIA/nccl,
 # src/graph/tuning.cc, hwLat). Links are one way, and data sheets give both ways; those of PCIe are of 16 lanes, 15.75,
 # 31.5 and 63 GB/s without the encoding of the bits. Data sheets from H100 on have peaks with sparsity, twice as large.
 #

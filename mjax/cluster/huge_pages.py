@@ -26,6 +26,6 @@ def restart_with_huge_pages() -> None:
 
 
 def has_nvidia_gpu() -> bool:
-    """True if this machine has an NVIDIA device; found out without using it."""
+    """True if this machine has an NVIDIA device; it is not used to check."""
     programs = (os.path.join(folder, "nvidia-smi") for folder in os.get_exec_path())
     return any(map(os.path.exists, ("/dev/nvidia0", "/proc/driver/nvidia", *programs)))

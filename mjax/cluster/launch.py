@@ -26,12 +26,12 @@ MEMORY_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 PINNED_LIMIT, PINNED_DEFAULT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
 # Variables in which launchers give the number of processes and, if JAX does not read them, the index of this one and
 # the address of process 0. The innermost launcher is first.
-TORCHRUN, OF_JAX, SKYPILOT = "torchrun", "JAX_NUM_PROCESSES", "SkyPilot"
+TORCHRUN, JAX, SKYPILOT = "torchrun", "JAX_NUM_PROCESSES", "SkyPilot"
 LAUNCHERS = {
     TORCHRUN: ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"),  # WORLD_SIZE alone may mean something else
     "srun": ("SLURM_STEP_NUM_TASKS",),
     "mpirun": ("OMPI_COMM_WORLD_SIZE",),
-    OF_JAX: ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS"),  # Kubeflow Trainer and files of deploy/
+    JAX: ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS"),  # Kubeflow Trainer and files of deploy/
     SKYPILOT: ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"),
 }
 SKYPILOT_PORT = 29500  # SkyPilot names hosts only
@@ -51,22 +51,44 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> tuple[str, int
     """The launcher that started several processes, and how many if it gives a number; None for a single process."""
     for launcher, names in LAUNCHERS.items():
         count, *others = (environment.get(name, "").strip() for name in names)  # Slurm leaves some empty
-        half = launcher == OF_JAX and (count or others[0])  # `with_launcher` says what is missing
-        if not half and not (count and all(others)):
+        incomplete = launcher == JAX and (count or others[0])  # `with_launcher` names what is missing
+        if not incomplete and not (count and all(others)):
             continue
         if others and (count, others[0]) == ("1", "0"):
             return None
-        if others or (_number(count) or 2) > 1:  # `processes.start` rejects what is not one
-            return launcher, _number(count)
+        if others or (parse_number(count) or 2) > 1:  # `processes.start` rejects what is not one
+            return launcher, parse_number(count)
     # JAX looks up the other pods of an indexed job with this package. Without it the first pod may be the only one; the
     # others stop with a sentence.
     index = environment.get("JOB_COMPLETION_INDEX")
-    looked_up = "KUBERNETES_SERVICE_HOST" in environment and find_spec("kubernetes") is not None
-    return ("Kubernetes", None) if index and (index != "0" or looked_up) else None
+    has_lookup = "KUBERNETES_SERVICE_HOST" in environment and find_spec("kubernetes") is not None
+    return ("Kubernetes", None) if index and (index != "0" or has_lookup) else None
 
 
-def _number(text: str) -> int | None:
+def parse_number(text: str) -> int | None:
+    """The number in `text`; None if it is something else."""
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+
+
+def variable_error(name: str, allowed: str, environment: Mapping[str, str], variables: str) -> UsageError:
+    """The error for a wrong variable of a launcher that sets `variables`."""
+    value = environment.get(name, "").strip() or "not set"
+    remedy = f"correct it, or unset {variables or 'the variables of the launcher'} to train with one process"
+    return UsageError(f"{name} is {value}, but must be {allowed}; {remedy}")
+
+
+def read_number(
+    name: str, minimum: int, maximum: int = 999_999, environment: Mapping[str, str] = os.environ, variables: str = ""
+) -> int:
+    """Read the number in a variable of a launcher that sets `variables`.
+
+    Raises:
+      UsageError: it is not set, or has another value.
+    """
+    number = parse_number(environment.get(name, "").strip())
+    if number is None or not minimum <= number <= maximum:
+        raise variable_error(name, f"a number from {minimum} to {maximum}", environment, variables)
+    return number
 
 
 def _slurm_coordinator(environment: Mapping[str, str]) -> str | None:
@@ -74,7 +96,7 @@ def _slurm_coordinator(environment: Mapping[str, str]) -> str | None:
 
     JAX reads one bracket at most, at the end of a name: not rack[1-2]node[3-4], nor gpu[01-02]-ib.
     """
-    nodes, job = environment.get("SLURM_STEP_NODELIST", ""), _number(environment.get("SLURM_JOB_ID", ""))
+    nodes, job = environment.get("SLURM_STEP_NODELIST", ""), parse_number(environment.get("SLURM_JOB_ID", ""))
     first = re.match(r"(?:\[[^]]*]|[^,[])+", nodes)
     if first is None or job is None or environment.get("JAX_COORDINATOR_ADDRESS"):
         return None
@@ -132,14 +154,14 @@ def simulate_devices(count: int) -> None:
             fix = "call mjax.simulate before the first array, in a notebook after a restart"
             raise UsageError(f"{count} devices cannot be simulated any more: JAX has started; {fix}") from None
     set_variable("JAX_PLATFORMS", "cpu")
-    given = os.environ.get("XLA_FLAGS", "")
-    set_variable("XLA_FLAGS", " ".join(f"{IN_ORDER} {given} --xla_force_host_platform_device_count={count}".split()))
+    flags = os.environ.get("XLA_FLAGS", "")
+    set_variable("XLA_FLAGS", " ".join(f"{IN_ORDER} {flags} --xla_force_host_platform_device_count={count}".split()))
     if THREADS not in os.environ:
         set_variable(THREADS, str(max(os.cpu_count() or 1, min(THREADS_PER_DEVICE * count, MAX_THREADS))))
 
 
 STEP, COMPILING = "running the step", "compiling"
-"""What a process does, for `watchdog.py` and goodput.json."""
+"""Activities of a process, for `watchdog.py` and goodput.json."""
 
 
 @dataclass(frozen=True)
@@ -174,48 +196,38 @@ class Distributed:
         if len(names) < 3 or (self.processes, self.process) != (None, None):
             return self
 
-        def wrong(name: str, allowed: str) -> UsageError:
-            return UsageError(
-                f"{name} is {environment.get(name) or 'not set'}, but must be {allowed}; correct it, or unset "
-                f"{', '.join(names[:-1])} and {names[-1]} to train with one process"
-            )
-
-        def number(name: str, least: int, most: int) -> int:
-            found = _number(environment.get(name, "").strip())
-            if found is None or not least <= found <= most:
-                raise wrong(name, f"a number from {least} to {most}")
-            return found
-
-        processes = number(names[0], 1, 999_999)
-        process = number(names[1], 0, processes - 1)
-        address = environment.get("JAX_COORDINATOR_ADDRESS", "")  # as for JAX, it precedes what a launcher says
+        launcher_sets = {"environment": environment, "variables": f"{', '.join(names[:-1])} and {names[-1]}"}
+        processes = read_number(names[0], 1, **launcher_sets)
+        process = read_number(names[1], 0, processes - 1, **launcher_sets)
+        address = environment.get("JAX_COORDINATOR_ADDRESS", "")  # as in JAX, it precedes the launcher's variables
         if launcher in (TORCHRUN, SKYPILOT) and not address:
             host, port = environment[names[2]].split()[0], SKYPILOT_PORT  # SkyPilot has one host a line
             if launcher == TORCHRUN:
-                port = number(names[3], 1, 65534) + (environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+                port = read_number(names[3], 1, 65534, **launcher_sets)
+                port += environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if not self.coordinator and not re.fullmatch(r".+:\d+", address):
-            raise wrong("JAX_COORDINATOR_ADDRESS", "HOST:PORT, such as node0:29500")
+            raise variable_error("JAX_COORDINATOR_ADDRESS", "HOST:PORT, such as node0:29500", **launcher_sets)
         return replace(self, coordinator=self.coordinator or address, processes=processes, process=process)
 
-    def listening_port(self, environment: Mapping[str, str] = os.environ) -> int | None:
-        """Port of all addresses at which JAX lets process 0 listen; None if mjax cannot tell."""
+    def coordinator_port(self, environment: Mapping[str, str] = os.environ) -> int | None:
+        """Port of all addresses at which JAX lets process 0 listen; None if it is unknown."""
         address = self.coordinator or environment.get("JAX_COORDINATOR_ADDRESS", "")
         port = address.rpartition(":")[2] or environment.get("JAX_COORDINATOR_PORT", "")
         job = re.match("[0-9]+", environment.get("OMPI_MCA_orte_hnp_uri", ""))  # of Open MPI 4
         if environment.get("JAX_COORDINATOR_BIND_ADDRESS") or not (port or job):
             return None
-        return _number(port) if port else int(job[0]) // 4096 % 4096 + 61440
+        return parse_number(port) if port else int(job[0]) // 4096 % 4096 + 61440
 
     @property
-    def several(self) -> bool:
+    def is_multiprocess(self) -> bool:
         """True if a launcher or the flags say that this process is one of several."""
         return find_launcher() is not None or None not in (self.coordinator, self.processes, self.process)
 
 
 # --- XLA flags. One that XLA does not know ends every process: these hold for the versions of JAX that mjax takes -----
 
-REPEATABLE = {
+DETERMINISTIC_FLAGS = {
     # The gradient of the embedding is summed in a fixed order instead of by atomics; cuDNN's backward pass too.
     "xla_gpu_exclude_nondeterministic_ops": "true",
     # XLA refuses to compile the step with the flag above and Triton's products: 'Failed to get configs'.
@@ -223,27 +235,27 @@ REPEATABLE = {
     # A restart would choose other kernels for products, by their time at that moment.
     "xla_gpu_autotune_level": "0",
 }
-"""For `train.py --deterministic`. They say nothing to XLA for CPUs, where a run is repeatable anyway."""
+"""For `train.py --deterministic`. They do not affect CPUs, where a run is repeatable anyway."""
 
 
-def be_repeatable() -> None:
-    """Set the flags of REPEATABLE; before JAX uses a device.
+def set_deterministic_flags() -> None:
+    """Set the flags of DETERMINISTIC_FLAGS; before JAX uses a device.
 
     Raises:
       UsageError: XLA_FLAGS contradicts them.
     """
-    given = xla_flags()
-    for name, value in REPEATABLE.items():
-        if given.get(name, value).lower() != value:
+    flags = xla_flags()
+    for name, value in DETERMINISTIC_FLAGS.items():
+        if flags.get(name, value).lower() != value:
             raise UsageError(
-                f"--deterministic needs --{name}={value}, and XLA_FLAGS has --{name}={given[name]}; leave one of them "
+                f"--deterministic needs --{name}={value}, and XLA_FLAGS has --{name}={flags[name]}; leave one of them "
                 "out"
             )
-    if new := [f"--{name}={value}" for name, value in REPEATABLE.items() if name not in given]:
+    if new := [f"--{name}={value}" for name, value in DETERMINISTIC_FLAGS.items() if name not in flags]:
         set_variable("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *new]).strip())
 
 
-def options_for_one_call(platform: str) -> dict[str, int]:
+def quick_compile_options(platform: str) -> dict[str, int]:
     """Compiler options for a program that runs once, such as that of the initial weights.
 
     On CPUs LLVM optimizes less, in a third of the time and with the same bits. XLA_FLAGS go first. Not measured on a
@@ -255,28 +267,28 @@ def options_for_one_call(platform: str) -> dict[str, int]:
 
 def xla_flags() -> dict[str, str]:
     """The values of the flags in XLA_FLAGS, by name."""
-    given = re.findall(r"--(\w+)(?:=(\S*))?", os.environ.get("XLA_FLAGS", ""))
-    return {name: value or "true" for name, value in given}
+    flags = re.findall(r"--(\w+)(?:=(\S*))?", os.environ.get("XLA_FLAGS", ""))
+    return {name: value or "true" for name, value in flags}
 
 
-def leave_accelerators_alone() -> None:
+def hide_accelerators() -> None:
     """Show JAX the CPU only: work that needs no accelerator must not take the memory of one in use."""
     set_variable("JAX_PLATFORMS", "cpu")
 
 
-# --- Compiled programs, kept on the disk so that a restart need not compile them again (JAX's persistent cache) -------
+# --- Compiled programs on disk, so that a restart need not compile them again (JAX's persistent cache) ----------------
 
 CACHE_FOLDER, CACHE_LIMIT = "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE"
 CACHE_BYTES = 2 * 2**30  # JAX removes the programs that were used least recently
 CACHE_PROGRAMS = 256  # it looks at each of them whenever it adds one
-CACHE_FROM = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"  # by default programs of less than a second are not kept
-PATIENCE = 2.0  # seconds for another process that has locked the folder
+CACHE_MIN_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"  # JAX's default of a second leaves small programs out
+LOCK_TIMEOUT = 2.0  # seconds for another process that has locked the folder
 
 
-def programs_folder() -> Path | None:
+def program_cache_folder() -> Path | None:
     """The folder of this machine's programs; None without a home.
 
-    Machines with other processors that share the home have folders of their own: XLA would run programs for a CPU with
+    Machines with other processors that share the home have separate folders: XLA would run programs for a CPU with
     instructions that this one lacks.
     """
     home = cache_home()
@@ -288,7 +300,7 @@ def programs_folder() -> Path | None:
     return None if home is None else home / "programs" / f"{platform.machine()}-{kind}"
 
 
-def problem_with(folder: Path) -> str | None:
+def find_cache_problem(folder: Path) -> str | None:
     """Return the reason why `folder`, which is created, cannot store programs; None if it can.
 
     Programs are machine code that runs when it is loaded, so no one else may write there.
@@ -303,7 +315,7 @@ def problem_with(folder: Path) -> str | None:
     return None
 
 
-def tidy(folder: Path) -> str | None:
+def prune_programs(folder: Path) -> str | None:
     """Remove programs that were not written completely, and all but the `CACHE_PROGRAMS` that were used last.
 
     JAX locks the folder, writes a program and then the time of its last use. A process that is killed in between, on
@@ -314,14 +326,14 @@ def tidy(folder: Path) -> str | None:
     """
     from filelock import FileLock, Timeout
 
-    used: list[tuple[float, Path, Path]] = []
+    programs: list[tuple[float, Path, Path]] = []  # with the time of the last use, and the file that has it
     try:
-        with FileLock(folder / ".lockfile", timeout=PATIENCE):
+        with FileLock(folder / ".lockfile", timeout=LOCK_TIMEOUT):
             for program in folder.glob("*-cache"):
                 last_use = program.with_name(f"{program.name.removesuffix('-cache')}-atime")
-                whole = last_use.exists() and program.stat().st_size > 0
-                used.append((last_use.stat().st_mtime if whole else 0.0, last_use, program))
-            for number, (time, *files) in enumerate(sorted(used, reverse=True)):
+                is_complete = last_use.exists() and program.stat().st_size > 0
+                programs.append((last_use.stat().st_mtime if is_complete else 0.0, last_use, program))
+            for number, (time, *files) in enumerate(sorted(programs, reverse=True)):
                 if not time or number >= CACHE_PROGRAMS:
                     for file in files:
                         file.unlink(missing_ok=True)
@@ -332,31 +344,31 @@ def tidy(folder: Path) -> str | None:
     return None
 
 
-def enable_compilation_cache(several: bool | None = None, print_line: Callable[[str], None] | None = None) -> None:
-    """Let JAX keep compiled programs; before it compiles the first one.
+def enable_compilation_cache(multiprocess: bool | None = None, print_line: Callable[[str], None] | None = None) -> None:
+    """Let JAX store compiled programs; before it compiles the first one.
 
     Nothing changes if the user has chosen a folder, or none, with JAX_COMPILATION_CACHE_DIR; and with several
     processes: on GPUs they measure kernels together while they compile, and one that does not compile would leave the
     others waiting.
 
     Args:
-      several: whether this process is one of several; by default what a launcher says.
-      print_line: takes one sentence if nothing can be kept; by default it goes to stderr.
+      multiprocess: whether this process is one of several; by default what a launcher says.
+      print_line: called with one sentence if nothing can be stored; by default it goes to stderr.
     """
     print_line = print_line or (lambda line: print(line, file=sys.stderr))
-    several = find_launcher() is not None if several is None else several
+    multiprocess = find_launcher() is not None if multiprocess is None else multiprocess
     jax = sys.modules.get("jax")  # a config file may import it; nothing is compiled yet
-    if several or CACHE_FOLDER in os.environ or (jax is not None and jax.config.jax_compilation_cache_dir):
+    if multiprocess or CACHE_FOLDER in os.environ or (jax is not None and jax.config.jax_compilation_cache_dir):
         return
-    cache = programs_folder()
-    problem = "there is no home folder" if cache is None else problem_with(cache) or tidy(cache)
+    cache = program_cache_folder()
+    problem = "there is no home folder" if cache is None else find_cache_problem(cache) or prune_programs(cache)
     if problem is not None:
         print_line(f"{problem}: programs are compiled at every start; name another folder with {CACHE_FOLDER}")
         return
-    for name, value in ((CACHE_FOLDER, str(cache)), (CACHE_LIMIT, str(CACHE_BYTES)), (CACHE_FROM, "0")):
+    for name, value in ((CACHE_FOLDER, str(cache)), (CACHE_LIMIT, str(CACHE_BYTES)), (CACHE_MIN_SECONDS, "0")):
         if name not in os.environ:
             set_variable(name, value)
     if jax is not None:
         jax.config.update("jax_compilation_cache_dir", os.environ[CACHE_FOLDER])
         jax.config.update("jax_compilation_cache_max_size", int(os.environ[CACHE_LIMIT]))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", float(os.environ[CACHE_FROM]))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", float(os.environ[CACHE_MIN_SECONDS]))

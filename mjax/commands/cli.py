@@ -13,13 +13,14 @@ import importlib
 import inspect
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_type_hints
 
 from mjax import __version__
 from mjax.cluster import launch
 from mjax.commands.flags import parse, rename_old_flags
+from mjax.config.axes import with_full_name
 from mjax.config.run import config_folders
 from mjax.errors import RunError, UsageError, explain, suggestion
 from mjax.utils.figures import format_rows
@@ -93,56 +94,43 @@ def list_configs(arguments: ConfigsArguments) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; user errors are printed as one sentence."""
     gc.set_threshold(50_000)  # imports and tracing make many objects and few cycles
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = [with_full_name(word) for word in (sys.argv[1:] if argv is None else argv)]
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # none, or not a real one
             stream.reconfigure(errors="replace")  # of a terminal that cannot show … or ×
     try:
-        with _flush_at_end():
-            if argv and argv[0] in ("-V", "--version"):
-                print(f"mjax {__version__}")
-                return 0
-            if (chosen := _find("mjax", COMMANDS, argv)) is None:
-                return 0
-            command, prog, rest = chosen
-            rest = rename_old_flags(rest, prog)
-            if command.on_cpu:
-                launch.leave_accelerators_alone()
-            if command.early and {"-h", "--help", "--help-all"} & set(rest):
-                words = prog.rpartition(" ")[2].split("-")
-                parse(_import_object(f"arguments:{''.join(map(str.title, words))}Arguments"), rest, prog)
-            if command.run != "train:train":  # which tells the other processes of a run what is wrong
-                from mjax.checkpoint.mirror import localize_arguments
-
-                also = prog in ("mjax runs compare", "mjax runs remove", "mjax convert to-hf")
-                rest = localize_arguments(rest, also, trains=prog == "mjax sft")
-            function = _import_object(command.run)
-            parameter = next(iter(inspect.signature(function).parameters))
-            result = function(rest if parameter == "argv" else parse(get_type_hints(function)[parameter], rest, prog))
-            return result if isinstance(result, int) else 0
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        if sys.stdout is not None:  # None if a shell has closed it: mjax plan >&-
+            sys.stdout.flush()  # here a closed pipe is an error of the command, and while Python exits it is not
+        return code
     except (UsageError, RunError, OSError, KeyboardInterrupt) as error:
         if isinstance(error, UsageError | RunError):
             error.args = (with_addresses(str(error)),)
         return explain(error)
 
 
-@contextlib.contextmanager
-def _flush_at_end() -> Iterator[None]:
-    """Flush stdout after the block, so that a closed pipe is noticed by `main` and not while Python exits.
+def _run(argv: Sequence[str]) -> int:
+    if argv and argv[0] in ("-V", "--version"):
+        print(f"mjax {__version__}")
+        return 0
+    if (chosen := _find("mjax", COMMANDS, argv)) is None:
+        return 0
+    command, prog, rest = chosen
+    rest = rename_old_flags(rest, prog)
+    if command.on_cpu:
+        launch.hide_accelerators()
+    if command.early and {"-h", "--help", "--help-all"} & set(rest):
+        words = prog.rpartition(" ")[2].split("-")
+        parse(_import_object(f"arguments:{''.join(map(str.title, words))}Arguments"), rest, prog)
+    if command.run != "train:train":  # `train` fetches the run, and reports an error of it to the other processes
+        from mjax.checkpoint.mirror import localize_arguments
 
-    After an error nothing is flushed: the error has to be reported.
-    """
-    try:
-        yield
-    except SystemExit:  # after --help
-        _flush()
-        raise
-    _flush()
-
-
-def _flush() -> None:
-    if sys.stdout is not None:  # None if a shell has closed it: mjax plan >&-
-        sys.stdout.flush()
+        also = prog in ("mjax runs compare", "mjax runs remove", "mjax convert to-hf")
+        rest = localize_arguments(rest, also, trains=prog == "mjax sft")
+    function = _import_object(command.run)
+    parameter = next(iter(inspect.signature(function).parameters))
+    result = function(rest if parameter == "argv" else parse(get_type_hints(function)[parameter], rest, prog))
+    return result if isinstance(result, int) else 0
 
 
 def _import_object(place: str) -> Any:

@@ -63,7 +63,9 @@ def doctor(arguments: DoctorArguments) -> int:
         for finding in examine(facts, lambda check: status.update(f"checking {check} …")):
             findings.append(finding)
             _show(console, finding)
-    good, questionable, bad = (sum(each.status == status for each in findings) for status in (GREEN, YELLOW, RED))
+    good, questionable, bad = (
+        [finding.status for finding in findings].count(status) for status in (GREEN, YELLOW, RED)
+    )
     end = "fix what is marked ✗ before training" if bad else "ready to train"
     console.print(f"\n{good} ok, {questionable} to look at, {bad} to fix: {end}")
     if arguments.json:

@@ -103,9 +103,9 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
 
     # --- The run and the file -----------------------------------------------------------------------------------------
     notices = Console(stderr=True, highlight=False, quiet=not processes.is_first())
-    say = partial(notices.print, markup=False, soft_wrap=True)
+    notify = partial(notices.print, markup=False, soft_wrap=True)
     run, is_labelled = arguments.run, arguments.task in labelled.TASKS
-    load_user_model(arguments.config, run, say)
+    load_user_model(arguments.config, run, notify)
     saved = read_settings(run / "config.json") if is_labelled else read_run(run, *FOR_TEXT)
     tokenizer = run_tokenizer(run, saved.model, arguments.tokenizer)
     with notices.status(f"reading {arguments.data}"):
@@ -122,7 +122,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
             size, unit = sum(map(len, task.passes)), "windows"
     if is_labelled:
         for note in task.notes:
-            say(note)
+            notify(note)
         if task.with_head(saved.model) != saved.model:
             tuned = f"mjax finetune --task {arguments.task}"
             raise UsageError(f"{run} was not fine-tuned for {arguments.task}; give the folder best of {tuned}")
@@ -131,9 +131,9 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
 
     # --- The mesh and the weights -------------------------------------------------------------------------------------
     config = inference_config(saved, arguments.mesh, arguments.attention, arguments.micro_batch, arguments.compute)
-    config = with_kernel(config, say)
+    config = with_kernel(config, notify)
     scorer = scorer_of(config, make_mesh(config.mesh))
-    step, model = restore_weights(run, scorer.abstract_model, arguments.step, say)
+    step, model = restore_weights(run, scorer.abstract_model, arguments.step, notify)
 
     # --- Scores, metrics, predictions and pictures --------------------------------------------------------------------
     columns = MofNCompleteColumn(), TextColumn(unit)
@@ -145,10 +145,10 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     metrics = task.metrics(scores)
     if processes.is_first() and arguments.predictions is not None:
         for file in labelled.write_predictions(arguments.predictions, task, scores):
-            say(f"predictions  {file}")
+            notify(f"predictions  {file}")
     if processes.is_first() and arguments.figure is not None:
         task.draw(scores, arguments.figure, f"{run}, step {step:,}, on {arguments.data}")
-        say(f"picture  {arguments.figure}")
+        notify(f"picture  {arguments.figure}")
     return step, metrics
 
 

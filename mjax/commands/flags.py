@@ -27,31 +27,47 @@ from mjax.config.bounds import check_bounds, describe_choice, is_unsectioned, se
 from mjax.config.marks import FILE_ONLY, PLANNED, RUN_SYNONYMS, Mark, Synonyms
 from mjax.config.model import KIND_FLAG, REGISTRY
 from mjax.config.plain_values import describe, fits, get_type_hints
-from mjax.config.run import RENAMED, available_configs
+from mjax.config.run import RENAMED, RENAMED_VALUES, available_configs
 from mjax.errors import UsageError, either, suggestion
 from mjax.utils.files import resolve_parents
 
 T = TypeVar("T")
 WIDTH_OF_HELP = 110
+NO_FLAG = {
+    "tokenizer-type tokenizer-model tokenizer-name tokenizer-path vocab-file merge-file": (
+        "the data have a tokenizer, that of `mjax prepare --tokenizer`"
+    ),
+    "nproc-per-node nnodes node-rank master-addr master-port": (
+        "type --distributed.coordinator HOST:PORT, --distributed.processes and --distributed.process, or use a launcher"
+    ),
+    "normalization position-embedding-type group-query-attention": "use --model.kind llama",
+    "overlap-grad-reduce overlap-param-gather tp-comm-overlap compile compile.enable torch-compile transformer-impl "
+    "use-mcore-models distributed-backend dataloader-num-workers num-workers do-train": "remove it",
+}
+"""Names of other programs for what no field says, and what to do instead."""
 OLD_FLAGS = {
-    "train": {"resume": "run"},
-    "sft": {"resume": "run", "template": "chat-template", "turns": "train-on"},
-    "prepare": {
-        "longest": "max-length",
-        "template": "chat-template",
-        "too-long": "overflow",
-        "turns": "train-on",
-    },
-    "clean": {"keep": "filter", "minimum-tokens": "min-tokens"},
-    "evaluate": {"checkpoint": "run", "overlap": "stride"},
-    "lm-eval": {"checkpoint": "run"},
-    "finetune": {"checkpoint": "run"},
-    "from-hf": {"draw-heads": "init-missing-heads"},
-    "generate": {"checkpoint": "run"},
-    "plan": {"keep": "fix", "longest": "max-sequence-on"},
-    "doctor": {"limit": "timeout"},
+    "train": "resume=run",
+    "sft": "resume=run template=chat-template turns=train-on",
+    "prepare": "longest=max-length template=chat-template too-long=overflow turns=train-on",
+    "clean": "keep=filter minimum-tokens=min-tokens",
+    "evaluate": "checkpoint=run overlap=stride",
+    "lm-eval": "checkpoint=run",
+    "finetune": "checkpoint=run",
+    "from-hf": "draw-heads=init-missing-heads",
+    "generate": "checkpoint=run",
+    "plan": "keep=fix longest=max-sequence-on",
+    "doctor": "limit=timeout",
 }
 """Flags of mjax 0.2.0 by command, and their names since. They are accepted until 0.4.0."""
+OLD_FIELDS = {
+    f"{section}.{old}".replace("_", "-"): f"{section}.{new}".replace("_", "-")
+    for section, names in RENAMED.items()
+    for old, new in names.items()
+}
+SHORT_AXES = {
+    "mesh.pp": "mesh.pipe", "mesh.dp": "mesh.data", "mesh.tp": "mesh.model", "mesh.cp": "mesh.context",
+    "mesh.ep": "mesh.expert",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +77,7 @@ class RunArguments:
     run: Annotated[Path, RUN_SYNONYMS]
     """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """The file that defines a model of your own; every setting stays that of the run."""
+    """The file that defines the run's model, if it is yours; every setting stays that of the run."""
     step: int | None = None
     """Checkpoint to use; by default the newest intact one."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
@@ -80,7 +96,7 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
     """
     if {"-h", "--help", "--help-all"} & set(argv):
         short = "--help-all" not in argv and hasattr(cls, "usual")
-        print((_short_help if short else _whole_help)(cls, default, prog))
+        print((_short_help if short else _whole_help)(cls, default, prog), flush=True)
         raise SystemExit(0)
     fields = {flag.name: flag for flag in list_fields(cls, default)}
     _check(argv, fields, prog)
@@ -115,12 +131,16 @@ def parse_known(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[s
 
 
 def rename_old_flags(argv: Sequence[str], prog: str) -> list[str]:
-    """Return `argv` with today's names of flags; a line on stderr reports each old one."""
-    renamed, words = OLD_FLAGS.get(prog.rpartition(" ")[2], {}), []
+    """Return `argv` with today's names of flags, and full names of axes; a line on stderr reports each old one."""
+    of_command = dict(pair.split("=") for pair in OLD_FLAGS.get(prog.rpartition(" ")[2], "").split())
+    renamed, words = SHORT_AXES | OLD_FIELDS | of_command, []
     for word in argv:
         flag, equals, value = word.partition("=")
-        if name := renamed.get(flag.removeprefix("--").replace("_", "-")) if flag.startswith("--") else None:
-            print(f"note: {flag} is now --{name}; mjax 0.4 will not accept {flag}", file=sys.stderr)
+        typed = flag.removeprefix("--").replace("_", "-") if flag.startswith("--") else ""
+        if name := renamed.get(_positive(typed)):
+            name = name if typed == _positive(typed) else _negative(name)
+            if typed not in SHORT_AXES:
+                print(f"note: {flag} is now --{name}; mjax 0.4 will not accept {flag}", file=sys.stderr)
             flag = f"--{name}"
         words.append(f"{flag}{equals}{value}")
     return words
@@ -163,8 +183,8 @@ def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
                 switches = f"--{_positive(name)} or --{_negative(_positive(name))}"
                 raise UsageError(f"--{name} {words[0]}: it takes no value; type {switches}")
             continue
-        if new := RENAMED.get(f"{name.replace('-', '_')} {''.join(words[:1])}"):
-            raise UsageError(f"--{name} {words[0]} has a new name; type --{new.replace('_', '-')}")
+        if new := RENAMED_VALUES.get(name.replace("-", "_"), {}).get("".join(words[:1])):
+            raise UsageError(f"--{name} {words[0]} has a new name; type --{name} {new}")
         if name in lists:
             raise UsageError(f"--{name} is given twice; give all values after one: --{name} A B")
         if "." in name and any(... in get_args(option) for option in _options(flag.kind)):  # others may add up
@@ -247,50 +267,48 @@ def _negative(name: str) -> str:
 
 def _explain_unknown(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str) -> str:
     """The sentence about an unknown flag, with the one to type instead."""
-    typed, name, unknown = name, _with_new_name(name.lower()), f"{prog} has no --{name}"
+    name, unknown = name.lower(), f"{prog} has no --{name}"
     if (field := fields.get(_positive(name))) and field.hidden:  # not on the command line
         return f"{unknown}; {field.hidden}"
-    if name != _positive(name) and _positive(name) in fields:
-        return f"{unknown}; type --{name}"
     flags, last = [flag for flag in fields.values() if not flag.hidden], name.rpartition(".")[2]
-    if matches := _match_flags(name, "".join(words[:1]), flags):
+    if matches := _match_flags(name, words, flags):
         return f"{unknown}; type " + either([_format_flag(flag, value, len(matches) > 1) for flag, value in matches])
     for flag in fields.values():
-        if last == flag.name.rpartition(".")[2] or _translate_value(flag.marks, last, "") is not None:
+        if last == flag.name.rpartition(".")[2] or _translate_value(flag.marks, name, "") is not None:
             return f"{unknown}; {flag.hidden}"
-    for field, kinds in _model_fields(last).items():
+    for names, advice in NO_FLAG.items():
+        if {name, last} & set(names.split()):
+            return f"{unknown}; {advice}"
+    for field, kinds in _model_fields(name).items():
         models = f"an option of {either(kinds)} models"
         return f"--model.{field} is {models}; remove it, or choose one: {KIND_FLAG} {kinds[0]}"
-    near = suggestion(typed, sorted(flag.name for flag in flags), f"`{prog} --help` lists its flags", "--{}")
+    near = suggestion(name, sorted(flag.name for flag in flags), f"`{prog} --help` lists its flags", "--{}")
     return f"{unknown}; {near}"
 
 
-def _with_new_name(name: str) -> str:
-    """The name of today for that of a flag of an older version; other names as they are."""
-    positive = _positive(name)
-    for old, new in RENAMED.items():
-        if positive.replace("-", "_") in (old, old.partition(".")[2]):
-            return (new if name == positive else _negative(new)).replace("_", "-")
-    return name
-
-
-def _match_flags(name: str, value: str, flags: Sequence[Flag]) -> list[tuple[Flag, str]]:
+def _match_flags(name: str, words: Sequence[str], flags: Sequence[Flag]) -> list[tuple[Flag, str]]:
     """Flags that have a name elsewhere, or without its section, each with its value; of its section if there are."""
     section, _, last = name.rpartition(".")
-    matches = [(flag, known) for flag in flags if (known := _translate_value(flag.marks, last, value)) is not None]
-    matches = matches or [(flag, value) for flag in flags if flag.name.rpartition(".")[2] == last]
+    given = [(flag, " ".join(words if get_origin(_options(flag.kind)[0]) is tuple else words[:1])) for flag in flags]
+    matches = [
+        (flag, known) for flag, value in given if (known := _translate_value(flag.marks, name, value)) is not None
+    ]
+    matches = matches or [(flag, value) for flag, value in given if flag.name.rpartition(".")[2] == last]
     return [match for match in matches if match[0].name.startswith(f"{section}.")] or matches
 
 
 def _translate_value(marks: Sequence, name: str, given: str) -> str | None:
     """The value to type for a field in place of `name`, which it has elsewhere; None: it has no such name."""
-    return next((mark.value(name, given) for mark in marks if isinstance(mark, Synonyms)), None)
+    names = name, name.rpartition(".")[2]
+    values = (mark.value(part, given) for mark in marks if isinstance(mark, Synonyms) for part in names)
+    return next((value for value in values if value is not None), None)
 
 
 def _format_flag(flag: Flag, value: str, of_several: bool) -> str:
     """A flag and its value; its meaning, where one of several has to be chosen or the value would be another."""
     meaning = re.split(r"[.;]( |$)" if of_several else r"\.( |$)", flag.text)[0]
-    meaning = f" ({meaning[0].lower()}{meaning[1:]})" if of_several or not value else ""
+    needed = of_several or not (value or flag.kind is bool)
+    meaning = f" ({meaning[0].lower()}{meaning[1:]})" if needed else ""
     return f"--{flag.name}{f' {value}' if value and flag.kind is not bool else ''}{meaning}"
 
 
@@ -299,7 +317,7 @@ def _model_fields(name: str) -> dict[str, list[str]]:
     kinds: dict[str, list[str]] = {}
     for kind, cls in REGISTRY.items():
         for _, flag, _, marks in section_fields(cls):
-            if flag == name or _translate_value(marks, name, "") is not None:
+            if flag == name.rpartition(".")[2] or _translate_value(marks, name, "") is not None:
                 kinds.setdefault(flag, []).append(kind)
     return kinds
 
@@ -358,7 +376,7 @@ def _format_default(cls: type, flag: Flag) -> str:
 
 
 def _entry(typed: str, text: str) -> list[str]:
-    """A flag and its text, in two columns; a long flag has a line of its own."""
+    """A flag and its text, in two columns; a long flag has a separate line."""
     before = [f"  {typed}"] if len(typed) > 33 else []
     typed = "" if before else f"  {typed}"
     column = " " * 37
@@ -374,7 +392,7 @@ class Flag(NamedTuple):
       default: `dataclasses.MISSING` if it is required.
       owner: the dataclass that has it as a `field`.
       marks: annotations of the field.
-      hidden: of a field that is no flag, what to do instead of typing it.
+      hidden: what to do instead of typing the name of a field that is not a flag.
     """
 
     name: str
@@ -407,7 +425,7 @@ def list_flags(cls: type, default: object, prefix: str = "") -> Iterator[Flag]:
 def list_fields(
     cls: type, default: object, prefix: str = "", hidden: str = "", without: Mark | None = None
 ) -> Iterator[Flag]:
-    """The flags of `cls`, and its fields that are no flags (`hidden`): by default those with the mark `cls.without`."""
+    """The flags of `cls`, and its other fields (`hidden`): by default those with the mark `cls.without`."""
     without = without or getattr(cls, "without", None)
     kinds = get_type_hints(cls)
     for field, (name, flag, _, marks) in zip(dataclasses.fields(cls), section_fields(cls), strict=True):

@@ -24,6 +24,10 @@ from mjax.generation.inference import inference_config, read_run, run_tokenizer
 from mjax.generation.text import Live, StreamingText, TextContinuation, continue_ids
 from mjax.parallel.mesh import make_mesh
 
+Decode, Ends = Callable[[list[int]], str], int | Sequence[int]
+Conversation = tuple[list[dict[str, Any]], Any]
+"""Messages and tools."""
+
 
 def generate(arguments: GenerateArguments) -> int:
     """`mjax generate`: print prompts and continuations as they are generated; notices go to stderr.
@@ -49,7 +53,7 @@ def generate(arguments: GenerateArguments) -> int:
     prompts = _prompts(arguments)
     writer = Writer(arguments)
     encoded = [writer.tokenizer.prompt(prompt) for prompt in prompts]
-    writer.write(prompts, encoded, writer.tokenizer.decode, writer.ends, titles=prompts)
+    writer.write(prompts, encoded, prompts, writer.tokenizer.decode, writer.ends)
     return 0
 
 
@@ -74,24 +78,21 @@ class Writer:
     def _restored(self) -> tuple[Generator, int, Prepared]:
         """The generator, the step of the checkpoint, and its weights."""
         generator, arguments = Generator(self._config, make_mesh(self._config.mesh)), self.arguments
-        say = partial(self.notices.print, markup=False)
-        step, model = restore_weights(arguments.run, generator.abstract_model, arguments.step, say)
+        notify = partial(self.notices.print, markup=False)
+        step, model = restore_weights(arguments.run, generator.abstract_model, arguments.step, notify)
         return generator, step, generator.prepare(model)
 
     def write(
-        self,
-        prompts: Sequence[str],
-        encoded: Sequence[list[int]],
-        decode: Callable[[list[int]], str],
-        ends: int | Sequence[int],
-        titles: Sequence[str],
+        self, prompts: Sequence[str], encoded: Sequence[list[int]], titles: Sequence[str], decode: Decode, ends: Ends
     ) -> list[TextContinuation]:
         """Continue each prompt --num-samples times and print it after its title, or as JSON.
 
         Other arguments are those of `continue_ids`.
         """
-        sampling, as_json, copies = self.arguments.sampling, self.arguments.json, range(self.arguments.num_samples)
-        prompts, encoded, titles = ([one for one in given for _ in copies] for given in (prompts, encoded, titles))
+        sampling, as_json, copies = self.arguments.sampling, self.arguments.json, self.arguments.num_samples
+        prompts, encoded, titles = (
+            [text for text in texts for _ in range(copies)] for texts in (prompts, encoded, titles)
+        )
         live, (generator, step, model) = Live(Console(), titles), self._restored
         with self.notices.status(f"checkpoint {step}: writing up to {sampling.tokens} tokens") as status:
 
@@ -143,11 +144,9 @@ def _chat(arguments: GenerateArguments) -> int:
     writer = Writer(arguments)
     chat = Chat(arguments.run / "tokenizer", writer.tokenizer)
 
-    def write(
-        conversations: Sequence[tuple[list[dict[str, Any]], Any]], titles: Sequence[str]
-    ) -> list[TextContinuation]:
+    def write(conversations: Sequence[Conversation], titles: Sequence[str]) -> list[TextContinuation]:
         texts = [chat.render([*history, *messages], tools) for messages, tools in conversations]
-        return writer.write(texts, [chat.encode(text) for text in texts], chat.decode, chat.stops, titles)
+        return writer.write(texts, [chat.encode(text) for text in texts], titles, chat.decode, chat.stops)
 
     history = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     if conversations:
@@ -161,7 +160,7 @@ def _chat(arguments: GenerateArguments) -> int:
     return 0
 
 
-def _read_chat(arguments: GenerateArguments) -> tuple[list[tuple[list[dict[str, Any]], Any]], Iterable[str]]:
+def _read_chat(arguments: GenerateArguments) -> tuple[list[Conversation], Iterable[str]]:
     """Conversations to answer, each with its tools, or the questions of one: of --prompt, of stdin, or typed."""
     prompts = _prompts(arguments) if arguments.prompt else []
     on_terminal = not prompts and _is_terminal()

@@ -35,7 +35,7 @@ class LmEvalArguments:
     run: str | None = None
     """Run folder to evaluate; short for: run --model mjax --model_args run=RUN."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """With --run: the file that defines a model of your own; any other --config is the harness's."""
+    """With --run: the .py file that defines the run's model, if it is yours; any other --config is the harness's."""
     model_args: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["-a"], metavar="NAME=VALUE …")] = ()
     """With --run: further arguments of the model."""
     simulate: int | None = None
@@ -43,7 +43,7 @@ class LmEvalArguments:
 
 
 def lm_eval(argv: Sequence[str]) -> int:
-    """Run the harness's own command line, with the model `mjax` registered. Returns the exit code.
+    """Run the harness's command line, with the model `mjax` registered. Returns the exit code.
 
         mjax lm-eval --run runs/x --tasks hellaswag
         mjax lm-eval run --model mjax --model_args run=runs/x --tasks hellaswag     the same

@@ -72,18 +72,10 @@ class PlanArguments:
     """Write the fastest config into this new file for `mjax train`; must end in .py."""
     without: ClassVar = UNPLANNED
     usual: ClassVar = {
-        "what to plan": (
-            "config",
-            "run",
-            "gpu",
-            "mesh.data",
-            "mesh.model",
-            "mesh.pipe",
-            "mesh.zero",
-            "train.recompute",
-        ),
-        "what to find": ("devices", "days", "max-sequence-on", "devices-per-node", "network"),
-        "how": ("compile", "calibration", "json", "memory-figure", "communication-figure", "schedule-figure"),
+        "the run": ("config", "run", "mesh.data", "mesh.model", "mesh.pipe", "mesh.zero", "train.recompute"),
+        "the cluster": ("gpu", "devices-per-node", "network", "calibration"),
+        "searches": ("devices", "days", "max-sequence-on"),
+        "the output": ("compile", "json", "memory-figure", "communication-figure", "schedule-figure"),
     }
     examples: ClassVar = (
         "mjax plan --config gpt_8b --gpu h100                      # does it fit, how fast does it go",
@@ -213,7 +205,7 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
     validate(replace(config, data=replace(config.data, mock=True)), name)
     if arguments.schedule_figure is not None and config.mesh.pipe == 1:
         stages = "--mesh.pipe 2" + " --fix mesh.pipe" * (devices is not None)
-        raise UsageError(f"--schedule-figure needs a pipeline and {name} has none; add stages, such as {stages}")
+        raise UsageError(f"--schedule-figure needs a pipeline; add stages to {name}, such as {stages}")
     if arguments.compile:
         command.check_compile(config, gpu)
     if gpu is None:
@@ -252,7 +244,7 @@ def _check_flags(arguments: PlanArguments) -> None:
         value = getattr(arguments, name)
         if value != getattr(PlanArguments, name) and getattr(arguments, needed.partition(" ")[0]) is None:
             values = value if isinstance(value, tuple) else (value,)
-            shown = " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+            shown = " ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in values)
             raise UsageError(f"--{name.replace('_', '-')} {shown} needs --{needed}; add it")
 
 
@@ -297,7 +289,7 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
     """The pipeline schedule, plotted into `file`."""
     if config.mesh.pipe == 1:
         return None
-    from mjax.parallel.schedules import find_schedule, slot_times
+    from mjax.parallel.pipeline_schedules import find_schedule, slot_times
     from mjax.pictures.plan import describe_bubble, describe_in_flight, display_name, draw_schedule
 
     schedule, times = find_schedule(config), slot_times(config)

@@ -24,7 +24,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -288,7 +288,7 @@ def _check(arguments: PrepareArguments) -> None:
     """Refuse arguments that are out of bounds or contradict each other, before text is fetched or read."""
     check_bounds(arguments)
     if arguments.demo and (arguments.inputs or arguments.split_documents is not None):
-        raise UsageError("--demo brings its own documents; leave out --demo, or the files and --split-documents")
+        raise UsageError("--demo fetches its documents; leave out --demo, or the files and --split-documents")
     if not arguments.demo and not arguments.inputs:
         raise UsageError("no input; give .txt, .jsonl or .parquet files, or --demo for 5 MB of Wikipedia")
     if arguments.vocabulary is not None and not _trains(arguments):
@@ -392,11 +392,7 @@ class Encoder:
 
 # --- Conversations: `mjax prepare --chat` -----------------------------------------------------------------------------
 
-ONLY = {
-    field.name: field.default
-    for field in fields(ConversationArguments)
-    if field.name in ConversationArguments.__annotations__ and field.name != "chat"
-}
+ONLY = {name: getattr(ConversationArguments, name) for name in ConversationArguments.__annotations__ if name != "chat"}
 """Flags that go with --chat, and their defaults."""
 
 
@@ -421,7 +417,7 @@ def _check_chat(arguments: PrepareArguments) -> None:
 
 
 def _save_chat(template: str | None, run: Path, folder: Path, tokenizer: Tokenizer) -> None:
-    """Copy what a run has beside its tokenizer, and write another chat template, into the folder of a tokenizer.
+    """Copy the run's tokenizer folder, with another chat template if there is one, into the folder of a tokenizer.
 
     The plain template begins with the token that begins texts of the tokenizer.
     """

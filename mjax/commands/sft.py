@@ -51,10 +51,10 @@ class SftArguments(TrainArguments):
     """Conversations: a .jsonl or .parquet file, or prefixes of `mjax prepare --chat`; short for --data.path."""
     name: str | None = None
     """Name of the run, whose folder is RUNS/NAME. An existing run is continued."""
-    epochs: Annotated[float, Bounds(gt=0), Synonyms("num-epochs num-train-epochs")] = 3.0
+    epochs: Annotated[float, Bounds(gt=0), Synonyms("epochs train-epochs")] = 3.0
     """Times that every conversation is seen; --train.steps instead is exact."""
     chat_template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
-    """Chat template for a file of conversations; by default that of the model, or plain if it has none."""
+    """Chat template for a file of conversations; by default that of the model, or else plain."""
     train_on: Literal["all", "last"] = "all"
     """For a file of conversations: train on all turns of the assistant, or the last."""
     usual: ClassVar = {
@@ -146,7 +146,7 @@ def _prepare_file(given: SftArguments, file: str, max_length: int | None) -> str
     if index_file(prefix).is_file():
         print(f"data    {prefix}, prepared before")
         return str(prefix)
-    if given.distributed.several or launch.find_launcher() is not None:
+    if given.distributed.is_multiprocess or launch.find_launcher() is not None:
         raise UsageError(
             f"--data {file} is prepared by one process: type mjax prepare {shlex.quote(file)} --chat --tokenizer "
             f"run:{given.init} --output data/chat, and start the run with --data data/chat"

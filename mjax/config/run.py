@@ -52,10 +52,17 @@ from mjax.config.plain_values import build, fits
 from mjax.errors import UsageError, check_folder, shorten_list, suggestion
 from mjax.utils.files import is_hub_name, read_json, write_whole
 
-Compute = Literal["bf16", "fp8", "fp16", "fp32", "fp64"]
+Compute = Annotated[
+    Literal["bf16", "fp8", "fp16", "fp32", "fp64"],
+    DTYPES,
+    Synonyms("fp8-format=fp8 dtype~ torch-dtype~ mixed-precision~ mixed-precision-param~"),
+]
 ComputeDtype = Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute"), DTYPES]
 """Of commands that use a trained model."""
 Recompute = Literal["none", "selective", "full", "offload"]
+RECOMPUTE_SYNONYMS = Synonyms(
+    "recompute-activations=selective recompute-granularity gradient-checkpointing=full activation-checkpoint.mode"
+)
 WSD = Only("optimizer.schedule", "wsd")
 Schedule = Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"]
 TEXT = Only("samples", "text")
@@ -64,35 +71,38 @@ TEXT = Only("samples", "text")
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis of the mesh. Ranks of `model` should share a server, so keep it within one."""
+    """Devices along each axis of the mesh. Ranks of `model` should share a server, so keep it within one.
 
-    pipe: Annotated[Count, Synonyms("pipeline-model-parallel-size pipeline-parallel-size pipeline pp pp-size")] = 1
+    `--mesh.pp`, `dp`, `tp`, `ep` and `cp` are accepted for pipe, data, model, expert and context.
+    """
+
+    pipe: Annotated[Count, Synonyms("pipeline-parallel pp")] = 1
     """Pipeline stages, each with its share of the layers (1: no pipeline)."""
-    data: Annotated[Count, Synonyms("data-parallel-size dp dp-size num-gpus gpus")] = 1
+    data: Annotated[Count, Synonyms("data-parallel data-parallel-shard dp-shard dp gpus")] = 1
     """Data-parallel replicas."""
-    model: Annotated[Count, Synonyms("tensor-model-parallel-size tensor-parallel-size tp tp-size")] = 1
+    model: Annotated[Count, Synonyms("tensor-parallel tp")] = 1
     """Devices that share every layer's matrices (Megatron's tensor parallelism)."""
-    expert: Annotated[Count, Synonyms("expert-model-parallel-size expert-parallel-size ep ep-size")] = 1
+    expert: Annotated[Count, Synonyms("expert-parallel ep")] = 1
     """Data-parallel replicas that share the experts of a mixture: each has a part of them, and computes it for the
     tokens of all. It divides data."""
-    context: Annotated[Count, Synonyms("context-parallel-size cp cp-size context-parallel-degree")] = 1
+    context: Annotated[Count, Synonyms("context-parallel cp")] = 1
     """Devices that share every sequence (context parallelism): each has a part of its positions, and of all
     activations."""
-    context_attention: Annotated[Literal["auto", "ulysses", "allgather"], Synonyms("cp-comm-type")] = "auto"
+    context_attention: Annotated[Literal["auto", "ulysses", "allgather"], Synonyms("cp-comm-type~")] = "auto"
     """Attention of a sequence over `context`. ulysses: each rank gets all positions of a part of the heads
     (all-to-all); allgather: each rank gets keys and values of all positions; auto: ulysses if `context` divides the
     heads of a rank."""
     sequence_parallel: Annotated[bool, Synonyms("sp")] = False
     """Also split LayerNorm, dropout and the residual stream over `model`, by tokens (arXiv 2205.05198): less memory for
     the same communication. It has no effect with `model` 1."""
-    schedule: Annotated[Literal["gpipe", "1f1b"], FILE_ONLY] = "1f1b"
+    schedule: Annotated[Literal["gpipe", "1f1b"], FILE_ONLY, Synonyms("pipeline-parallel-schedule~")] = "1f1b"
     """Order of forward and backward passes in the pipeline; with virtual_stages above 1, 1f1b is interleaved."""
-    virtual_stages: Annotated[Count, Synonyms("num-layers-per-virtual-pipeline-stage~")] = 1
+    virtual_stages: Annotated[Count, Synonyms("layers-per-virtual-pipeline-stage~ virtual-pipeline-parallel")] = 1
     """Virtual stages of each pipeline rank, V (interleaved 1F1B, arXiv 2104.04473): the bubble is V times smaller."""
-    zero: Annotated[Literal[0, 1, 3], Synonyms("use-distributed-optimizer=1 zero-stage fsdp=3")] = 0
+    zero: Annotated[Literal[0, 1, 3], Synonyms("distributed-optimizer=1 zero-stage fsdp=3 torch-fsdp2=3")] = 0
     """Sharding over `data`: 0 none; 1 weights and moments between steps (ZeRO-1); 3 also weights during the step,
     gathered layer by layer (ZeRO-3, FSDP)."""
-    replicate: Annotated[Count, Synonyms("num-distributed-optimizer-instances hsdp dp-replicate")] = 1
+    replicate: Annotated[Count, Synonyms("distributed-optimizer-instances dp-replicate data-parallel-replicate")] = 1
     """Groups of data-parallel replicas that each hold all weights (HSDP): ZeRO shards within a group, and groups
     exchange the gradients of their shards once a step. It divides data."""
 
@@ -111,7 +121,9 @@ class MeshConfig:
 class DataConfig:
     """Sources of samples."""
 
-    path: Annotated[tuple[str, ...], BLEND, PLANNED, Synonyms("data dataset data-dir data-file train-file")] = ()
+    path: Annotated[
+        tuple[str, ...], BLEND, PLANNED, Synonyms("data data-path dataset data-dir data-file train-file")
+    ] = ()
     """Prefixes of indexed datasets (PREFIX.bin and PREFIX.idx, written by `mjax prepare` or Megatron's
     preprocess_data): one dataset; several with a weight before each, such as 0.3 data/a 0.7 data/b, blended by weight;
     or several without weights, each used once, blended in proportion to their sizes."""
@@ -178,21 +190,23 @@ class OptimizerConfig:
     """The optimizer and its learning rate. Weight decay applies to matrices and embeddings, never to biases or
     LayerNorm."""
 
-    name: Annotated[Literal["adamw", "muon"], PLANNED] = "adamw"
+    name: Annotated[Literal["adamw", "muon"], PLANNED, Synonyms("optimizer~ optim~")] = "adamw"
     """adamw, or muon: orthogonalised momentum for the matrices of the layers, and AdamW for everything else
     (embeddings, heads, norms, biases)."""
 
     learning_rate: Annotated[NotNegative, RATE, Synonyms("lr peak-lr max-lr")] = 1.5e-4
     """Peak learning rate."""
-    min_learning_rate: Annotated[NotNegative, RATE, Synonyms("min-lr")] = 1e-5
+    min_learning_rate: Annotated[NotNegative, RATE, Synonyms("min-lr min-lr-factor~")] = 1e-5
     """Learning rate at the end of the schedule."""
-    schedule: Annotated[Schedule, RATE, Synonyms("lr-decay-style lr-scheduler lr-scheduler-type decay-lr~")] = "cosine"
+    schedule: Annotated[Schedule, RATE, Synonyms("decay-style scheduler scheduler-type decay-lr~")] = "cosine"
     """Shape of the decay after warm-up (wsd: warm-up, stable, decay)."""
-    warmup_steps: Annotated[CountOrZero, RATE, Synonyms("lr-warmup-iters warmup-iters warmup warmup-ratio~")] = 0
+    warmup_steps: Annotated[
+        CountOrZero, RATE, Synonyms("warmup-iters warmup-steps warmup warmup-ratio~ warmup-fraction~")
+    ] = 0
     """Steps of linear warm-up."""
-    decay_steps: Annotated[Count | None, RATE, Synonyms("lr-decay-iters lr-decay-steps")] = None
+    decay_steps: Annotated[Count | None, RATE, Synonyms("decay-iters decay-steps decay-ratio~")] = None
     """Step at which min_learning_rate is reached; by default train.steps."""
-    wsd_decay_steps: Annotated[Count | None, RATE, WSD, Synonyms("lr-wsd-decay-iters")] = None
+    wsd_decay_steps: Annotated[Count | None, RATE, WSD, Synonyms("wsd-decay-iters")] = None
     """wsd only: length of the final decay, in steps; by default a tenth of decay_steps."""
     wsd_decay: Annotated[Literal["exponential", "linear", "minus_sqrt"], RATE, WSD] = "exponential"
     """wsd only: shape of the final decay; minus_sqrt is 1 − √p after a part p of it (arXiv 2405.18392)."""
@@ -204,7 +218,7 @@ class OptimizerConfig:
     """Decay of the second moment."""
     epsilon: Annotated[float, Bounds(gt=0, such_as="1e-8"), FILE_ONLY, Synonyms("adam-eps adam-epsilon eps")] = 1e-8
     """Added to the square root of the second moment; with 0 a weight without gradient would become 0 / 0."""
-    clip_norm: Annotated[NotNegative, Synonyms("clip-grad grad-clip gradient-clip-val max-grad-norm")] = 1.0
+    clip_norm: Annotated[NotNegative, Synonyms("clip-grad grad-clip gradient-clip-val max-grad-norm max-norm")] = 1.0
     """Largest global L2 norm of the gradient; 0: no clipping."""
 
 
@@ -213,7 +227,7 @@ class PrecisionConfig:
     """Dtypes of the computation. Parameters and moments are always float32, as are the sums in LayerNorm, softmax,
     cross entropy and gradients."""
 
-    compute: Annotated[Compute, DTYPES, Synonyms("dtype mixed-precision")] = "bf16"
+    compute: Compute = "bf16"
     """Dtype of activations and matrix products. fp8 is bf16 with the products of the layers' linear layers in float8,
     in training; fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs JAX_ENABLE_X64=1 in the
     environment."""
@@ -227,28 +241,26 @@ class PrecisionConfig:
 class TrainConfig:
     """Length of training, batches and recomputation."""
 
-    steps: Annotated[Count, FREE, Synonyms("train-iters max-iters max-steps epochs~ num-train-epochs~")] = 300_000
+    steps: Annotated[Count, FREE, Synonyms("train-iters max-iters max-steps epochs~ train-epochs~ train-samples~")] = (
+        300_000
+    )
     """Number of optimizer steps; an epoch is the tokens of the data / (global batch × sequence) steps."""
     tokens: Annotated[str | None, FREE, Synonyms("train-tokens total-tokens max-tokens")] = None
     """Instead of steps: training tokens, such as 300B or 1.5T (K, M, B, T: thousands to trillions), rounded up to whole
     steps of the global batch with its ramp-up. The run's config.json has the steps."""
-    global_batch: Annotated[Count, Synonyms("batch-size global-batch-size gradient-accumulation-steps~")] = 512
+    global_batch: Annotated[Count, Synonyms("batch global-batch gradient-accumulation-steps~")] = 512
     """Sequences per step over all devices; with a ramp-up, those of the last steps."""
     batch_rampup: Annotated[
-        tuple[int, int, int] | None, tyro.conf.arg(metavar="START INCREMENT SAMPLES"), Synonyms("rampup-batch-size")
+        tuple[int, int, int] | None, tyro.conf.arg(metavar="START INCREMENT SAMPLES"), Synonyms("rampup-batch")
     ] = None
     """Megatron's --rampup-batch-size, such as 16 16 100000: begin with START sequences per step and add INCREMENT
     at a time, in equal portions of the first SAMPLES samples, up to global_batch."""
     batch_history: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
     """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
     data, tokens and learning rate continue from their samples. A run writes it; it has no flag."""
-    micro_batch: Annotated[
-        Count, FREE, SEARCHED, Synonyms("batch-size micro-batch-size per-device-train-batch-size")
-    ] = 8
+    micro_batch: Annotated[Count, FREE, SEARCHED, Synonyms("batch micro-batch local-batch per-device-train-batch")] = 8
     """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
-    recompute: Annotated[
-        Recompute, FREE, SEARCHED, Synonyms("recompute-activations=selective gradient-checkpointing=full")
-    ] = "none"
+    recompute: Annotated[Recompute, FREE, SEARCHED, RECOMPUTE_SYNONYMS] = "none"
     """Recomputation in the backward pass: none; the attention core and cheap element-wise work; or whole layers.
     offload: as full, with the layers' inputs in host memory until the backward pass; in a loop over the layers, not in
     a pipeline."""
@@ -293,11 +305,11 @@ class HealthConfig:
 class LogConfig:
     """Logging and display."""
 
-    interval: Annotated[Count, Synonyms("every log-every log-interval logging-steps")] = 1
+    interval: Annotated[Count, Synonyms("every log-every log-interval logging-steps log-freq")] = 1
     """Steps between lines of metrics.jsonl and TensorBoard scalars."""
-    tensorboard: Annotated[bool, FILE_ONLY, PER_PROCESS, Synonyms("tensorboard-dir")] = True
+    tensorboard: Annotated[bool, FILE_ONLY, PER_PROCESS, Synonyms("tensorboard-dir tensorboard logging-dir")] = True
     """Write TensorBoard scalars into the run folder."""
-    wandb: Annotated[str | None, PER_PROCESS, Synonyms("wandb-project wandb")] = None
+    wandb: Annotated[str | None, PER_PROCESS, Synonyms("wandb-project wandb report-to~")] = None
     """Weights & Biases project to log to (needs the wandb package)."""
     trackio: Annotated[str | None, PER_PROCESS] = None
     """Trackio project to log to (needs the trackio package)."""
@@ -438,8 +450,8 @@ def _execute(file: Path) -> types.ModuleType:
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         field = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        renamed = {old.partition(".")[2]: new.partition(".")[2] for old, new in RENAMED.items()}
-        now = f"; {field[1]} is now {renamed[field[1]]}" if field and field[1] in renamed else ""
+        new = next((names[field[1]] for names in RENAMED.values() if field and field[1] in names), None)
+        now = f"; {field[1]} is now {new}" if new else ""
         line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else (lines or [None])[-1]
         raise UsageError(
             f"{file}{f', line {line},' if line else ''} raises {type(error).__name__}: "
@@ -489,7 +501,7 @@ def from_dict(values: dict[str, Any], source: str = "config.json") -> Config:
 def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], type[ModelConfig]]) -> Config:
     if not isinstance(values, dict) or not isinstance(values.get("model", {}), dict):
         return build(Config, values, source)  # which refuses it
-    values = _without_removed(_with_new_names(values), source)
+    values = _upgrade(values, source)
     model = {"kind": "gpt", **values.get("model", {})}
     rest = {name: value for name, value in values.items() if name != "model"}
     config, cls = build(Config, rest, source), class_of(model)
@@ -502,53 +514,24 @@ def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], ty
 
 
 RENAMED = {
-    "mesh.chunks": "mesh.virtual_stages",
-    "mesh.replica": "mesh.replicate",
-    "mesh.context_attention heads": "mesh.context_attention ulysses",
-    "mesh.context_attention gather": "mesh.context_attention allgather",
-    "model.tied": "model.tie_embeddings",
-    "model.rope_share": "model.rotary_percent",
-    "model.rope_original": "model.rope_original_length",
-    "model.full_attention_every": "model.global_attention_interval",
-    "model.query_scalar": "model.query_pre_attn_scalar",
-    "model.expert_width": "model.moe_ffn_hidden",
-    "model.shared_width": "model.shared_expert_ffn_hidden",
-    "model.dense_layers": "model.first_dense_layers",
-    "model.expert_interval": "model.moe_layer_freq",
-    "model.grouped": "model.moe_kernel",
-    "model.router_groups": "model.router_n_groups",
-    "model.router_top_groups": "model.router_topk_groups",
-    "model.balance_loss": "model.aux_loss_coef",
-    "model.balance_over": "model.aux_loss_scope",
-    "model.balance_bias": "model.router_bias_update_rate",
-    "model.answers": "model.num_labels",
-    "data.own": "data.custom",
-    "data.samples": "data.train_samples",
-    "train.taken": "train.batch_history",
-    "health.spike announce": "health.spike warn",
-    "health.spike rewind": "health.spike rollback",
+    "mesh": {"chunks": "virtual_stages", "replica": "replicate"},
+    "model": {
+        "tied": "tie_embeddings", "rope_share": "rotary_percent", "rope_original": "rope_original_length",
+        "full_attention_every": "global_attention_interval", "query_scalar": "query_pre_attn_scalar",
+        "expert_width": "moe_ffn_hidden", "shared_width": "shared_expert_ffn_hidden", "grouped": "moe_kernel",
+        "dense_layers": "first_dense_layers", "expert_interval": "moe_layer_freq", "router_groups": "router_n_groups",
+        "router_top_groups": "router_topk_groups", "balance_loss": "aux_loss_coef", "balance_over": "aux_loss_scope",
+        "balance_bias": "router_bias_update_rate", "answers": "num_labels",
+    },
+    "data": {"own": "custom", "samples": "train_samples"},
+    "train": {"taken": "batch_history"},
+}  # fmt: skip
+RENAMED_VALUES = {
+    "mesh.context_attention": {"heads": "ulysses", "gather": "allgather"},
+    "mesh.schedule": {"zb-h1": "1f1b"},
+    "health.spike": {"announce": "warn", "rewind": "rollback"},
 }
-"""Fields and values of mjax 0.2.0 with their names of today. To be removed, with `REMOVED`, after mjax 0.4."""
-
-
-def _with_new_names(values: dict[str, Any]) -> dict[str, Any]:
-    """The sections of a config with the names of today; the fields of a model of your own keep theirs."""
-    values = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
-    kind = values.get("model", {}).get("kind")
-    cls = REGISTRY.get(kind) if isinstance(kind, str) else None
-    own = {knob.name for knob in dataclasses.fields(cls)} if cls else set()
-    for old, new in RENAMED.items():
-        (section, knob, value), (_, new_knob, new_value) = (re.split("[. ]", f"{name} ")[:3] for name in (old, new))
-        fields = values.get(section)
-        if not isinstance(fields, dict) or knob not in fields or (section == "model" and knob in own):
-            continue
-        if value and fields[knob] == value:
-            fields[knob] = new_value
-        elif not value and new_knob not in fields:
-            fields[new_knob] = fields.pop(knob)
-    return values
-
-
+"""Fields and values of mjax 0.2.0, with their names since. To be removed, with `REMOVED`, after mjax 0.4."""
 REMOVED = {
     "model.lora_rslora": False,
     "data.validation_tail": False,
@@ -565,17 +548,25 @@ REMOVED = {
 """Fields that the config of a run of 0.2.0 has, with the value that holds now."""
 
 
-def _without_removed(values: dict[str, Any], source: str) -> dict[str, Any]:
-    """The sections of a config without `REMOVED`; what means the same today is translated.
+def _upgrade(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return the sections of a config with the fields of today.
 
     Raises:
-      UsageError: such a field has another value.
+      UsageError: one of the fields `REMOVED` has another value.
     """
-    mesh, model, health = (
-        section if isinstance(section := values.get(name), dict) else {} for name in ("mesh", "model", "health")
-    )
-    if mesh.get("schedule") == "zb-h1":
-        mesh["schedule"] = "1f1b"
+    sections = {name: dict(section) for name, section in values.items() if isinstance(section, dict)}
+    model, health = sections.get("model", {}), sections.get("health", {})
+    cls = REGISTRY.get(str(model.get("kind")))
+    taken = {knob.name for knob in dataclasses.fields(cls)} if cls else set()  # by a model of your own
+    for section, names in RENAMED.items():
+        fields = sections.get(section, {})
+        for old, new in names.items():
+            if old in fields and new not in fields and (section != "model" or old not in taken):
+                fields[new] = fields.pop(old)
+    for name, renamed in RENAMED_VALUES.items():
+        section, _, knob = name.partition(".")
+        if (old := str(sections.get(section, {}).get(knob))) in renamed:
+            sections[section][knob] = renamed[old]
     if health.get("spike_deviations") == 0.0:
         health |= {"spike": "ignore", "spike_deviations": 6.0}
     rank, alpha = model.get("lora_rank"), model.get("lora_alpha")
@@ -583,12 +574,12 @@ def _without_removed(values: dict[str, Any], source: str) -> dict[str, Any]:
         model |= {"lora_alpha": (2 * rank if alpha is None else alpha) * rank**0.5, "lora_rslora": False}
     for name, only in REMOVED.items():
         section, _, knob = name.partition(".")
-        if isinstance(values.get(section), dict) and (value := values[section].pop(knob, only)) != only:
+        if (value := sections.get(section, {}).pop(knob, only)) != only:
             raise UsageError(
                 f"{source}: {name} is {value!r}, and since mjax 0.2.0 it is always {only!r}; "
                 "remove it there to continue with that"
             )
-    return values
+    return values | sections
 
 
 def save_config(config: Config, file: Path) -> None:

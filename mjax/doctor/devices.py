@@ -132,7 +132,7 @@ def check_matmul(facts: MachineInfo) -> Finding:
 def _multiply(device: jax.Device) -> tuple[float, float, str]:
     """FLOP/s, those of the data sheet, and words; of bf16, or fp16 where there is no bf16, but float32 on a CPU."""
     gpu = find_gpu(device.device_kind)
-    compute = "fp32" if device.platform == "cpu" else gpu.sixteen_bits if gpu else "bf16"
+    compute = "fp32" if device.platform == "cpu" else gpu.half_precision if gpu else "bf16"
     size = 1024 if device.platform == "cpu" else 8192
     with jax.default_device(device):
         x = jax.random.normal(jax.random.key(0), (size, size), DTYPES[compute])
@@ -174,7 +174,7 @@ def check_all_reduce(facts: MachineInfo) -> Finding | None:
     rows = np.arange(1, ranks + 1)[:, None]  # rank r holds r + 1
     by_rank = NamedSharding(mesh, P(MODEL))
     x = jax.jit(lambda: jnp.asarray(rows, dtype) * jnp.ones((1, count), dtype), out_shardings=by_rank)()
-    reduce = jax.jit(jax.shard_map(mappings.leave, mesh=mesh, in_specs=P(MODEL), out_specs=P()))
+    reduce = jax.jit(jax.shard_map(mappings.reduce_from_region, mesh=mesh, in_specs=P(MODEL), out_specs=P()))
     total, expected = reduce(x), ranks * (ranks + 1) // 2
     low, high = float(total.min()), float(total.max())
     if not (low == high == expected):

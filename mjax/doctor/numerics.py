@@ -192,7 +192,7 @@ def expert_products(kernel: str, compute: str) -> Operation:
     experts = np.repeat([0, 2, 0], [100, 7, 60])
 
     def run(x, kernels):
-        groups, rows = grouped.group(jnp.asarray(experts), 3, grouped.ROWS[kernel])
+        groups, rows = grouped.assign_rows(jnp.asarray(experts), 3, grouped.ROWS[kernel])
         buffer = jnp.zeros((len(groups.of_tile) * groups.rows, 64), x.dtype).at[rows].set(x)
         return grouped.grouped_matmul(buffer, kernels, groups, kernel)[rows]
 

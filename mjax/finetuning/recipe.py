@@ -51,13 +51,13 @@ class FinetuneArguments:
     """Number of seeds, which differ in head, order of examples and dropout. The papers report the median of five."""
     seed: Annotated[Seed, Synonyms("random-seed")] = 1234
     """First seed; the others follow it."""
-    epochs: Annotated[Count | None, Synonyms("num-epochs num-train-epochs")] = None
+    epochs: Annotated[Count | None, Synonyms("epochs train-epochs")] = None
     """Number of epochs; by default as in the paper's recipe for the task, like all that follow."""
-    batch: Annotated[Count | None, Synonyms("batch-size global-batch global-batch-size")] = None
+    batch: Annotated[Count | None, Synonyms("batch global-batch train-batch")] = None
     """Examples per step, over all devices."""
     learning_rate: Annotated[NotNegative | None, Synonyms("lr")] = None
     """Peak learning rate, with linear decay to 0."""
-    warmup: Annotated[Share | None, Synonyms("lr-warmup-fraction warmup-ratio")] = None
+    warmup: Annotated[Share | None, Synonyms("warmup-fraction warmup-ratio")] = None
     """Share of the steps with linear warm-up from 0."""
     weight_decay: Annotated[NotNegative | None, Synonyms("wd")] = None
     """Decoupled weight decay, for matrices and embeddings."""

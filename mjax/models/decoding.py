@@ -54,11 +54,11 @@ def all_logits(
     """Logits of the next token after every position of whole texts, as `prefill` reads them; replicated over
     `model` and `context`."""
     x, tokens, _ = _read(model, ids, jnp.full(len(ids), ids.shape[1]), ids.shape[1], layers, context_attention)
-    logits = tokens.split_sequences(mappings.all_gather(model.logits(x, tokens), MODEL, -1))
+    logits = tokens.split_sequences(mappings.all_gather_invariant(model.logits(x, tokens), MODEL, -1))
     if context_attention:  # each rank has some of the positions
         whole = jnp.zeros((*ids.shape, logits.shape[-1]), logits.dtype)
         whole = mappings.vary(whole, mappings.varying_axes(logits)).at[:, tokens.position_ids()].set(logits)
-        logits = mappings.sum_over(whole, frozenset({CONTEXT}))
+        logits = mappings.psum(whole, frozenset({CONTEXT}))
     return logits
 
 
@@ -92,7 +92,7 @@ def prefill(
     is_last = position_ids == (lengths - 1)[:, None]
     last = tokens.split_sequences(x).sum(1, where=is_last[..., None])  # of one, so exact
     if context_attention:
-        last = mappings.sum_over(last, frozenset({CONTEXT}))
+        last = mappings.psum(last, frozenset({CONTEXT}))
     every = jnp.concatenate([position_ids, first + jnp.arange(more, dtype=jnp.int32)])
     return _row(model, last), Cache(cached, every)
 
@@ -135,7 +135,7 @@ def decode(
 
 def _row(model: CausalModel, x: Float[Array, "b h"]) -> Float[Array, "b v"]:
     """Logits of one position of each sequence, replicated over `model`."""
-    return mappings.all_gather(model.logits(x, TokenLayout(x.shape[0], 1)), MODEL, -1)
+    return mappings.all_gather_invariant(model.logits(x, TokenLayout(x.shape[0], 1)), MODEL, -1)
 
 
 # --- The keys and values of attention ---
@@ -202,7 +202,7 @@ def attend_cached(
         scores = scores + penalty.reshape(scores.shape)
     visible = mask.visible(lengths[:, None], slots)
     scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)[:, None, None]
-    scores = jnp.exp(scores - mappings.maximum(scores.max(-1, keepdims=True), tuple(over)))
-    scores = (scores / mappings.sum_over(scores.sum(-1, keepdims=True), over)).astype(q.dtype)
-    attended = mappings.sum_over(jnp.einsum("bkgs,bksd->bkgd", scores, cached.values), over)
+    scores = jnp.exp(scores - mappings.pmax(scores.max(-1, keepdims=True), tuple(over)))
+    scores = (scores / mappings.psum(scores.sum(-1, keepdims=True), over)).astype(q.dtype)
+    attended = mappings.psum(jnp.einsum("bkgs,bksd->bkgd", scores, cached.values), over)
     return attended.reshape(*q.shape[:-1], v.shape[-1]), cached

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from mjax.cluster.hardware import Gpu
 from mjax.parallel import named_scopes
-from mjax.parallel.schedules import Schedule, Slots
+from mjax.parallel.pipeline_schedules import PipelineSchedule, Slots
 from mjax.pictures.figures import INK, PALETTE, SOFT_INK, add_heading, save
 from mjax.utils.figures import GIB, human_bytes
 
@@ -148,7 +148,7 @@ COLORS = {"forward": PALETTE[0], "backward": PALETTE[2]}
 IDLE = "#DCDCDC"
 
 
-def draw_schedule(schedule: Schedule, file: Path | BinaryIO, forward: float = 1.0, backward: float = 2.0) -> None:
+def draw_schedule(schedule: PipelineSchedule, file: Path | BinaryIO, forward: float = 1, backward: float = 2) -> None:
     """Draw a pipeline schedule: one row a stage, time to the right, every box a pass of one micro-batch.
 
     Args:
@@ -189,7 +189,7 @@ def draw_schedule(schedule: Schedule, file: Path | BinaryIO, forward: float = 1.
     save(figure, file)
 
 
-def describe_bubble(schedule: Schedule, forward: float, backward: float) -> str:
+def describe_bubble(schedule: PipelineSchedule, forward: float, backward: float) -> str:
     """The bubble as computed from the table, with the formula that it equals, if there is one."""
     bubble = schedule.bubble(forward, backward)
     stages, micro_batches, chunks = schedule.stages, schedule.micro_batches, schedule.chunks
@@ -198,13 +198,13 @@ def describe_bubble(schedule: Schedule, forward: float, backward: float) -> str:
     return f"{bubble:.1%} of the ideal time{formula if exact else ''}"
 
 
-def describe_in_flight(schedule: Schedule) -> str:
+def describe_in_flight(schedule: PipelineSchedule) -> str:
     """Micro-batches that the first and the last stage hold at most."""
     last = schedule.stages - 1
     return f"{schedule.max_in_flight(0)} on stage 0, {schedule.max_in_flight(last)} on stage {last}"
 
 
-def display_name(schedule: Schedule) -> str:
+def display_name(schedule: PipelineSchedule) -> str:
     """The schedule's name in its paper."""
     name = {"gpipe": "GPipe", "1f1b": "1F1B", "forward": "Forward only"}[schedule.name]
     return name + ", interleaved" * (schedule.chunks > 1)

@@ -409,7 +409,7 @@ def check_local_gpus(config: Config, name: str, force: bool, print_line: Callabl
     Raises:
       UsageError: the config does not fit, or needs an attention kernel or float8 products that are not available.
     """
-    from mjax.cluster.processes import place_on_host  # with the driver's library, which no plan needs
+    from mjax.cluster.processes import local_rank_and_size  # with the driver's library, which no plan needs
 
     device = jax.local_devices()[0]
     usable = usable_memory(device)
@@ -418,7 +418,7 @@ def check_local_gpus(config: Config, name: str, force: bool, print_line: Callabl
     check_float8(config, device.device_kind, gpu_capability(device))
     config = resolve_kernels(config, gpu_capability(device))
     try:
-        host = host_memory() / (jax.local_device_count() * place_on_host()[1])
+        host = host_memory() / (jax.local_device_count() * local_rank_and_size()[1])
         if warning := check_memory(config, usable, device.device_kind, name, host):
             print_line(f"memory  {warning}")
     except UsageError as error:
@@ -627,7 +627,7 @@ def compile_step(
 ) -> Compilation:
     """Compile the train step of `config` for its mesh of GPUs, which need not exist: seconds to minutes.
 
-    `launch.leave_accelerators_alone` has to be called before: JAX would look for GPUs and fail.
+    `launch.hide_accelerators` has to be called before: JAX would look for GPUs and fail.
 
     Args:
       config: validated; `model.attention` auto is resolved as on a GPU.

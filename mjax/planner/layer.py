@@ -61,7 +61,7 @@ from mjax.config.model import ModelConfig
 from mjax.config.pattern import layer_stacks
 from mjax.models.parts.flash import FLASH_STAND_IN
 from mjax.models.stack import run_blocks, runs_in
-from mjax.parallel.grouped import ROWS, tiles_at_most
+from mjax.parallel.grouped import ROWS, max_tiles
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.weights import are_stacked, combine, partition_trainable, weight_metadata
@@ -216,7 +216,7 @@ def expert_rows(of: Traced, samples: int) -> int:
     if not (experts := of.model.experts):
         return 0
     tokens = of.mesh.expert * samples * of.model.sequence // of.mesh.context
-    tiles = tiles_at_most(of.model.experts_per_token * tokens, experts // of.mesh.expert, ROWS["pallas"], tokens)
+    tiles = max_tiles(of.model.experts_per_token * tokens, experts // of.mesh.expert, ROWS["pallas"], tokens)
     return tiles * ROWS["pallas"]
 
 

@@ -32,7 +32,7 @@ from mjax.config import Config
 from mjax.config.axes import NAMES
 from mjax.parallel import named_scopes
 from mjax.parallel.mesh import abstract_mesh
-from mjax.parallel.schedules import Schedule, find_schedule
+from mjax.parallel.pipeline_schedules import PipelineSchedule, find_schedule
 from mjax.planner.layer import trace_once
 from mjax.planner.program import collective_axes, inner_jaxprs
 from mjax.step.step import build_program
@@ -190,7 +190,7 @@ def ledger(config: Config) -> Ledger:
     return Ledger(tuple(Collective(*record) for record in records))
 
 
-def read_collectives(jaxpr, schedule: Schedule | None = None) -> tuple[Collective, ...]:
+def read_collectives(jaxpr, schedule: PipelineSchedule | None = None) -> tuple[Collective, ...]:
     """The collectives of a traced program, with equal ones counted together; those over one rank only, which send
     nothing, are left out.
 

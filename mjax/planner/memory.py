@@ -301,7 +301,7 @@ def layer_residual_bytes(config: Config) -> float:
 def _chunks_in_flight(config: Config) -> int:
     """Chunks' activations waiting for their backward pass on the stage with most.
 
-    The slots of `schedules.build_schedule`, in closed form.
+    The slots of `pipeline_schedules.build_schedule`, in closed form.
     """
     mesh, m = config.mesh, config.micro_batches
     most, chunks, stages = m * mesh.virtual_stages, mesh.virtual_stages, mesh.pipe

@@ -27,8 +27,8 @@ The parts of a step, and how each is modelled:
                       the product's time
     host memory       a layer's input over the link between GPU and server, at its nominal rate: out beside the whole
                       forward pass of the layer, back beside nothing
-    pipeline          work of all micro-batches, then fill and drain as in the schedule (`schedules.py`), in lock-step;
-                      the head is on the last stage, for which all others wait
+    pipeline          work of all micro-batches, then fill and drain as in the schedule (`pipeline_schedules.py`), in
+                      lock-step; the head is on the last stage, for which all others wait
     once per step     sums over `data`, gathers of weights, the bytes of the optimizer; Muon's products (`memory.py`)
 
 The products of a layer and of the head, their shapes, and the number of sums over `model` are read from the traced
@@ -1001,7 +1001,7 @@ class _StepTime:
         return self.rates.traffic(moved, 20) + muon_iteration_seconds(self.config, self.rates)
 
 
-# --- Muon, and the pipeline: closed forms of its schedules (`parallel/schedules.py`) ----------------------------------
+# --- Muon, and the pipeline: closed forms of its schedules (`parallel/pipeline_schedules.py`) -------------------------
 
 
 def muon_iteration_seconds(config: Config, rates: Rates) -> float:
@@ -1033,7 +1033,7 @@ def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
 
 
 def bubble(mesh: MeshConfig, layer_passes: float) -> float:
-    """Return the idle seconds of the last stage in a step: those of `Schedule.makespan` in closed form.
+    """Return the idle seconds of the last stage in a step: those of `PipelineSchedule.makespan` in closed form.
 
     Args:
       mesh: the pipeline.

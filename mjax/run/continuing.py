@@ -32,7 +32,7 @@ from mjax.config.model_file import describe_change, new_run_flags
 from mjax.config.plain_values import read
 from mjax.config.run import BLENDS, describe_missing_run
 from mjax.errors import UsageError, either
-from mjax.step.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
+from mjax.step.learning_rate import decay_end, decay_start, learning_rate, wsd_decay_steps
 from mjax.utils.files import write_whole
 from mjax.utils.stores import to_absolute
 

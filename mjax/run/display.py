@@ -28,7 +28,7 @@ from mjax.config.model import is_user_defined, model_kind
 from mjax.config.model_file import run_flags, source_file
 from mjax.data.sources import TrainingData
 from mjax.models.build import count_parameters
-from mjax.parallel.schedules import find_schedule, slot_times
+from mjax.parallel.pipeline_schedules import find_schedule, slot_times
 from mjax.planner.layer import peak_tflops
 from mjax.run.callbacks import Callback
 from mjax.run.metrics import Record

@@ -46,14 +46,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.cluster.processes import from_first, is_first
+from mjax.cluster.processes import broadcast_int, is_first
 from mjax.config import Config, HealthConfig
 from mjax.config.axes import NAMES, axes_sharing_weights
 from mjax.config.model_file import run_flags
 from mjax.config.plain_values import check, read
 from mjax.errors import UnhealthyError, join_shortened, shorten_list
 from mjax.parallel import mappings
-from mjax.parallel.random import key_words
+from mjax.parallel.random import uint32_words
 from mjax.parallel.weights import leaf_name
 from mjax.run.callbacks import Callback
 from mjax.run.metrics import Record, finite_or_none
@@ -522,7 +522,7 @@ def continue_from(checkpoints: Checkpoints, step: int, print_line: Callable[[str
     """
     steps, marker = checkpoints.steps(), checkpoints.folder.parent / UNHEALTHY
     repeated = not marker.exists() and _host_values(checkpoints, steps[-1]).get("continued_from") == step
-    if from_first(repeated):  # process 0 removes the marker
+    if broadcast_int(repeated):  # process 0 removes the marker
         print_line(f"checkpoint {steps[-1]} continues from {step} already; to go back again, move the later ones away")
         return
     checkpoints.abandon(after=step)
@@ -613,12 +613,12 @@ def _hashes(shards: list[Array]) -> Array:
     everywhere = frozenset(NAMES)
     own = jnp.stack([_hash_shard(mappings.vary(shard, everywhere)) for shard in shards]).reshape(*[1] * len(NAMES), -1)
     for dim, axis in enumerate(NAMES):
-        own = mappings.all_gather(own, axis, dim)
+        own = mappings.all_gather_invariant(own, axis, dim)
     return own
 
 
 def _hash_shard(shard: Array) -> Array:
     """uint32 []."""
-    words = key_words(shard).reshape(-1)
+    words = uint32_words(shard).reshape(-1)
     odd = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
     return (words * odd).sum(dtype=jnp.uint32)

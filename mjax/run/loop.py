@@ -25,7 +25,7 @@ from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import lock_folder
 from mjax.checkpoint.mirror import Mirror
 from mjax.cluster.launch import COMPILING, STEP, Distributed
-from mjax.cluster.processes import StopSignal, from_first, is_first, stop_agreed
+from mjax.cluster.processes import StopSignal, broadcast_int, is_first, stop_agreed
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes
@@ -135,7 +135,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
     program = build_program(resolved, mesh, optimizer=options.optimizer, loss=options.loss)
     watchdog.print_line = display.print_line
     with _open_checkpoints(config, folder, display.print_line) as checkpoints:
-        if (step := from_first(-1 if options.step is None else options.step)) >= 0:
+        if (step := broadcast_int(-1 if options.step is None else options.step)) >= 0:
             continue_from(checkpoints, step, display.print_line)
         if checkpoints.steps() in ([], [0]):  # 0: converted
             checkpoints.try_save(mesh)

@@ -57,7 +57,7 @@ def first_state(
     if checkpoints.steps():
         return *restore_state(checkpoints, program, None, print_line), None, None
     if origin is None:
-        options = launch.options_for_one_call(jax.default_backend())
+        options = launch.quick_compile_options(jax.default_backend())
         initialize = program.initialize.lower().compile(options) if options else program.initialize
         return 0, initialize(), None, None
     run, base = read_folder(origin.run), None

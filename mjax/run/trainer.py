@@ -21,7 +21,7 @@ from mjax.run import loop
 from mjax.run.callbacks import Callback
 from mjax.run.continuing import after_steps_taken, changes_since, choose_origin, with_positions
 from mjax.run.loop import Options, Result
-from mjax.step.schedule import decay_end
+from mjax.step.learning_rate import decay_end
 from mjax.utils.files import resolve_parents
 
 

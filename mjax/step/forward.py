@@ -21,8 +21,8 @@ from mjax.models.protocol import Context, Model
 from mjax.models.stack import map_stacks, run_blocks
 from mjax.parallel import named_scopes
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums, vary_over_pipe
+from mjax.parallel.pipeline_schedules import find_schedule, forward_schedule
 from mjax.parallel.random import DropoutKey
-from mjax.parallel.schedules import find_schedule, forward_only
 from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.weights import are_stacked, combine, partition_trainable
 from mjax.parallel.zero import layer_gather
@@ -102,7 +102,7 @@ class Forward:
             key = DropoutKey.make(self.config.train.seed, self.step, micro_batch["samples"])
         tokens, documents = token_layout(self.config), micro_batch.get("documents")
         if documents is not None:
-            documents = tokens.all_positions(documents)
+            documents = tokens.gather_positions(documents)
         positions, chunks = micro_batch.get("positions"), self.config.train.loss_chunks
         return Context(tokens, key, positions, documents, loss_chunks=chunks)
 
@@ -181,7 +181,7 @@ def pipeline_loss_and_gradients(forward: Forward, weights: Model, micro_batches:
 def sum_over_stages(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
     """The sum over micro-batches of what the head returns, on this device."""
     mesh = forward.config.mesh
-    schedule = forward_only(mesh.pipe, forward.config.micro_batches, mesh.virtual_stages)
+    schedule = forward_schedule(mesh.pipe, forward.config.micro_batches, mesh.virtual_stages)
     program = stage_program(forward, weights.loss_weights)
     return pipeline_sums(schedule, program, _drop_blocks(weights), weights.blocks, micro_batches)
 

@@ -25,8 +25,8 @@ def global_counts(model: Model, batch: Batch) -> dict[str, Count]:
 
     def reduce_count(count: Count) -> Count:
         if isinstance(count, (int, np.ndarray)):
-            return count * mappings.parts()
-        return mappings.sum_over(count, mappings.varying_axes(count))
+            return count * mappings.num_batch_shards()
+        return mappings.psum(count, mappings.varying_axes(count))
 
     return {name: reduce_count(count) for name, count in model.counts(batch).items()}
 

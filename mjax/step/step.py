@@ -36,6 +36,7 @@ from mjax.parallel.weights import combine, partition_trainable, trainable_only
 from mjax.parallel.zero import add_to_shards, gather_weights, reduce_gradients
 from mjax.step.forward import Forward, MicroBatch, pipeline_loss_and_gradients, sum_over_stages, token_layout
 from mjax.step.layout import TrainState, build_layout, initial_weights, with_sequence_length
+from mjax.step.learning_rate import learning_rate
 from mjax.step.losses import Count, EvalMetrics, StepMetrics, global_counts, other_metrics, select_loss, shares
 from mjax.step.optimizer import (
     backward_order,
@@ -46,7 +47,6 @@ from mjax.step.optimizer import (
     norms_squared,
 )
 from mjax.step.precision import COMPUTE_TYPES, LossScale, parameter_type, uses_float8
-from mjax.step.schedule import learning_rate
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ def loss_and_gradients(
     # In float32, after all micro-batches; layers gathered one by one (ZeRO-3) have summed theirs in the loop.
     gradients = reduce_gradients(gradients, trainable_only(model), trainable_only(plan))
     with jax.named_scope(named_scopes.LOSS):
-        means = {name: mappings.sum_over(mean, mappings.varying_axes(mean)) for name, mean in means.items()}
+        means = {name: mappings.psum(mean, mappings.varying_axes(mean)) for name, mean in means.items()}
     means, gradients = jax.tree.map(lambda x: x / scale, (means, gradients))
     return means, gradients
 
@@ -366,7 +366,7 @@ def sum_over_batch(
     else:
         each = jax.lax.map(lambda micro_batch: forward(weights, micro_batch), micro_batches)
         total = jax.tree.map(lambda parts: parts.sum(0), each)
-    return jax.tree.map(lambda x: mappings.sum_over(x, mappings.varying_axes(x)), total)
+    return jax.tree.map(lambda x: mappings.psum(x, mappings.varying_axes(x)), total)
 
 
 def split_micro_batches(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
@@ -380,12 +380,12 @@ def split_micro_batches(config: Config, batch: dict[str, Array]) -> dict[str, Ar
     for name in batch.keys() & {"tokens", "labels"}:
         chex.assert_axis_dimension(batch[name], -1, config.model.sequence // config.mesh.context)
     sequences = rows * config.model.sequences
-    samples = mappings.replica() * sequences + jnp.arange(sequences)
+    samples = mappings.data_parallel_rank() * sequences + jnp.arange(sequences)
 
     tokens, positions = token_layout(config), config.model.sequence // config.mesh.context
 
     def split(x):
         x = x.reshape(config.micro_batches, -1, *x.shape[1:][-1:])
-        return tokens.cut(x) if x.shape[2:] == (positions,) else x
+        return tokens.exchange_positions(x) if x.shape[2:] == (positions,) else x
 
     return {name: split(x) for name, x in {**batch, "samples": samples}.items()}

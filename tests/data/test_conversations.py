@@ -370,7 +370,7 @@ def test_prepare_writes_tokens_masks_and_template(run, tmp_path, capsys):
             (),
             "all 1 conversations are longer than --max-length 65; raise it, or add --overflow truncate",
         ),
-        ([{"messages": TALK}], ("--demo",), "--demo brings its own documents"),
+        ([{"messages": TALK}], ("--demo",), "--demo fetches its documents"),
         ([], ("--chat-template", "none.jinja"), "--chat-template none.jinja is not a file; give a file in Jinja"),
         ([], ("--split-sentences",), "--split-sentences is for text, and --chat for conversations"),
         ([], ("--tokenizer", "bytes"), "--chat needs the tokenizer and chat template of the model to train"),

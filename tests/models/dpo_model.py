@@ -38,7 +38,7 @@ class PairLlama(Llama):
         losses = self.output(x).cross_entropy(batch["labels"], context)
         answers = -context.tokens.split_sequences(losses * batch["loss_mask"].reshape(-1)).sum(1)
         if context.tokens.context_attention:
-            answers = mappings.leave(answers, "context")  # log p of whole answers
+            answers = mappings.reduce_from_region(answers, "context")  # log p of whole answers
         ratios = answers.reshape(-1, 2) - batch["reference"]
         margin = BETA * (ratios[:, 0] - ratios[:, 1])
         sums = {"loss": -jax.nn.log_sigmoid(margin).sum(), "preferred": (margin > 0).sum(dtype=margin.dtype)}

@@ -40,7 +40,7 @@ def test_loss_divided_on_each_rank_is_found(monkeypatch):
     """torchtitan issues 3280 and 3329: each rank's mean, instead of one over all of them."""
 
     def of_rank(model, batch):
-        return {name: count * mappings.parts() for name, count in model.counts(batch).items()}
+        return {name: count * mappings.num_batch_shards() for name, count in model.counts(batch).items()}
 
     monkeypatch.setattr(step, "global_counts", of_rank)
     assert _planted(samples=PACKED)["loss"] > 1e-3
@@ -69,12 +69,12 @@ def test_positions_of_a_rank_are_found(way, positions, monkeypatch):
 
 def test_gradients_not_summed_over_context_are_found(monkeypatch):
     """Megatron-LM issue 1464. Left out, the sum is refused by its type; here one rank's part passes for it."""
-    whole = mappings.sum_over
+    whole = mappings.psum
 
     def of_rank_0(x, axes):
         return whole(mappings.mask_to_first_context_rank(x) if x.ndim and "context" in axes else x, axes)
 
-    monkeypatch.setattr(mappings, "sum_over", of_rank_0)
+    monkeypatch.setattr(mappings, "psum", of_rank_0)
     errors = _planted()
     assert errors["loss"] < 1e-12
     assert errors["blocks.mlp.up.kernel"] > 1e-4
@@ -118,8 +118,8 @@ def test_positions_are_balanced_over_ranks(context):
     tokens = TokenLayout(1, 4, context_attention="allgather")
 
     def on_rank(row):
-        own = tokens.cut(row)
-        return own, tokens.position_ids()[None], tokens.all_positions(own)[None]
+        own = tokens.exchange_positions(row)
+        return own, tokens.position_ids()[None], tokens.gather_positions(own)[None]
 
     row = np.arange(4 * context, dtype=np.int32)[None]
     specs = P(None, "context"), P(None, "context"), P("context")

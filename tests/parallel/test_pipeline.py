@@ -8,7 +8,7 @@ from functools import cache
 import jax.numpy as jnp
 import pytest
 
-from mjax.parallel.schedules import build_schedule
+from mjax.parallel.pipeline_schedules import build_schedule
 from mjax.planner.ledger import ledger
 from tests.small import batch_of, gradient_program, small_config
 from tests.traced import equations, traced_step

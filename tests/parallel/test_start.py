@@ -87,13 +87,13 @@ def test_start_refuses_port_that_is_taken(environment, where, host, start):
 
 def test_port_of_open_mpi_is_jaxs():
     uri = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
-    assert Distributed().listening_port(uri) == 62624
-    assert Distributed().listening_port(uri | {"JAX_COORDINATOR_PORT": "5"}) == 5
-    assert Distributed().listening_port(uri | {"JAX_COORDINATOR_BIND_ADDRESS": "[::1]:7"}) is None
-    assert Distributed().listening_port({}) is None
+    assert Distributed().coordinator_port(uri) == 62624
+    assert Distributed().coordinator_port(uri | {"JAX_COORDINATOR_PORT": "5"}) == 5
+    assert Distributed().coordinator_port(uri | {"JAX_COORDINATOR_BIND_ADDRESS": "[::1]:7"}) is None
+    assert Distributed().coordinator_port({}) is None
 
 
-@pytest.mark.parametrize("number", processes.WARNINGS)
+@pytest.mark.parametrize("number", processes.STOP_SIGNALS)
 def test_warning_before_first_step_becomes_sigterm(number, start):
     """JAX reports SIGTERM to the other processes. A handler of the user's own stays."""
     heard = []
@@ -102,7 +102,7 @@ def test_warning_before_first_step_becomes_sigterm(number, start):
     start({}, coordinator="node0:1234", processes=2, process=1)
     signal.raise_signal(number)
     signal.signal(number, lambda *_: heard.append("mine"))
-    processes.forward_warnings()
+    processes.forward_stop_signals()
     signal.raise_signal(number)
     assert heard == ["SIGTERM", "mine"]
 

@@ -134,9 +134,9 @@ def test_sheets_describe_their_gpus():
 
 COMPILE_REPEATABLE = """
 import re
-from mjax.cluster.launch import be_repeatable
+from mjax.cluster.launch import set_deterministic_flags
 if {deterministic}:
-    be_repeatable()
+    set_deterministic_flags()
 from mjax.planner.command import compile_step
 from tests.planner.test_compile import config_of
 text = compile_step(config_of({{"data": 1, "model": 1}}, layers=1), "h100").text

@@ -10,7 +10,7 @@ import pytest
 from mjax.cluster.hardware import gpu_named
 from mjax.config import from_dict, load_config, to_dict
 from mjax.config.axes import copies
-from mjax.parallel.schedules import build_schedule
+from mjax.parallel.pipeline_schedules import build_schedule
 from mjax.planner.command import memory_section
 from mjax.planner.memory import _chunks_in_flight, device_weights, layer_residual_bytes, predict_memory
 from mjax.planner.search import CHUNKS, changes_that_fit, with_loss_chunks

@@ -56,7 +56,7 @@ assert jax.default_backend() == "cpu"
 
 REFUSALS = {
     # Pictures
-    "--schedule-figure plan.png": "needs a pipeline and gpt_8b has none; add stages, such as --mesh.pipe 2",
+    "--schedule-figure plan.png": "needs a pipeline; add stages to gpt_8b, such as --mesh.pipe 2",
     "--mesh.pipe 4 --schedule-figure plan.doc": "use a name that ends in .png, .pdf or .svg",
     # Flags without effect, and configs that cannot run
     "--log.interval 3": "has no --log.interval; no result depends on log: remove it",

@@ -28,7 +28,7 @@ from mjax.commands import cli
 from mjax.config import Config, GPTConfig, MeshConfig, MixtureConfig, TrainConfig, load_config
 from mjax.config.batch_size import BatchSizes, with_batch_size
 from mjax.config.model import convert_kind
-from mjax.parallel.schedules import build_schedule
+from mjax.parallel.pipeline_schedules import build_schedule
 from mjax.planner import time as layer_time
 from mjax.planner.layer import hardware_flops
 from mjax.planner.ledger import ledger

@@ -13,7 +13,7 @@ from benchmarks.published import whole_rows
 from mjax.config import MeshConfig, load_config
 from mjax.parallel import mappings, named_scopes
 from mjax.parallel.mesh import abstract_mesh
-from mjax.parallel.schedules import build_schedule, find_schedule
+from mjax.parallel.pipeline_schedules import build_schedule, find_schedule
 from mjax.planner import ledger as collectives
 from mjax.planner.ledger import OPERATIONS, Ledger, read_collectives
 from tests.planner.configs import changed
@@ -206,7 +206,7 @@ def test_pipeline_runs_its_table(schedule, chunks):
 def test_reader_rejects_what_it_cannot_count(monkeypatch):
     def loop(x):
         return jax.lax.while_loop(
-            lambda x: x.sum() > 0, lambda x: mappings.vary(mappings.leave(x), frozenset({"model"})), x
+            lambda x: x.sum() > 0, lambda x: mappings.vary(mappings.reduce_from_region(x), frozenset({"model"})), x
         )
 
     mesh = abstract_mesh(MeshConfig(data=2, model=4))

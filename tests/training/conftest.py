@@ -19,5 +19,10 @@ def checkpoints(tmp_path, notices):
 
 @pytest.fixture
 def fast_watchdogs(monkeypatch):
-    for name, seconds in {"BEAT": 0.02, "GRACE": 0.5, "SUSPECT": 0.2, "FAREWELL": 0.5}.items():
+    for name, seconds in {
+        "HEARTBEAT_INTERVAL": 0.02,
+        "FAILURE_GRACE": 0.5,
+        "SUSPECT_TIMEOUT": 0.2,
+        "SHUTDOWN_TIMEOUT": 0.5,
+    }.items():
         monkeypatch.setattr(watchdog, name, seconds)

@@ -39,7 +39,7 @@ IN_16_BITS = {
         columns RowParallelLinear.__call__""",
     # Gradients of a value that is used twice.
     "add_any": """ColumnAdapter.__call__ Encoder.pooled Router.__call__ _by_group.body _norm _one_dim _sum_of_squares
-        _unit_rms_norm columns enter gated gather_tokens linear lookup""",
+        _unit_rms_norm columns enter gated all_gather_tokens linear lookup""",
     "mul": "AttentionMask.scaled ColumnAdapter.__call__ Encoder.pooled Gemma3.embed RowAdapter.__call__ gated",
     "div": "_attend_block attend_cached",  # queries by √d
     "tanh": "Encoder.pooled",

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fast_watchdogs")
 
 
 def name(run, index):
-    return run.all[index].place.name
+    return run.all[index].status.name
 
 
 def test_processes_that_end_well_say_nothing(capfd):
@@ -37,7 +37,9 @@ def test_processes_get_the_answer_of_the_first():
     with Run() as run:
         for _ in range(2):  # more than goes into one packet
             answers = run.ask(
-                lambda one, index: one.decide_on_first(f"{index} " * 20000, lambda given: [x[0] for x in given])
+                lambda one, index: one.decide_on_first(
+                    f"{index} " * 20000, lambda values: [value[0] for value in values]
+                )
             )
             assert answers == [["0", "1", "2"]] * 3
 
@@ -51,11 +53,11 @@ def test_closed_connection_is_a_named_death(dying, capfd):
     with Run() as run:
         run.arranged(*[(12, STEP)] * 3)
         run.wait_for(lambda: all(one._peers[0][1].step == 12 for one in run.all[1:]))
-        run.all[0]._end = run.all[0]._end if dying else lambda sentence: None  # it says nothing any more
+        run.all[0]._end_run = run.all[0]._end_run if dying else lambda sentence: None  # it says nothing any more
         for line, _ in list(run.all[dying]._peers.values()):
             line.connection.shutdown(2)
         run.wait_for(lambda: run.left.keys() >= others)
-    assert capfd.readouterr().err.count(f"{name(run, dying)} died, last heard of at step 12") == 2
+    assert capfd.readouterr().err.count(f"{name(run, dying)} died, its last heartbeat was at step 12") == 2
     assert {run.left[index] for index in others} == {1}
 
 
@@ -63,19 +65,19 @@ def test_silence_is_announced_then_ends_the_run(capfd):
     with Run(heartbeat=600) as run:
 
         def silent():
-            run.peers[2].heard = time.monotonic() - 310
+            run.peers[2].last_heartbeat = time.monotonic() - 310
             return run.said  # unless a heartbeat came before the report
 
         run.wait_for(silent)  # for a moment
-        run.wait_for(lambda: f"{name(run, 2)} is heard again" in run.said)
+        run.wait_for(lambda: f"{name(run, 2)} sends heartbeats again" in run.said)
         run.freeze(1, seconds=310)
         run.wait_for(lambda: any(name(run, 1) in line for line in run.said))
         assert run.left == {}
-        run.peers[1].heard -= 300
+        run.peers[1].last_heartbeat -= 300
         run.wait_for(lambda: run.left.keys() >= {0, 2})
-    assert f"{name(run, 1)} has not been heard of for 61" in capfd.readouterr().err
+    assert f"{name(run, 1)} has sent no heartbeat for 61" in capfd.readouterr().err
     [line] = [line for line in run.said if name(run, 1) in line]
-    assert re.search("has not been heard of for 31.* at 600 s the run ends", line)
+    assert re.search("has sent no heartbeat for 31.* at 600 s the run ends", line)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,9 @@ def test_silence_is_announced_then_ends_the_run(capfd):
     ids=["run", "usage"],
 )
 def test_error_of_one_process_ends_the_others(error, code, advice, capfd, monkeypatch):
-    monkeypatch.setattr(watchdog, "SUSPECT", 60.0)  # a thread of a busy machine stands still for longer than 0.2 s
+    monkeypatch.setattr(
+        watchdog, "SUSPECT_TIMEOUT", 60.0
+    )  # a thread of a busy machine stands still for longer than 0.2 s
     with Run() as run:
         with pytest.raises(type(error)), run.all[1].abort_on_error():
             raise error
@@ -96,23 +100,23 @@ def test_error_of_one_process_ends_the_others(error, code, advice, capfd, monkey
 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_failed_collective_names_the_silent_process(failing, capfd, monkeypatch):
-    monkeypatch.setattr(watchdog, "SUSPECT", 100.0)  # the others are not silent, however busy the machine is
+    monkeypatch.setattr(watchdog, "SUSPECT_TIMEOUT", 100.0)  # the others are not silent, however busy the machine is
     with Run(heartbeat=600) as run:
         run.freeze(1, seconds=200)
         with pytest.raises(RuntimeError), run.all[failing].abort_on_error():
             raise RuntimeError("Gloo: connection closed by peer")
         run.wait_for(lambda: 0 in run.left)
     error = capfd.readouterr().err
-    assert f"{name(run, 1)} has not been heard of" in error
+    assert f"{name(run, 1)} has sent no heartbeat" in error
     assert "Gloo" not in error
 
 
 def test_usage_error_of_all_processes_stays_one(capfd, monkeypatch):
-    monkeypatch.setattr(watchdog, "SUSPECT", 60.0)
+    monkeypatch.setattr(watchdog, "SUSPECT_TIMEOUT", 60.0)
 
     def refuse(one, index):
         if index == 0:
-            one._certain = True  # it is about to tell the same, and hears it from the others first
+            one._is_local_error = True  # it is about to report the same, and the others report it first
             time.sleep(0.3)
         with one.abort_on_error():
             raise UsageError("the mesh does not fit")

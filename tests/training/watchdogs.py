@@ -22,14 +22,14 @@ class Run:
                 lambda error, index=index: self.explained.setdefault(index, str(error)) and 7,
                 index=index,
                 count=count,
-                share=self._share,
-                leave=lambda code, index=index: self.left.setdefault(index, code),
+                broadcast=self._share,
+                exit_process=lambda code, index=index: self.left.setdefault(index, code),
             )
             for index in range(count)
         ]
         self.all[0].print_line = self.said.append
         for one in self.all:
-            one.heartbeat, one.patience = heartbeat, math.inf
+            one.heartbeat_timeout, one.straggler_timeout = heartbeat, math.inf
 
     def _share(self, message):
         if message:
@@ -53,26 +53,27 @@ class Run:
 
     def freeze(self, index, seconds):
         """Let a process fall silent, its connection open: process 0 heard its last word so many `seconds` ago."""
-        frozen, place = threading.Event(), self.all[0].place
+        frozen, first = threading.Event(), self.all[0].status
 
-        def hear(_):
+        def stand_still(_):
             frozen.set()
             self.over.wait(60)
 
-        self.all[index]._on_heartbeat = hear
+        self.all[index]._on_message = stand_still
         assert frozen.wait(60)
         for _ in range(2):  # process 0 reads what was sent before
-            beat = place.heard
-            self.wait_for(lambda beat=beat: place.heard != beat)
-        self.peers[index].heard = time.monotonic() - seconds
+            beat = first.last_heartbeat
+            self.wait_for(lambda beat=beat: first.last_heartbeat != beat)
+        self.peers[index].last_heartbeat = time.monotonic() - seconds
 
     def arranged(self, *places, patience=math.inf, **where):
         """Tell process 0 where everyone is; then it watches with other settings."""
         for one, (step, doing) in zip(self.all, places, strict=True):
             one.record_step(step, doing)
         known = {index: place for index, place in enumerate(places) if index}
-        self.wait_for(lambda: {index: (peer.step, peer.doing) for index, peer in self.peers.items()} == known)
-        self.all[0].patience, self.all[0].where = patience, dataclasses.replace(self.all[0].where, **where)
+        self.wait_for(lambda: {index: (peer.step, peer.activity) for index, peer in self.peers.items()} == known)
+        self.all[0].straggler_timeout = patience
+        self.all[0].distributed = dataclasses.replace(self.all[0].distributed, **where)
 
     def ask(self, question):
         """Return or raise `question(watchdog, index)` in every process at the same time."""

@@ -94,7 +94,7 @@ class BERTTaskConfig(EncoderConfig):
     """Architecture of the model."""
     head: Literal["classification", "multiple_choice", "span"] = "classification"
     """Scores of the head: classes of a sequence, choices of a question, or tokens as first and last of an answer."""
-    num_labels: Annotated[Count, ANY_FAMILY, Synonyms("num-classes")] = 2
+    num_labels: Annotated[Count, ANY_FAMILY, Synonyms("classes")] = 2
     """Classes (head classification) or choices (head multiple_choice)."""
 
     title: ClassVar[str] = "a BERT with the head of a task"

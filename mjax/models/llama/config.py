@@ -32,15 +32,15 @@ class LlamaConfig(DecoderConfig):
     kind: Literal["llama"] = "llama"
     """Architecture of the model."""
     activation: Annotated[
-        Literal["silu", "gelu_tanh", "gelu_erf"], TUNING, UNPLANNED, Synonyms("activation-function")
+        Literal["silu", "gelu_tanh", "gelu_erf"], TUNING, UNPLANNED, Synonyms("activation-function swiglu=silu")
     ] = "silu"
     """Activation of the MLP's gate: silu makes it SwiGLU, GELU GeGLU (arXiv 2002.05202)."""
     norms: Literal["pre", "post"] = "pre"
     """RMSNorm before attention and MLP, or after each and before it is added to the stream, as in OLMo 2."""
-    qk_norm: Literal["none", "head", "heads"] = "none"
+    qk_norm: Annotated[Literal["none", "head", "heads"], Synonyms("qk-layernorm=head")] = "none"
     """RMSNorm of queries and keys before they are turned: of each head by itself with one weight for all (Qwen 3), or
     of all heads together (OLMo 2)."""
-    qkv_bias: bool = False
+    qkv_bias: Annotated[bool, Synonyms("add-qkv-bias")] = False
     """Whether queries, keys and values have a bias, as in Qwen 2."""
     tie_embeddings: Annotated[bool, Synonyms("tie-word-embeddings")] = False
     """Use the embedding as the output layer too."""

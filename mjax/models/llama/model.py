@@ -33,10 +33,10 @@ from mjax.models.parts.rotary import Rotary
 from mjax.models.protocol import Context
 from mjax.models.stack import stack
 from mjax.parallel import mappings, random
+from mjax.parallel.autodiff import rematerialize
 from mjax.parallel.layers import VocabParallelEmbedding, local_columns
-from mjax.parallel.overlap import rematerialize
-from mjax.parallel.reductions import wide_type
-from mjax.parallel.weights import parameter
+from mjax.parallel.reductions import accumulation_dtype
+from mjax.parallel.weights import make_param
 
 
 def llama_layer(key: Array, config: LlamaConfig, dtype, mlp: type[nnx.Module] = GatedMLP) -> Block:
@@ -86,18 +86,18 @@ class AllHeadsRMSNorm(nnx.Module):
 
     def __init__(self, heads: int, size: int, epsilon: float, dtype):
         self.epsilon, self.heads, self.size = epsilon, heads, size
-        self.scale = parameter(None, jax.nn.initializers.ones, (heads, size), ("columns", "out"), dtype)
+        self.scale = make_param(None, jax.nn.initializers.ones, (heads, size), ("columns", "out"), dtype)
 
     def __call__(self, x: Float[Array, "b s n d"]) -> Float[Array, "b s n d"]:
         squares = rematerialize(_sum_squares)(x)
         summed = x.shape[-2] * mappings.size(MODEL)  # heads, those of several ranks as often
-        mean = mappings.sum_over(squares, frozenset({MODEL})) / (summed * self.size)
+        mean = mappings.psum(squares, frozenset({MODEL})) / (summed * self.size)
         scale = local_columns(self.scale[...], self.heads, 0)
         return rematerialize(scale_rows)(x, jax.lax.rsqrt(mean + self.epsilon), scale)
 
 
 def _sum_squares(x: Float[Array, "b s n d"]) -> Float[Array, "b s 1 1"]:
-    return jnp.square(x.astype(wide_type(x.dtype))).sum((-2, -1), keepdims=True)
+    return jnp.square(x.astype(accumulation_dtype(x.dtype))).sum((-2, -1), keepdims=True)
 
 
 class Llama(CausalModel):

@@ -31,9 +31,9 @@ from mjax.models.parts.flash import attend_fused
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
 from mjax.parallel import mappings, named_scopes
-from mjax.parallel.overlap import linear_map, tie
+from mjax.parallel.autodiff import linear_call, optimization_barrier
 from mjax.parallel.random import dropout
-from mjax.parallel.reductions import wide_type
+from mjax.parallel.reductions import accumulation_dtype
 from mjax.parallel.token_layout import TokenLayout
 
 
@@ -64,7 +64,7 @@ def attend(
     if mask.slopes is not None:
         # Tied to this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every layer
         # reads from memory what is free to compute.
-        slopes, _ = tie((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
+        slopes, _ = optimization_barrier((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
         mask = replace(mask, slopes=slopes)
     if kernel == "xla" or mask.position_ids is not None:
         return _attend_block(q, k, v, 0, mask)
@@ -78,9 +78,9 @@ def _repeat_heads(x: Float[Array, "b s k d"], heads: int) -> Float[Array, "b s n
 
     def sum_copies(gradient, _):  # autodiff would sum the gradients of a group in 16 bits
         groups = gradient.reshape(*gradient.shape[:2], -1, count, gradient.shape[-1])
-        return groups.sum(3, dtype=wide_type(gradient.dtype)).astype(gradient.dtype)
+        return groups.sum(3, dtype=accumulation_dtype(gradient.dtype)).astype(gradient.dtype)
 
-    return linear_map(lambda x, _: jnp.repeat(x, count, axis=2), sum_copies, x)
+    return linear_call(lambda x, _: jnp.repeat(x, count, axis=2), sum_copies, x)
 
 
 def _attend_in_blocks(q: Array, k: Array, v: Array, mask: AttentionMask) -> Array:
@@ -193,7 +193,7 @@ def attend_across(
         return mappings.all_to_all(attended, CONTEXT, POSITIONS, HEADS)
     if tokens.context_attention == "allgather":
         mask = replace(mask, position_ids=tokens.position_ids())
-        k, v = tokens.all_positions(k), tokens.all_positions(v)
+        k, v = tokens.gather_positions(k), tokens.gather_positions(v)
     return attend(q, k, v, mask, kernel)
 
 

@@ -22,12 +22,12 @@ EXPERTS = "experts"
 class GroupedQueryConfig(ModelConfig):
     """Attention whose heads share keys and values, with a window in all layers or some."""
 
-    kv_heads: Annotated[Count | None, By("groups")] = None
+    kv_heads: Annotated[Count | None, By("groups"), Synonyms("query-groups key-value-heads")] = None
     """Heads of keys and values, k, each for heads / kv_heads neighbouring heads of queries (grouped-query attention,
     arXiv 2305.13245); as many as heads when not given."""
-    head_dim: Annotated[Count | None, By("head_size")] = None
+    head_dim: Annotated[Count | None, By("head_size"), Synonyms("kv-channels")] = None
     """Width of an attention head, d; hidden / heads when not given."""
-    window: Annotated[Count | None, TUNING] = None
+    window: Annotated[Count | None, TUNING, Synonyms("sliding-window window~")] = None
     """Tokens that a position sees in attention, itself included (sliding window); all before it when not given."""
     global_attention_interval: Annotated[Count | None, TUNING] = None
     """Every so many layers one has no window, the last of each group: 2 alternates, 4 is OLMo 3; none by default."""
@@ -66,12 +66,12 @@ class GroupedQueryConfig(ModelConfig):
 class RotaryConfig(ModelConfig):
     """Rotary positions."""
 
-    rope_theta: Annotated[Positive, NEW_RUN] = 10_000.0
+    rope_theta: Annotated[Positive, NEW_RUN, Synonyms("rotary-base")] = 10_000.0
     """Base of the rotary frequencies, θ (arXiv 2104.09864)."""
     rope_scaling: Annotated[RopeScaling, TUNING] = "none"
     """How frequencies are lowered for sequences longer than those of pretraining: all equally, as Llama 3.1 does, or by
     YaRN (arXiv 2309.00071)."""
-    rope_factor: Annotated[float, Bounds(ge=1), TUNING] = 1.0
+    rope_factor: Annotated[float, Bounds(ge=1), TUNING, Synonyms("rope-scaling-factor")] = 1.0
     """By how much: the new length over the old one."""
     rope_original_length: Annotated[Count | None, TUNING] = None
     """Positions of pretraining, for llama3 and yarn."""
@@ -144,13 +144,11 @@ class GatedMLPConfig(ModelConfig):
 class ExpertsConfig(GatedMLPConfig):
     """Layers with experts, and layers with one MLP."""
 
-    experts: Annotated[Count, Synonyms("num-experts num-local-experts n-routed-experts")] = 8
+    experts: Annotated[Count, Synonyms("experts local-experts n-routed-experts")] = 8
     """Experts of a layer, E: gated MLPs."""
-    experts_per_token: Annotated[Count, Synonyms("moe-router-topk num-experts-per-tok")] = 2
+    experts_per_token: Annotated[Count, Synonyms("moe-router-topk experts-per-tok")] = 2
     """Experts that a token takes, those with the best scores, k."""
-    moe_ffn_hidden: Annotated[
-        Count | None, By("expert_width"), Synonyms("moe-ffn-hidden-size moe-intermediate-size")
-    ] = None
+    moe_ffn_hidden: Annotated[Count | None, By("expert_width"), Synonyms("moe-ffn-hidden moe-intermediate")] = None
     """Width of an expert; feed_forward by default."""
     first_dense_layers: Annotated[CountOrZero, Synonyms("first-k-dense-replace")] = 0
     """First layers that have one MLP, of width feed_forward, instead of experts (DeepSeek-V3: 3)."""
@@ -173,9 +171,7 @@ class ExpertsConfig(GatedMLPConfig):
     in them (DeepSeek-V3)."""
     router_topk_groups: Annotated[Count | None, Synonyms("moe-router-group-topk topk-group")] = None
     """Groups that a token selects; all by default."""
-    shared_expert_ffn_hidden: Annotated[
-        CountOrZero, Synonyms("moe-shared-expert-intermediate-size shared-expert-intermediate-size")
-    ] = 0
+    shared_expert_ffn_hidden: Annotated[CountOrZero, Synonyms("moe-shared-expert-intermediate")] = 0
     """Width of the shared experts together, which every token uses; 0: none."""
     aux_loss_coef: Annotated[Tuned, Synonyms("moe-aux-loss-coeff router-aux-loss-coef")] = 0.0
     """Coefficient of the load-balancing loss of every layer: E · Σ f P, with f the share of assignments and P the mean

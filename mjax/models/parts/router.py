@@ -38,10 +38,10 @@ from mjax.config.axes import CONTEXT
 from mjax.models.parts.config import ExpertsConfig
 from mjax.models.protocol import Context
 from mjax.parallel import mappings
-from mjax.parallel.layers import normal
-from mjax.parallel.reductions import wide_type
+from mjax.parallel.layers import normal_init
+from mjax.parallel.reductions import accumulation_dtype
 from mjax.parallel.token_layout import TokenLayout
-from mjax.parallel.weights import parameter
+from mjax.parallel.weights import make_param
 
 Sums = dict[str, Array]
 
@@ -69,12 +69,12 @@ class Router(nnx.Module):
     def __init__(self, key: Array, config: ExpertsConfig, dtype):
         self.config = config
         shape, dims = (config.hidden, config.experts), ("in", "out")
-        self.kernel = parameter(key, normal(config.init_std), shape, dims, dtype, muon=False, keep_fp32=True)
+        self.kernel = make_param(key, normal_init(config.init_std), shape, dims, dtype, muon=False, keep_fp32=True)
         if config.router_bias_update_rate:
-            self.bias = parameter(key, jax.nn.initializers.zeros, (config.experts,), ("out",), dtype, keep_fp32=True)
+            self.bias = make_param(key, jax.nn.initializers.zeros, (config.experts,), ("out",), dtype, keep_fp32=True)
 
     def __call__(self, x: Float[Array, "t h"]) -> RouterOutput:
-        config, wide = self.config, wide_type(x.dtype)
+        config, wide = self.config, accumulation_dtype(x.dtype)
         kernel = self.kernel[...].astype(wide)
         scores = jnp.dot(x.astype(wide), kernel, precision=jax.lax.Precision.HIGHEST)
         affinities = jax.nn.softmax(scores) if config.router == "softmax" else jax.nn.sigmoid(scores)
@@ -127,8 +127,8 @@ class Router(nnx.Module):
         """The balance loss of the assignments and the probabilities of each expert, by sequence or of all."""
         config = self.config
         if tokens.context_attention:  # of whole sequences
-            used, given = mappings.leave(jnp.stack([used, given]), CONTEXT)
-        compared = tokens.whole * (1 if config.aux_loss_scope == "sequence" else tokens.sequences)
+            used, given = mappings.reduce_from_region(jnp.stack([used, given]), CONTEXT)
+        compared = tokens.global_positions * (1 if config.aux_loss_scope == "sequence" else tokens.sequences)
         products = mappings.mask_to_first_context_rank(
             (used * given).sum() * config.experts / (config.experts_per_token * compared**2)
         )
@@ -150,16 +150,16 @@ def _min_float32(x: Array) -> Array:
 
 def _reduce_sums(sums: Sums, tokens: TokenLayout) -> Sums:
     """Sums over this rank's rows, as those over all of them, replicated over `model`: in one collective."""
-    if not tokens.split:
+    if not tokens.sequence_parallel:
         return sums
     flat, back = ravel_pytree(sums)
-    return back(mappings.leave(flat))
+    return back(mappings.reduce_from_region(flat))
 
 
 def _sum_by_sequence(rows: Float[Array, "t E"], tokens: TokenLayout) -> Float[Array, "b E"]:
     """The sums over this rank's tokens of each sequence."""
-    if not tokens.split:
+    if not tokens.sequence_parallel:
         return tokens.split_sequences(rows).sum(1)
-    sequences = tokens.local_rows(jnp.arange(tokens.count) // tokens.positions)
+    sequences = tokens.local_rows(jnp.arange(tokens.num_tokens) // tokens.positions)
     nothing = mappings.vary(jnp.zeros((tokens.sequences, *rows.shape[1:]), rows.dtype), mappings.varying_axes(rows))
     return nothing.at[sequences].add(rows)
