@@ -89,10 +89,8 @@ def refuse_unknown(folder: Path, kind: str) -> None:
     where = f"defined in {file}" if file else "defined in a notebook"
     where += ", which is not there any more" if file and not Path(file).is_file() else ""
     given = file if file and Path(file).is_file() else "FILE.py"
-    raise UsageError(
-        f"{folder} holds {kind!r}, a model of your own {where}; no file is executed because a run names it: type "
-        f"--config {shlex.quote(given)}, or in Python call mjax.load_config({given!r}) or import it first"
-    )
+    fix = f"type --config {shlex.quote(given)}, or in Python call mjax.load_config({given!r}) or import it first"
+    raise UsageError(f"{folder} holds {kind!r}, a model of your own {where}, which no run executes by itself; {fix}")
 
 
 def run_flags(folder: Path, model: ModelConfig) -> str:

@@ -69,10 +69,8 @@ class OpenRun:
         )
         if differ := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
             name = differ[0]
-            raise UsageError(
-                f"{name} of {self.folder} has the shape {ours.get(name)} and that of the program {theirs.get(name)}; "
-                "build it from the run's config"
-            )
+            shapes = f"the shape {ours.get(name)} and that of the program {theirs.get(name)}"
+            raise UsageError(f"{name} of {self.folder} has {shapes}; build it from the run's config")
         return jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(self.weights))
 
 

@@ -114,15 +114,11 @@ class Forward:
 
     def _check_loss_chunks(self, weights: Model, chunks: int) -> None:
         if self.loss_fn is not None:
-            raise UsageError(
-                f"--train.loss-chunks {chunks} is for the loss of the model, and this run has a function instead; "
-                "remove it"
-            )
+            custom = "is for the loss of the model, and this run has a function instead"
+            raise UsageError(f"--train.loss-chunks {chunks} {custom}; remove it")
         if not weights.scores_in_chunks():
-            raise UsageError(
-                f"--train.loss-chunks {chunks} needs a model whose `output` says what scores the vocabulary, and "
-                f"{type(weights).__name__} has a `loss` or `logits` of its own (mjax/models/causal.py); remove it"
-            )
+            custom = f"and {type(weights).__name__} defines `loss` or `logits` (mjax/models/causal.py)"
+            raise UsageError(f"--train.loss-chunks {chunks} needs the `output` of a model, {custom}; remove it")
 
     def _parts(self, sums: Sums) -> dict[str, Array]:
         return {name: total * self.factors[name] for name, total in sums.items()}
