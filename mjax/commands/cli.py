@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, get_type_hints
 from mjax import __version__
 from mjax.cluster import launch
 from mjax.commands.flags import parse, rename_old_flags
-from mjax.config.axes import with_full_name
 from mjax.config.run import config_folders
 from mjax.errors import RunError, UsageError, explain, suggestion
 from mjax.utils.figures import format_rows
@@ -94,7 +93,6 @@ def list_configs(arguments: ConfigsArguments) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; user errors are printed as one sentence."""
     gc.set_threshold(50_000)  # imports and tracing make many objects and few cycles
-    argv = [with_full_name(word) for word in (sys.argv[1:] if argv is None else argv)]
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # none, or not a real one
             stream.reconfigure(errors="replace")  # of a terminal that cannot show … or ×

@@ -267,9 +267,11 @@ def _negative(name: str) -> str:
 
 def _explain_unknown(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str) -> str:
     """The sentence about an unknown flag, with the one to type instead."""
-    name, unknown = name.lower(), f"{prog} has no --{name}"
+    typed, name, unknown = name, name.lower(), f"{prog} has no --{name}"
     if (field := fields.get(_positive(name))) and field.hidden:  # not on the command line
         return f"{unknown}; {field.hidden}"
+    if name != _positive(name) and _positive(name) in fields:
+        return f"{unknown}; type --{name}"
     flags, last = [flag for flag in fields.values() if not flag.hidden], name.rpartition(".")[2]
     if matches := _match_flags(name, words, flags):
         return f"{unknown}; type " + either([_format_flag(flag, value, len(matches) > 1) for flag, value in matches])
@@ -282,7 +284,7 @@ def _explain_unknown(name: str, words: Sequence[str], fields: dict[str, Flag], p
     for field, kinds in _model_fields(name).items():
         models = f"an option of {either(kinds)} models"
         return f"--model.{field} is {models}; remove it, or choose one: {KIND_FLAG} {kinds[0]}"
-    near = suggestion(name, sorted(flag.name for flag in flags), f"`{prog} --help` lists its flags", "--{}")
+    near = suggestion(typed, sorted(flag.name for flag in flags), f"`{prog} --help` lists its flags", "--{}")
     return f"{unknown}; {near}"
 
 

@@ -54,7 +54,7 @@ class ModelConfig(LoRAConfig):
         converted; empty for none.
       metrics: how a run shows the means that the model reports, in the order of the progress line; without them by
         their names, after the loss.
-      samples: what it is trained on: text, pairs of stretches of text, or None for examples of a task.
+      samples: what it is trained on: text, pairs of spans of text, or None for examples of a task.
       sequences: sequences of a sample, c.
       causal: whether a position sees none after it; such a model can continue a text.
       learned_positions: whether positions have weights, one row each.
@@ -154,7 +154,7 @@ class ModelConfig(LoRAConfig):
                 continue
             fix = f"give values from 0 to {limit - 1:,}"
             if name == "labels" and low < 0:
-                fix = 'for labels that do not count give an array "loss_mask" that is False there, such as labels >= 0'
+                fix = 'to mask labels, give an array "loss_mask" that is False there, such as labels >= 0'
             raise UsageError(f"{name} of {of} holds {low if low < 0 else high}; {fix}")
 
     @property

@@ -52,11 +52,7 @@ from mjax.config.plain_values import build, fits
 from mjax.errors import UsageError, check_folder, shorten_list, suggestion
 from mjax.utils.files import is_hub_name, read_json, write_whole
 
-Compute = Annotated[
-    Literal["bf16", "fp8", "fp16", "fp32", "fp64"],
-    DTYPES,
-    Synonyms("fp8-format=fp8 dtype~ torch-dtype~ mixed-precision~ mixed-precision-param~"),
-]
+Compute = Literal["bf16", "fp8", "fp16", "fp32", "fp64"]
 ComputeDtype = Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute"), DTYPES]
 """Of commands that use a trained model."""
 Recompute = Literal["none", "selective", "full", "offload"]
@@ -227,8 +223,10 @@ class PrecisionConfig:
     """Dtypes of the computation. Parameters and moments are always float32, as are the sums in LayerNorm, softmax,
     cross entropy and gradients."""
 
-    compute: Compute = "bf16"
-    """Dtype of activations and matrix products. fp8 is bf16 with the products of the layers' linear layers in float8,
+    compute: Annotated[
+        Compute, DTYPES, Synonyms("fp8-format=fp8 dtype torch-dtype mixed-precision mixed-precision-param~")
+    ] = "bf16"
+    """Dtype of activations and matmuls. fp8 is bf16 with the matmuls of the layers' linear layers in float8,
     in training; fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs JAX_ENABLE_X64=1 in the
     environment."""
     initial_loss_scale: Annotated[float, Bounds(ge=1), FILE_ONLY] = 2.0**32
@@ -256,7 +254,7 @@ class TrainConfig:
     """Megatron's --rampup-batch-size, such as 16 16 100000: begin with START sequences per step and add INCREMENT
     at a time, in equal portions of the first SAMPLES samples, up to global_batch."""
     batch_history: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
-    """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
+    """(steps, sequences per step) of each period of a run that ended with a change of its batch (`--allow-change`):
     data, tokens and learning rate continue from their samples. A run writes it; it has no flag."""
     micro_batch: Annotated[Count, FREE, SEARCHED, Synonyms("batch micro-batch local-batch per-device-train-batch")] = 8
     """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
@@ -343,7 +341,7 @@ class Config:
 
     @property
     def samples(self) -> Literal["text", "conversations", "pairs", "examples"]:
-        """What the model is trained on: examples are those of a labelled task."""
+        """The kind of training samples; examples belong to a labelled task."""
         if self.model.samples == "text" and self.data.conversations:
             return "conversations"
         return self.model.samples or "examples"
@@ -613,7 +611,7 @@ def _read_values(file: Path) -> Any:
 
 
 def describe_missing_run(folder: Path) -> str:
-    """The sentence about a folder that is no run, with the run that was meant or those that exist."""
+    """The sentence about a folder that is not a run, with the run that was meant or those that exist."""
     problem = "is not a run folder: it has no config.json" if folder.exists() else "does not exist"
     if is_hub_name(folder):
         convert = f"`hf download {folder} --local-dir {folder.name}` and `mjax convert from-hf {folder.name} RUN`"

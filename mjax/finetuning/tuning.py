@@ -128,7 +128,7 @@ class Finetuning:
             data = TrainingData(batches, None, None, "examples of the task")
             run = Run(self.config, self.mesh, self.program, checkpoints, data, display, self.watchdog, guard, log)
             evaluate = EvaluateTask(folder, self.task, self.scorer, best, start)
-            run.arrange(evaluate)
+            run.set_callbacks(evaluate)
             run.state, run.steps_before = state, self._steps_before
             epochs = self.epochs[seed] = evaluate.epochs
             if start == (len(epochs) + 1) * self.config.train.eval_interval:  # stopped before it was evaluated

@@ -125,7 +125,7 @@ def test_run_told_to_stop_saves_after_the_steps_in_flight(number, moment, last, 
         at(self, record.step, "a step runs")
 
     monkeypatch.setattr(Display, "show", show)
-    monkeypatch.setattr(Watchdog, "at", at)
+    monkeypatch.setattr(Watchdog, "record_step", at)
     result = mjax.Trainer(CONFIG, tmp_path, data=batch).train()
     assert (result.exit_code, result.step, shown[-1]) == (75, last, last)
     name = "Ctrl-C" if number == signal.SIGINT else number.name
