@@ -414,10 +414,8 @@ def remove_runs(arguments: RemoveArguments) -> int:
     for folder in folders:
         _check_removable(folder)
         for other in find_adapters_of(folder, siblings - removed):
-            raise UsageError(
-                f"{folder} holds the weights that the adapters of {other.name} belong to; remove that run too: "
-                f"mjax runs remove {folder.name} {other.name}"
-            )
+            fix = f"remove that run too: mjax runs remove {folder.name} {other.name}"
+            raise UsageError(f"{folder} holds the weights that the adapters of {other.name} belong to; {fix}")
     for folder in folders:
         if not arguments.yes:
             if not sys.stdin.isatty():

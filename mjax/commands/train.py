@@ -304,9 +304,7 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     useless = {"--init": init, "--name": name, "--config": None if is_model_file else config}
     for flag, value in useless.items():
         if value is not None:
-            raise UsageError(
-                f"{flag} {value} has no effect with --run {folder}, which continues that run; leave one out, or for a "
-                f"new run type --config {config if is_model_file else folder / 'config.json'} --name NEW"
-            )
+            new = f"for a new run type --config {config if is_model_file else folder / 'config.json'} --name NEW"
+            raise UsageError(f"{flag} {value} has no effect with --run {folder}, which continues that run; {new}")
     load_user_model(config, folder, lambda line: None)  # `changes_since` has the note
     return TrainArguments(run=folder, settings=read_config(folder / "config.json"))

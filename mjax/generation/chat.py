@@ -95,10 +95,8 @@ class Chat:
         """
         self.file = folder / TEMPLATE
         if not self.file.is_file():
-            raise UsageError(
-                f"{flag}: {folder} has no chat template; remove it, put the model's {TEMPLATE} there, or teach the "
-                "model to chat with `mjax sft`"
-            )
+            fix = f"remove it, put the model's {TEMPLATE} there, or teach the model to chat with `mjax sft`"
+            raise UsageError(f"{flag}: {folder} has no chat template; {fix}")
         source = self.file.read_bytes().decode("utf-8", errors="replace")
         self.marks = "generation" in source
         self._tokenizer = tokenizer or tokenizer_from_folder(folder)
@@ -111,10 +109,8 @@ class Chat:
         settings = read_optional_json(file)
         tokens = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
         if self._library is None and (tokens or "bos_token" in source):
-            raise UsageError(
-                f"{flag} needs the tokens that {self.file} spells, from {folder / 'tokenizer.json'}; "
-                "convert the model again from a folder that has its tokenizer.json"
-            )
+            fix = "convert the model again from a folder that has its tokenizer.json"
+            raise UsageError(f"{flag} needs the tokens of {self.file} from {folder / 'tokenizer.json'}; {fix}")
         tokens = {"eos_token": EOD_PIECE} if self._library is None else tokens
         self._special = {
             name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
@@ -216,10 +212,8 @@ class Chat:
         try:
             yield
         except (OSError, ValueError) as error:
-            raise UsageError(
-                f"the chat template {self.file} refuses the conversation or is damaged ({error}); change the messages, "
-                "or restore the file"
-            ) from None
+            problem = f"rejects the conversation or is damaged ({error})"
+            raise UsageError(f"the chat template {self.file} {problem}; change the messages, or restore it") from None
 
 
 def read_conversations(text: str) -> list[tuple[list[Message], list | None]]:

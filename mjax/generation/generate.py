@@ -485,12 +485,8 @@ class Generator:
                 raise UsageError(f"{which} is empty; give at least one token to continue")
             if len(prompt) > most:
                 needs = ", one of which the continuation needs" if most < model.sequence else ""
-                raise UsageError(
-                    f"{which} has {len(prompt):,} tokens and the model {model.sequence:,} positions{needs}; shorten it "
-                    f"to {most:,} tokens or fewer"
-                )
+                positions = f"{len(prompt):,} tokens and the model {model.sequence:,} positions{needs}"
+                raise UsageError(f"{which} has {positions}; shorten it to {most:,} tokens or fewer")
             if not 0 <= min(prompt) <= max(prompt) < model.vocabulary:
-                raise UsageError(
-                    f"{which} has token ids from {min(prompt)} to {max(prompt)}; the model has 0 to "
-                    f"{model.vocabulary - 1}: use the tokenizer it was trained with"
-                )
+                ids = f"token ids from {min(prompt)} to {max(prompt)}, and the model has 0 to {model.vocabulary - 1}"
+                raise UsageError(f"{which} has {ids}; use the tokenizer it was trained with")

@@ -69,10 +69,8 @@ class OpenRun:
         )
         if different := [name for name in stored | expected if stored.get(name) != expected.get(name)]:
             name = different[0]
-            raise UsageError(
-                f"{name} of {self.folder} has the shape {stored.get(name)} and the program {expected.get(name)}; "
-                "build it from the run's config"
-            )
+            shapes = f"the shape {stored.get(name)} and the program {expected.get(name)}"
+            raise UsageError(f"{name} of {self.folder} has {shapes}; build it from the run's config")
         return jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(self.weights))
 
 

@@ -73,10 +73,8 @@ class CausalModel(LanguageModel):
         try:
             mappings.size(MODEL)
         except NameError:
-            raise UsageError(
-                "a model is called within jax.shard_map over its mesh; for the logits of a run, call "
-                "mjax.logits(run, ids)"
-            ) from None
+            fix = "for the logits of a run, call mjax.logits(run, ids)"
+            raise UsageError(f"a model is called within jax.shard_map over its mesh; {fix}") from None
         context = ForwardContext(TokenLayout(*ids.shape))
         x, _ = run_blocks(self.blocks, self.embed({"tokens": ids}, context), context)
         return context.tokens.split_sequences(self.logits(x, context.tokens))

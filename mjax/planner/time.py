@@ -245,10 +245,8 @@ class Rates:
         self.peak, self.float8_peak = gpu.peak(self.compute), gpu.peak("fp8")
         if gpu.peak(compute) is None:
             known = either([dtype for dtype in gpu.peak_tflops if dtype != "fp8"])
-            raise UsageError(
-                f"no {compute} peak is known for {gpu.name}, so its time cannot be predicted; "
-                f"use --precision.compute {known}, or add the peak in mjax/cluster/hardware.py"
-            )
+            fix = f"use --precision.compute {known}, or add the peak in mjax/cluster/hardware.py"
+            raise UsageError(f"no {compute} peak is known for {gpu.name}, so its time cannot be predicted; {fix}")
 
     def product(self, m: float, n: float, k: float, batch: float = 1.0, float8: bool = False) -> float:
         """[m, k] × [k, n], `batch` times in one kernel; in float8 or not, the result has the compute dtype."""

@@ -62,15 +62,11 @@ def changes_since(
     changed = differing_fields(before, config)
     for name, (old, new) in changed.items():
         if name == OPTIMIZER and steps != [0]:
-            raise UsageError(
-                f"{folder} was trained with {old}, whose moments {new} cannot use; type --{OPTIMIZER} {old} to "
-                f"continue it, or --init {folder} --name NEW for a new run from its weights"
-            )
+            fix = f"type --{OPTIMIZER} {old} to continue it, or --init {folder} --name NEW for a new run"
+            raise UsageError(f"{folder} was trained with {old}, whose moments {new} cannot use; {fix}")
         if name.startswith("model.") and field_marks(config, name).isdisjoint({FREE, TUNING}):
-            raise UsageError(
-                f"{folder} holds a run of another model ({name} {old}, now {new}); "
-                "choose another --name, or leave the model as it was"
-            )
+            other = f"holds a run of another model ({name} {old}, now {new})"
+            raise UsageError(f"{folder} {other}; choose another --name, or leave the model as it was")
     same_rates = _has_same_rates(before, config, steps[-1] if step is None else step)
     if not allow and steps != [0]:  # checkpoint 0 has weights that no step of this run produced
         refused = [
@@ -83,10 +79,8 @@ def changes_since(
         refused = [*refused, *_find_changed_data(folder, before.data, config.data)]
         if refused:
             other = f"{new_run_flags(folder, config.model)} instead of --run" if resumed else "--name NEW"
-            raise UsageError(
-                f"{folder} was trained with other settings ({'; '.join(refused)}); "
-                f"for a new run type {other}, and to continue this one with the change --allow-change"
-            )
+            fix = f"for a new run type {other}, and to continue this one with the change --allow-change"
+            raise UsageError(f"{folder} was trained with other settings ({'; '.join(refused)}); {fix}")
     shown = (name for name in changed if name != "train.batch_history")
     note = describe_change(folder, type(config.model))
     return [
@@ -313,10 +307,8 @@ def choose_origin(folder: Path, config: Config, init: Path | None, step: int | N
     if not steps and not init.exists():
         raise UsageError(describe_missing_run(init))
     if not steps:
-        raise UsageError(
-            f"--init {init} has no checkpoint; give the folder of a run, or convert a model of Hugging Face into one: "
-            f"mjax convert from-hf {init} runs/NAME"
-        )
+        fix = f"give the folder of a run, or convert a model of Hugging Face: mjax convert from-hf {init} runs/NAME"
+        raise UsageError(f"--init {init} has no checkpoint; {fix}")
     if step is not None and step not in steps:
         raise UsageError(f"--step {step}: {init} has no such checkpoint; use {either(steps)}")
     return Origin(to_absolute(init), step, _changed_fields(init, config))
@@ -332,10 +324,8 @@ def _check_origin(folder: Path, init: Path, step: int | None) -> None:
     if origin is None or origin.run != to_absolute(init) or step not in (None, origin.step):
         began = "without --init" if origin is None else f"from {origin}"
         requested = f"{init}, checkpoint {step}" if step is not None else init
-        raise UsageError(
-            f"{folder} has checkpoints and began {began}, not from {requested}; add --name NEW for a new run, or leave "
-            "--init out to continue it"
-        )
+        fix = "add --name NEW for a new run, or remove --init to continue it"
+        raise UsageError(f"{folder} has checkpoints and began {began}, not from {requested}; {fix}")
 
 
 def _changed_fields(init: Path, config: Config) -> dict[str, tuple[str, str]]:
@@ -346,17 +336,14 @@ def _changed_fields(init: Path, config: Config) -> dict[str, tuple[str, str]]:
     """
     saved = read_settings(init / "config.json")
     if saved.model.kind != config.model.kind:
-        raise UsageError(
-            f"--init {init} holds {saved.model.title} and this config describes {config.model.title}; choose a config "
-            f"of the same model, or type {new_run_flags(init, saved.model)} for that model"
-        )
+        other = f"--init {init} holds {saved.model.title} and this config describes {config.model.title}"
+        flags = new_run_flags(init, saved.model)
+        raise UsageError(f"{other}; choose a config of the same model, or type {flags} for that model")
     saved = read_config(init / "config.json")
     if saved.model.lora_rank and not config.model.lora_rank:
         flags = " ".join(to_flag(f"model.{name}", value) for name, value in saved.model.lora_settings().items())
-        raise UsageError(
-            f"--init {init} holds adapters, and this run trains all weights; type {flags} to train the adapters on, or "
-            f"make a model of them: mjax convert to-hf {init} DIR --merged"
-        )
+        fix = f"type {flags} to train the adapters on, or merge them: mjax convert to-hf {init} DIR --merged"
+        raise UsageError(f"--init {init} holds adapters, and this run trains all weights; {fix}")
     if not saved.model.lora_rank:  # the adapters of this run are new
         saved = replace(saved, model=replace(saved.model, **config.model.lora_settings()))
     changed = {}
@@ -370,14 +357,10 @@ def _changed_fields(init: Path, config: Config) -> dict[str, tuple[str, str]]:
         if set(names_with(FILE_ONLY, type(saved.model))).intersection(wrong):
             flags = ""
         if "vocabulary" in wrong:  # the data's ids would not fit the smaller vocabulary
-            raise UsageError(
-                f"--init {init} holds the weights of another model ({values}), whose embedding has no other ids; "
-                f"prepare the data with its tokenizer, `mjax prepare … --tokenizer run:{init}`, or leave --init out"
-            )
-        raise UsageError(
-            f"--init {init} holds the weights of another model ({values}); type {flags}"
-            f"{new_run_flags(init, saved.model)} for its settings"
-        )
+            fix = f"prepare the data with its tokenizer, `mjax prepare … --tokenizer run:{init}`, or remove --init"
+            raise UsageError(f"--init {init} has an embedding of other ids ({values}); {fix}")
+        fix = f"type {flags}{new_run_flags(init, saved.model)} for its settings"
+        raise UsageError(f"--init {init} holds the weights of another model ({values}); {fix}")
     return {f"model.{name}": (str(old), str(new)) for name, (old, new) in changed.items()}
 
 

@@ -70,18 +70,13 @@ class Trainer:
           UsageError: with the sentence that `train.py` would print.
         """
         if wrong := [callback for callback in callbacks if not isinstance(callback, Callback)]:
-            raise UsageError(
-                f"callbacks has {wrong[0]!r}; give objects of a subclass of mjax.Callback, whose "
-                "on_step(run, step, metrics) is called after each step"
-            )
+            fix = "give objects of a subclass of mjax.Callback, with on_step(run, step, metrics)"
+            raise UsageError(f"callbacks has {wrong[0]!r}; {fix}")
         self.folder = resolve_parents(run_to_train(folder))
         check_run_folder(self.folder)
         if data is not None:
             if config.train.eval_interval and validation is None:
-                raise UsageError(
-                    "data is given and validation is not, and --train.eval-interval is "
-                    f"{config.train.eval_interval}; give validation, or set train.eval_interval to 0"
-                )
+                raise UsageError("data is given and validation is not; give it, or set train.eval_interval to 0")
             config = replace(config, data=replace(config.data, custom=True, **dict.fromkeys(BLENDS, ())))
         check_batch_sizes(config)
         init = None if init is None else resolve_parents(local_run(init))

@@ -113,15 +113,12 @@ class Forward:
 
     def _check_loss_chunks(self, weights: Model, chunks: int) -> None:
         if self.loss_fn is not None:
-            raise UsageError(
-                f"--train.loss-chunks {chunks} is for the loss of the model, and this run has a function instead; "
-                "remove it"
-            )
+            custom = "is for the loss of the model, and this run has a function instead"
+            raise UsageError(f"--train.loss-chunks {chunks} {custom}; remove it")
         if not weights.scores_in_chunks():
-            raise UsageError(
-                f"--train.loss-chunks {chunks} needs the `loss` and `logits` of mjax (mjax/models/causal.py), which "
-                f"{type(weights).__name__} overrides; remove it"
-            )
+            custom = f"which {type(weights).__name__} overrides; remove it"
+            needs = "needs the `loss` and `logits` of mjax (mjax/models/causal.py)"
+            raise UsageError(f"--train.loss-chunks {chunks} {needs}, {custom}")
 
     def _parts(self, sums: Sums) -> dict[str, Array]:
         return {name: total * self.factors[name] for name, total in sums.items()}

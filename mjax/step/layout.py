@@ -117,10 +117,8 @@ def with_sequence_length(config: Config, batch: Mapping[str, Array | np.ndarray]
     even = 2 if model.attention == "cudnn" and (model.biased_scores or "documents" in batch) else 1
     unit = math.lcm(kernels.position_multiple(config), mesh.context * (parts // math.gcd(parts, sequences)), even)
     if first % unit:
-        raise UsageError(
-            f"the batch has sequences of {first}, which the mesh or model.attention {model.attention!r} cannot split; "
-            f"give a multiple of {unit}"
-        )
+        split = f"which the mesh or model.attention {model.attention!r} cannot split"
+        raise UsageError(f"the batch has sequences of {first}, {split}; give a multiple of {unit}")
     return replace(config, model=replace(model, sequence=first))
 
 

@@ -133,7 +133,11 @@ def there(source, tmp_path):
     [
         (CONFIG, {"layers": 4}, r"\(model.layers 2, here 4\); type --model.layers 2, or --config .*config.json --name"),
         (CONFIG, {"sequence": 32}, r"\(model.sequence 16, here 32\); type --model.sequence 16"),
-        (CONFIG, {"vocabulary": 400}, r"\(model.vocabulary 257, here 400\), whose embedding .* --tokenizer run:"),
+        (
+            CONFIG,
+            {"vocabulary": 400},
+            r"has an embedding of other ids \(model.vocabulary 257, here 400\); .* --tokenizer run:",
+        ),
         (
             CONFIG,
             {"layers": 4, "embedding_layernorm": True},

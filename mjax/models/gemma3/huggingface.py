@@ -36,10 +36,8 @@ def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, 
     fields = rope(FULL, "rope_theta", values.pop("rope_scaling", None))
     local = rope(SLIDING, "rope_local_base_freq", None)
     if local["rope_scaling"] != "none":
-        raise UsageError(
-            f"{file}: rope_type of {SLIDING} is {local['rope_scaling']!r}, and mjax scales the positions of {FULL} "
-            "only; convert another model"
-        )
+        scaled = f"rope_type of {SLIDING} is {local['rope_scaling']!r}, and mjax scales the positions of {FULL} only"
+        raise UsageError(f"{file}: {scaled}; convert another model")
     return values, {**fields, "global_attention_interval": every}
 
 
