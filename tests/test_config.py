@@ -230,13 +230,13 @@ def test_llama_has_published_default_width():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"modle": {}}, "did you mean 'model'?"),
+        ({"modle": {}}, "did you mean model?"),
         ({"model": {"layers": True}}, "model.layers is True"),
         ({"optimizer": {"beta1": True}}, "optimizer.beta1 is True"),
         ({"train": {"recompute": "some"}}, "one of none, selective, full"),
         ({"train": {"batch_rampup": [8, 8]}}, "[a whole number, a whole number"),
         ({"model": 3}, "model. must be an object"),
-        ({"model": {"kind": "gtp"}}, "did you mean 'gpt'?"),
+        ({"model": {"kind": "gtp"}}, "did you mean gpt?"),
     ],
 )
 def test_invalid_config_json_names_field(values, words):
@@ -272,7 +272,7 @@ def test_config_with_removed_fields_opens(before, now):
 
 
 def test_renamed_fields_exist():
-    """With the class of a model for each; a field of two names is rejected."""
+    """Each is a field of a class of models; a field of two names is rejected."""
     classes = {"model": list(REGISTRY.values())} | {
         name: [type(section)] for name, section in vars(Config()).items() if name != "model"
     }

@@ -543,9 +543,9 @@ class Checkpoints:
             self.steps(),
         )
         if not there:
-            raise UsageError(f"{self.folder} has no checkpoint; give a run that has saved one")
+            raise UsageError(f"{self.folder.parent} has no checkpoint; give a run that has saved one")
         if step is not None and step not in there:
-            raise UsageError(f"{self.folder} has no checkpoint {step}; there are {', '.join(map(str, there))}")
+            raise UsageError(f"{self.folder.parent} has no checkpoint {step}; there are {', '.join(map(str, there))}")
         unusable: dict[int, Unusable] = {}
         for candidate in [step] if step is not None else reversed(there):
             folder = self.folder / str(candidate)

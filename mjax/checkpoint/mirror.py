@@ -407,7 +407,7 @@ def _lacking(listed: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str]:
 
 
 def _why_incomplete(folder: Path, sizes: Mapping[str, int]) -> str:
-    """Why a checkpoint here is not to be copied, given the sizes of its files; empty if it is complete.
+    """The reason not to copy a local checkpoint, given the sizes of its files; empty if it is complete.
 
     Rotation was faster, or it was fetched in part and is not in the store any more.
     """
@@ -595,7 +595,7 @@ class Mirror:
             self.store.put([(self.folder / prefix / name, there + name)])
 
     def _check_listed(self, there: str, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """What the store lists, once it lists files of these sizes."""
+        """Return the listing of the store, once it has files of these sizes."""
         end = time.monotonic() + LAG
         while missing := _lacking(listed := self.store.files(there), sizes):
             if time.monotonic() > end:

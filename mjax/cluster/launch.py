@@ -143,12 +143,16 @@ def simulate_devices(count: int) -> None:
       UsageError: `count` is below 1.
     """
     if count < 1:
-        raise UsageError(f"--simulate is {count}; it must be at least 1")
+        raise UsageError(f"{count} devices cannot be simulated; give 1 or more")
     if "jax" in sys.modules:  # a config file may import it; no device has been used yet
         import jax
 
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
+        try:
+            jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:
+            fix = "call mjax.simulate before the first array, in a notebook after a restart"
+            raise UsageError(f"{count} devices cannot be simulated any more: JAX has started; {fix}") from None
     set_variable("JAX_PLATFORMS", "cpu")
     flags = os.environ.get("XLA_FLAGS", "")
     set_variable("XLA_FLAGS", " ".join(f"{IN_ORDER} {flags} --xla_force_host_platform_device_count={count}".split()))
@@ -228,7 +232,7 @@ DETERMINISTIC_FLAGS = {
     "xla_gpu_exclude_nondeterministic_ops": "true",
     # XLA refuses to compile the step with the flag above and Triton's products: 'Failed to get configs'.
     "xla_gpu_enable_triton_gemm": "false",
-    # A restart would choose other kernels for products, by their time at that moment.
+    # A restart would choose other kernels for products, by their time then.
     "xla_gpu_autotune_level": "0",
 }
 """For `train.py --deterministic`. They do not affect CPUs, where a run is repeatable anyway."""

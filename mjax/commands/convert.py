@@ -31,7 +31,7 @@ from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
 from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHfArguments
 from mjax.config import Config, DataConfig, read_settings, save_config
 from mjax.config.model import ModelConfig
-from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, end_token_ids, load_tokenizer, tokenizer_from_folder
+from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer, stop_token_ids, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.interop import convert as models
 from mjax.interop import lora, model_folder, tokenizer_files, weights
@@ -67,7 +67,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     if (source / lora.CONFIG).is_file() and not (source / "config.json").is_file():
         return _from_peft(arguments)
     if arguments.base is not None:
-        raise UsageError(f"--base is for a folder with {lora.CONFIG}, and {source} has no such file; leave it out")
+        raise UsageError(f"--base is for a folder with {lora.CONFIG}, and {source} has no such file; remove it")
     file = source / "config.json"
     values = model_folder.read_object(file)
     family = models.find_family(values, file)
@@ -95,7 +95,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     if left_out:
         print(f"the embedding has no rows for {', '.join(left_out[:8])}, which no text encodes to: left out")
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        print(f"texts end with {tokenizer.library.id_to_token(tokenizer.eod)}, id {tokenizer.eod}")
+        print(f"texts end with {tokenizer.backend.id_to_token(tokenizer.eod)}, id {tokenizer.eod}")
     if tokenizer is not None and tokenizer.bos is not None:
         print(f"texts begin with id {tokenizer.bos}, as in transformers")
     for name in (tokenizer_files.GENERATION, tokenizer_files.TEMPLATE):
@@ -343,7 +343,7 @@ def _generation_config(arguments: ToHfArguments, tokenizer: Tokenizer | None, ca
     if stored := json.loads(carried.get(tokenizer_files.GENERATION, b"{}")):
         return stored
     eod = None if tokenizer is None else tokenizer.eod
-    ends = [] if eod is None else end_token_ids(arguments.run / "tokenizer", eod, arguments.tokenizer)
+    ends = [] if eod is None else stop_token_ids(arguments.run / "tokenizer", eod, arguments.tokenizer)
     return dict.fromkeys(tokenizer_files.IDS, eod) | ({"eos_token_id": ends} if len(ends) > 1 else {})
 
 
@@ -352,7 +352,7 @@ def _check_adapters(arguments: ToHfArguments, config: Config) -> None:
     flags = [name for name in ("adapter", "merged", "base_name") if getattr(arguments, name)]
     if not config.model.lora_rank and flags:
         flag = flags[0].replace("_", "-")
-        raise UsageError(f"--{flag} is for a run with adapters, and {arguments.run} has no adapters; leave it out")
+        raise UsageError(f"--{flag} is for a run with adapters, and {arguments.run} has no adapters; remove it")
     if config.model.lora_rank and flags not in (["adapter"], ["merged"], ["adapter", "base_name"]):
         remedy = "add --merged for a whole model, or --adapter for a folder of peft, if you like with --base-name"
         raise UsageError(f"{arguments.run} holds adapters; {remedy}")

@@ -16,8 +16,8 @@ from mjax.cluster.launch import enable_compilation_cache
 from mjax.commands.arguments import GenerateArguments
 from mjax.config import MeshConfig, load_user_model
 from mjax.config.bounds import check_bounds
-from mjax.data.tokenizers import Tokenizer, end_token_ids
-from mjax.errors import UsageError, count_lines
+from mjax.data.tokenizers import Tokenizer, stop_token_ids
+from mjax.errors import UsageError, split_lines
 from mjax.generation.chat import Chat, read_conversations
 from mjax.generation.generate import Generator, Prepared
 from mjax.generation.inference import inference_config, read_run, run_tokenizer
@@ -45,14 +45,14 @@ def generate(arguments: GenerateArguments) -> int:
     if copies > 1 and arguments.sampling.temperature == 0:
         raise UsageError(f"--num-samples {copies} with --temperature 0 is one text {copies} times; leave one out")
     if arguments.system is not None and not arguments.chat:
-        raise UsageError("--system is for a conversation; add --chat, or leave it out")
+        raise UsageError("--system is for a conversation; add --chat, or remove it")
     enable_compilation_cache()
     load_user_model(arguments.config, arguments.run, partial(print, file=sys.stderr))
     if arguments.chat:
         return _chat(arguments)
     prompts = _prompts(arguments)
     writer = Writer(arguments)
-    encoded = [writer.tokenizer.prompt(prompt) for prompt in prompts]
+    encoded = [writer.tokenizer.encode_prompt(prompt) for prompt in prompts]
     writer.write(prompts, encoded, prompts, writer.tokenizer.decode, writer.ends)
     return 0
 
@@ -72,7 +72,7 @@ class Writer:
         saved = read_run(run, True, "which generates no text")
         self._config = inference_config(saved, MeshConfig(model=arguments.model_parallel), compute=arguments.compute)
         self.tokenizer: Tokenizer = run_tokenizer(run, self._config.model, arguments.tokenizer)
-        self.ends = end_token_ids(run / "tokenizer", self.tokenizer.eod, arguments.tokenizer)
+        self.ends = stop_token_ids(run / "tokenizer", self.tokenizer.eod, arguments.tokenizer)
 
     @cached_property
     def _restored(self) -> tuple[Generator, int, Prepared]:
@@ -89,10 +89,8 @@ class Writer:
 
         Other arguments are those of `continue_ids`.
         """
-        sampling, as_json, copies = self.arguments.sampling, self.arguments.json, self.arguments.num_samples
-        prompts, encoded, titles = (
-            [text for text in texts for _ in range(copies)] for texts in (prompts, encoded, titles)
-        )
+        sampling, as_json, copies = self.arguments.sampling, self.arguments.json, range(self.arguments.num_samples)
+        prompts, encoded, titles = ([text for text in texts for _ in copies] for texts in (prompts, encoded, titles))
         live, (generator, step, model) = Live(Console(), titles), self._restored
         with self.notices.status(f"checkpoint {step}: writing up to {sampling.tokens} tokens") as status:
 
@@ -117,7 +115,7 @@ def _prompts(arguments: GenerateArguments) -> list[str]:
     """The prompts of the command line, and those of stdin in place of -."""
     prompts = []
     for prompt in arguments.prompt or (() if _is_terminal() else ("-",)):
-        prompts += [line for line in count_lines(_stdin()) if line.strip()] if prompt == "-" else [prompt]
+        prompts += [line for line in split_lines(_stdin()) if line.strip()] if prompt == "-" else [prompt]
     if not prompts:
         raise UsageError("there is no prompt; add --prompt TEXT, or write one a line to stdin")
     return prompts
@@ -171,7 +169,7 @@ def _read_chat(arguments: GenerateArguments) -> tuple[list[Conversation], Iterab
         raise UsageError("there is no question; add --prompt TEXT, or write one a line to stdin")
     if arguments.num_samples > 1 and not conversations:
         raise UsageError(f"--num-samples {arguments.num_samples} gives a conversation several answers; add --prompt")
-    return conversations, _read_questions() if on_terminal else count_lines(stdin)
+    return conversations, _read_questions() if on_terminal else split_lines(stdin)
 
 
 def _user(text: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -26,7 +26,7 @@ from mjax.config.checks import resolve, resolve_steps, validate
 from mjax.config.kernels import attention_on_gpu
 from mjax.config.marks import RUN_SYNONYMS, UNPLANNED
 from mjax.config.run import check_new, write_config
-from mjax.errors import UsageError, check_picture, name_arguments
+from mjax.errors import UsageError, check_options, check_picture, name_arguments
 from mjax.planner import Section
 from mjax.utils.figures import format_rows, human_bytes, table
 from mjax.utils.files import cache_home
@@ -119,8 +119,8 @@ def _with_default(argv: Sequence[str]) -> Sequence[str]:
     if "days" not in typed:
         if "devices" in typed and not given:
             raise UsageError(
-                "--devices needs a config or a budget; to find the fastest mesh of a config, add --config, such as "
-                "--config gpt_8b; to find the largest model that a budget trains, add --days, such as --days 30"
+                "--devices needs a config, such as --config gpt_8b, or --days N to find the largest model that trains "
+                "in N days; add one of them"
             )
         return argv
     for flag in typed & {"train.steps", "train.tokens"}:
@@ -145,9 +145,7 @@ PYTHON_CONFIG = "this config"  # of a caller from Python
 KEYS = ("budget", "run", "schedule", "memory", "communication", "time", "search", "longest", "compile")
 
 
-@name_arguments(
-    "gpu", "max_sequence_on", "calibration", "network", "devices_per_node", "schedule_figure", "memory_figure"
-)
+@name_arguments(*(field.name for field in fields(PlanArguments)))
 def plan_config(config: Config, gpu: str | None = None, **options) -> dict:
     """Return the object of `mjax plan --json`: parameters, schedule, memory, communication and, with a GPU, time.
 
@@ -159,6 +157,7 @@ def plan_config(config: Config, gpu: str | None = None, **options) -> dict:
     Raises:
       UsageError: as on the command line.
     """
+    check_options("plan", options, [field.name for field in fields(PlanArguments)])
     sections = plan_sections(PlanArguments(config=PYTHON_CONFIG, settings=config, gpu=gpu, **options))
     return json.loads(_to_json(sections))
 

@@ -284,7 +284,7 @@ def compare_runs(arguments: CompareArguments) -> int:
     """
     folders = [_run_folder(name, arguments.runs) for name in arguments.names]
     if len(set(folders)) < 2:
-        raise UsageError("mjax runs compare takes two or more runs, such as mjax runs compare one two")
+        raise UsageError("mjax runs compare needs two or more runs; type mjax runs compare one two")
     figure = arguments.figure or folders[0].parent / "compare.png"
     check_picture("--figure", figure)
     names = [folder.name for folder in folders]
@@ -407,7 +407,7 @@ def remove_runs(arguments: RemoveArguments) -> int:
     """
     folders = list(dict.fromkeys(_run_folder(name, arguments.runs) for name in arguments.names))
     if not folders:
-        raise UsageError("mjax runs remove takes names of runs, such as mjax runs remove try1")
+        raise UsageError("mjax runs remove needs names of runs; type mjax runs remove try1")
     resolve = lambda folder: folder.resolve() if find_address(folder) is None else folder  # noqa: E731
     removed = set(map(resolve, folders))
     siblings = {resolve(other) for runs in {folder.parent for folder in removed} for other in _run_folders(runs)}
@@ -473,5 +473,6 @@ def _run_folder(name: str, runs: Path) -> Path:
         if (folder / "config.json").is_file():
             return resolve_parents(folder) if folder.name else folder.resolve()
     known = [folder.name for folder in _run_folders(runs)] if runs.is_dir() else []
-    reason = ", which is not a run folder (no config.json)" if (runs / name).exists() or Path(name).exists() else ""
-    raise UsageError(f"there is no run {name!r} in {runs}{suggestion(name, known)}{reason}; see `mjax runs`")
+    folder = runs / name if (runs / name).exists() or not Path(name).exists() else Path(name)
+    problem = "is not a run folder: it has no config.json" if folder.exists() else "does not exist"
+    raise UsageError(f"{folder} {problem}; {suggestion(name, known, '`mjax runs` lists the runs')}")

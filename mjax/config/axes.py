@@ -20,7 +20,6 @@ imports no JAX.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Literal
@@ -57,14 +56,8 @@ AXES = (
 )
 NAMES = tuple(axis.name for axis in AXES)
 PIPE, REPLICATE, DATA, EXPERT, CONTEXT, MODEL = NAMES
-SHORT_NAMES = {"pp": PIPE, "dp": DATA, "tp": MODEL, "cp": CONTEXT, "ep": EXPERT}
 VIRTUAL_AXES = (REPLICATE, EXPERT)
 """Axes that need no devices of their own: they divide the replicas of `--mesh.data`."""
-
-
-def with_full_name(word: str) -> str:
-    """A word of a command line with the full name of an axis: `--mesh.tp=2` → `--mesh.model=2`."""
-    return re.sub("^--mesh[.](pp|dp|tp|cp|ep)(?==|$)", lambda match: f"--mesh.{SHORT_NAMES[match[1]]}", word)
 
 
 def sizes(mesh) -> dict[str, int]:

@@ -18,7 +18,7 @@ from mjax.config.datasets import DatasetMetadata, parse_blend, read_metadata, sp
 from mjax.config.marks import Only, field_marks
 from mjax.config.pattern import check_stages
 from mjax.config.run import BLENDS, Config, MeshConfig, differing_fields, read_settings, to_flag
-from mjax.errors import UsageError, either
+from mjax.errors import UsageError, either, name_arguments
 
 MAX_DIVISOR = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
 
@@ -45,6 +45,10 @@ def validate(config: Config, name: str = "this config") -> None:
     _check_data(config, name)
 
 
+validate_config = name_arguments()(validate)
+"""`mjax.validate`, whose sentences name fields instead of flags."""
+
+
 def _check_divides(flag: str, number: int, what: str, size: int, allowed: list[int] | None = None) -> None:
     if size % number:
         raise UsageError(f"{flag} {number} does not divide {what}; use {_join_numbers(allowed or _divisors(size))}")
@@ -69,9 +73,8 @@ def _check_shapes(config: Config) -> None:
             "--mesh.no-sequence-parallel"
         )
     if train.unroll == "on" and mesh.pipe > 1:
-        raise UsageError(
-            f"--train.unroll on fails with --mesh.pipe {mesh.pipe}: stages keep activations by slot; leave it out"
-        )
+        by_slot = "(stages save activations by slot)"
+        raise UsageError(f"--train.unroll on is not supported with --mesh.pipe {mesh.pipe} {by_slot}; remove it")
     if train.global_batch % mesh.data:
         raise UsageError(
             f"--train.global-batch {train.global_batch} does not divide over --mesh.data {mesh.data}; "
@@ -94,7 +97,7 @@ def _check_axes(config: Config) -> None:
     if mesh.expert > 1:
         if not (experts := model.experts):
             raise UsageError(
-                f"--mesh.expert {mesh.expert} splits the experts of a mixture, and {model.title} has none; leave it out"
+                f"--mesh.expert {mesh.expert} needs a mixture of experts, and {model.title} is dense; remove it"
             )
         possible = _divisors(math.gcd(mesh.data, experts))
         for what, size in ((f"--mesh.data {mesh.data}", mesh.data), (f"{experts} experts", experts)):
@@ -103,7 +106,7 @@ def _check_axes(config: Config) -> None:
         if mesh.zero == 0:
             raise UsageError(
                 f"--mesh.replicate {mesh.replicate} copies the shards of ZeRO between groups, and --mesh.zero 0 makes "
-                "none; add --mesh.zero 3, or leave --mesh.replicate out"
+                "none; add --mesh.zero 3, or remove --mesh.replicate"
             )
         by_expert = f" / --mesh.expert {mesh.expert}" if mesh.expert > 1 else ""
         what = f"--mesh.data {mesh.data}{by_expert}: it is the number of groups"
@@ -122,12 +125,12 @@ def _check_lora(config: Config) -> None:
         return
     rank = f"--lora.rank {model.lora_rank}"
     if not model.causal:
-        raise UsageError(f"{rank} is for a model that predicts the next token, not {model.title}; leave it out")
+        raise UsageError(f"{rank} is not supported for {model.title} (it predicts no next token); remove it")
     if config.precision.compute == "fp8":
-        raise UsageError(f"{rank} does not work with --precision.compute fp8; type --precision.compute bf16")
+        raise UsageError(f"{rank} is not supported with --precision.compute fp8; type --precision.compute bf16")
     if config.optimizer.name != "adamw":
         raise UsageError(
-            f"{rank} does not work with --optimizer.name {config.optimizer.name}; use --optimizer.name adamw"
+            f"{rank} is not supported with --optimizer.name {config.optimizer.name}; use --optimizer.name adamw"
         )
 
 
@@ -149,8 +152,8 @@ def _check_context(config: Config) -> None:
         )
     if config.context_attention == "allgather" and model.attention == "cudnn":
         raise UsageError(
-            "--mesh.context-attention allgather has queries of some positions and keys of all, and --model.attention "
-            "cudnn takes equal ones; use --model.attention flash, or --mesh.context-attention ulysses"
+            "--model.attention cudnn is not supported with --mesh.context-attention allgather (a rank has fewer "
+            "queries than keys); use --model.attention flash, or --mesh.context-attention ulysses"
         )
 
 
@@ -159,17 +162,17 @@ def check_offload(config: Config) -> None:
     mesh, train = config.mesh, config.train
     if train.recompute != "offload":
         return
-    given = "--train.recompute offload does not work with"
+    offload = "--train.recompute offload is not supported with"
     if mesh.pipe > 1:
         raise UsageError(
-            f"{given} --mesh.pipe {mesh.pipe}: stages keep activations by slot; use --train.recompute full"
+            f"{offload} --mesh.pipe {mesh.pipe} (stages save activations by slot); use --train.recompute full"
         )
     if train.unroll == "on":
         # Compiled for H100s, all copies to the host stood in the backward pass
         # (docs/results/log/2026-11-25-host-memory.md).
         raise UsageError(
-            f"{given} --train.unroll on: without a loop over the layers XLA copies their inputs to the host only in "
-            "the backward pass, which saves nothing; leave it out, or use --train.recompute full"
+            f"{offload} --train.unroll on (without a loop over the layers, XLA copies their inputs to the host in the "
+            "backward pass, which saves nothing); remove one of the two"
         )
 
 
@@ -206,7 +209,7 @@ def _check_schedules(config: Config) -> None:
     needed = samples_before(train.steps - 1) + 1 if config.data.conversations else samples_before(train.steps)
     if (samples := config.data.train_samples) is not None and samples < needed:
         raise UsageError(
-            f"--data.train-samples {samples} is below the {needed} samples of all steps; leave it out or raise it"
+            f"--data.train-samples {samples} is below the {needed} samples of all steps; remove it or raise it"
         )
 
 
@@ -220,7 +223,7 @@ def _check_conditions(config: Config) -> None:
             other = "samples of" if mark.field == "samples" else f"--{mark.field}"
             raise UsageError(
                 f"{to_flag(name, value)} is for {other} {either(mark.values.split())}, and this run has {actual}; "
-                "leave it out"
+                "remove it"
             )
 
 

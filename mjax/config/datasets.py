@@ -55,7 +55,7 @@ def parse_blend(values: Sequence[str], flag: str = "--data.path") -> Blend:
     fits = weights is None or (len(weights) == len(prefixes) and all(0 < weight < math.inf for weight in weights))
     if not fits or not all(values) or len(prefixes) >= MAX_DATASETS:
         raise UsageError(
-            f"{flag} {' '.join(values)} is no blend; write a weight before every prefix, above 0, such as {flag} 0.3 "
+            f"{flag} {' '.join(values)} is not a blend; write a weight above 0 before every prefix, such as {flag} 0.3 "
             f"data/a 0.7 data/b, or before none, for fewer than {MAX_DATASETS:,} datasets"
         )
     return Blend(tuple(map(local_prefix, prefixes)), weights and tuple(weights))

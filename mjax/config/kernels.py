@@ -25,7 +25,7 @@ BLOCK = 64
 MIN_HEAD_WIDTH = 16
 """Rows and columns of Triton's smallest product: all sizes of the grouped products are multiples."""
 MAX_UNROLLED_LAYERS = 80
-"""Layers that are compiled without a loop unless a config says so: each takes one to two seconds."""
+"""Layers that are compiled without a loop unless a config unrolls more: each takes one to two seconds."""
 SERVER = 8
 """GPUs whose FSDP hides its gathers beside the layers without a loop too."""
 FLASH_INTERPRETED = "flash, interpreted"
@@ -65,7 +65,7 @@ def choose_kernel(
 def _choose(field: str, asked: str, fused: str, obstacle: str | None, otherwise: str) -> str:
     """The kernel that is asked for, or by rule the fused one where nothing rules it out."""
     if asked == fused and obstacle:
-        raise UsageError(f"--model.{field} {asked} cannot be used: {obstacle}; change that, or set it to auto")
+        raise UsageError(f"--model.{field} {asked} is not supported here ({obstacle}); change that, or set it to auto")
     if asked != "auto":
         return asked
     return otherwise if obstacle else fused

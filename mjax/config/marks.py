@@ -1,4 +1,4 @@
-"""What a field of a config says of itself, beside its type and bounds: marks in its `Annotated` type.
+"""Marks of config fields in their `Annotated` types, besides bounds.
 
     steps: Annotated[Count, FREE] = 300_000      or for a whole section of the config: mesh: Annotated[MeshConfig, FREE]
 
@@ -75,11 +75,11 @@ PER_PROCESS = Mark("per process")
 ANY_FAMILY = Mark("any family")
 """Of a model: it changes nothing that the model computes, or a Hugging Face family has its own rule for it."""
 UNPLANNED, PLANNED = Mark("unplanned"), Mark("planned")
-"""No plan depends on it: it is no flag of `mjax plan`; and the exceptions in such a section."""
+"""No plan depends on it: `mjax plan` has no flag for it; and the exceptions in such a section."""
 SEARCHED = Mark("searched")
 """`mjax plan --devices` finds its fastest value."""
 FILE_ONLY = tyro.conf.Fixed
-"""Set in a config file or in Python: it is no flag of any command."""
+"""Set in a config file or in Python: no command has a flag for it."""
 
 
 def effective_value(settings: Any, name: str) -> Any:
@@ -112,6 +112,9 @@ def _marks(cls: type) -> dict[str, tuple[Any, ...]]:
     return {name: marks for name, _, _, marks in section_fields(cls)}
 
 
+DTYPES = Synonyms(
+    "bf16=bf16 fp8=fp8 fp16=fp16 fp32=fp32 bfloat16=bf16 float8=fp8 float16=fp16 half=fp16 float32=fp32 float64=fp64"
+)
 RUN_SYNONYMS = Synonyms("load ckpt checkpoint-path resume-from-checkpoint checkpoint resume pretrained init-from")
 
 

@@ -25,7 +25,7 @@ from mjax.config.bounds import Count, NotNegative, Share
 from mjax.config.lora import LoRAConfig
 from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, NEW_RUN, TUNING, UNPLANNED, By, Metric, Synonyms
 from mjax.config.pattern import LayerKind, Pattern
-from mjax.errors import UsageError, suggestion
+from mjax.errors import UsageError, either, suggestion
 
 C = TypeVar("C", bound="type[ModelConfig]")
 Arrays = dict[str, tuple[tuple[int, ...], str]]
@@ -54,7 +54,7 @@ class ModelConfig(LoRAConfig):
         converted; empty for none.
       metrics: how a run shows the means that the model reports, in the order of the progress line; without them by
         their names, after the loss.
-      samples: what it is trained on: text, pairs of stretches of text, or None for examples of a task.
+      samples: what it is trained on: text, pairs of spans of text, or None for examples of a task.
       sequences: sequences of a sample, c.
       causal: whether a position sees none after it; such a model can continue a text.
       learned_positions: whether positions have weights, one row each.
@@ -154,7 +154,7 @@ class ModelConfig(LoRAConfig):
                 continue
             fix = f"give values from 0 to {limit - 1:,}"
             if name == "labels" and low < 0:
-                fix = 'for labels that do not count give an array "loss_mask" that is False there, such as labels >= 0'
+                fix = 'to mask labels, give an array "loss_mask" that is False there, such as labels >= 0'
             raise UsageError(f"{name} of {of} holds {low if low < 0 else high}; {fix}")
 
     @property
@@ -242,11 +242,8 @@ def config_class(kind: Any, source: str) -> type[ModelConfig]:
       UsageError: there is none; `source` says where the name comes from.
     """
     if not isinstance(kind, str) or kind not in REGISTRY:
-        near = suggestion(kind, list(REGISTRY)) if isinstance(kind, str) else ""
-        raise UsageError(
-            f"{source}: there is no model {kind!r}{near}; there are {', '.join(REGISTRY)}; for a model of your own "
-            "type --config FILE.py, the file that registers it, or import that in Python"
-        )
+        custom = f"use {either(REGISTRY)}, or for a model of your own --config FILE.py, the file that registers it"
+        raise UsageError(f"{source}: there is no model {kind!r}; {suggestion(str(kind), REGISTRY, custom)}")
     return REGISTRY[kind]
 
 

@@ -21,7 +21,7 @@ from mjax.errors import UsageError
 
 
 class LayerKind(NamedTuple):
-    """What distinguishes a layer from others of the same model.
+    """The differences of a layer from other layers of the same model.
 
     Attributes:
       window: tokens that a position sees in attention, itself included; None: all up to its own.

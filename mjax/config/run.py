@@ -20,10 +20,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import tyro
+
 from mjax.config import axes
 from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed, Share
 from mjax.config.marks import (
     BLEND,
+    DTYPES,
     FILE_ONLY,
     FREE,
     PER_PROCESS,
@@ -46,13 +49,12 @@ from mjax.config.model import (
 )
 from mjax.config.model_file import describe_change, read_model_file, refuse_unknown, source_file
 from mjax.config.plain_values import build, fits
-from mjax.errors import UsageError, check_folder, suggestion
-from mjax.utils.files import read_json, write_whole
+from mjax.errors import UsageError, check_folder, shorten_list, suggestion
+from mjax.utils.files import is_hub_name, read_json, write_whole
 
-Compute = Annotated[
-    Literal["bf16", "fp8", "fp16", "fp32", "fp64"],
-    Synonyms("fp16=fp16 bf16=bf16 fp8=fp8 fp8-format=fp8 dtype~ torch-dtype~ mixed-precision~ mixed-precision-param~"),
-]
+Compute = Literal["bf16", "fp8", "fp16", "fp32", "fp64"]
+ComputeDtype = Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute"), DTYPES]
+"""Of commands that use a trained model."""
 Recompute = Literal["none", "selective", "full", "offload"]
 RECOMPUTE_SYNONYMS = Synonyms(
     "recompute-activations=selective recompute-granularity gradient-checkpointing=full activation-checkpoint.mode"
@@ -221,8 +223,10 @@ class PrecisionConfig:
     """Dtypes of the computation. Parameters and moments are always float32, as are the sums in LayerNorm, softmax,
     cross entropy and gradients."""
 
-    compute: Compute = "bf16"
-    """Dtype of activations and matrix products. fp8 is bf16 with the products of the layers' linear layers in float8,
+    compute: Annotated[
+        Compute, DTYPES, Synonyms("fp8-format=fp8 dtype torch-dtype mixed-precision mixed-precision-param~")
+    ] = "bf16"
+    """Dtype of activations and matmuls. fp8 is bf16 with the matmuls of the layers' linear layers in float8,
     in training; fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs JAX_ENABLE_X64=1 in the
     environment."""
     initial_loss_scale: Annotated[float, Bounds(ge=1), FILE_ONLY] = 2.0**32
@@ -244,11 +248,13 @@ class TrainConfig:
     steps of the global batch with its ramp-up. The run's config.json has the steps."""
     global_batch: Annotated[Count, Synonyms("batch global-batch gradient-accumulation-steps~")] = 512
     """Sequences per step over all devices; with a ramp-up, those of the last steps."""
-    batch_rampup: Annotated[tuple[int, int, int] | None, Synonyms("rampup-batch")] = None
-    """START INCREMENT SAMPLES, as Megatron's --rampup-batch-size: begin with START sequences per step and add INCREMENT
+    batch_rampup: Annotated[
+        tuple[int, int, int] | None, tyro.conf.arg(metavar="START INCREMENT SAMPLES"), Synonyms("rampup-batch")
+    ] = None
+    """Megatron's --rampup-batch-size, such as 16 16 100000: begin with START sequences per step and add INCREMENT
     at a time, in equal portions of the first SAMPLES samples, up to global_batch."""
     batch_history: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
-    """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
+    """(steps, sequences per step) of each period of a run that ended with a change of its batch (`--allow-change`):
     data, tokens and learning rate continue from their samples. A run writes it; it has no flag."""
     micro_batch: Annotated[Count, FREE, SEARCHED, Synonyms("batch micro-batch local-batch per-device-train-batch")] = 8
     """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
@@ -335,7 +341,7 @@ class Config:
 
     @property
     def samples(self) -> Literal["text", "conversations", "pairs", "examples"]:
-        """What the model is trained on: examples are those of a labelled task."""
+        """The kind of training samples; examples belong to a labelled task."""
         if self.model.samples == "text" and self.data.conversations:
             return "conversations"
         return self.model.samples or "examples"
@@ -406,7 +412,7 @@ def load_user_model(given: str | None, run: Path, print_line: Callable[[str], No
     kind = model_kind(model)
     if given is not None:
         if not has_user_model(run):
-            raise UsageError(f"--config {given} has no effect on {run}, which holds {model.title}; leave it out")
+            raise UsageError(f"--config {given} has no effect on {run}, which holds {model.title}; remove it")
         _execute(_config_file(given))
         if kind not in REGISTRY:
             known = read_model_file(run)
@@ -459,9 +465,15 @@ def _config_file(name: str) -> Path:
     here, known = Path(name if name.endswith(".py") else f"{name}.py"), available_configs()
     files = [] if name.endswith(".py") else [folder / here for folder in config_folders()]
     files = [file for file in (*files, here) if file.is_file()]
+    if (Path(name) / "config.json").is_file():
+        raise UsageError(f"{name} is a run folder; type --run {name}, or --config {name}/config.json for a new run")
     if not files:
-        kind = f"file {name}" if name.endswith(".py") else f"{name!r}{suggestion(name, known)}"
-        raise UsageError(f"there is no config {kind}; give a path to a .py file, or one of: {', '.join(known)}")
+        if name.endswith(".py"):
+            raise UsageError(
+                f"there is no config file {name}; give the path of one, or a name that `mjax configs` lists"
+            )
+        near = suggestion(name, known, "give a name or the path of a .py file:")
+        raise UsageError(f"there is no config {name}; {near} `mjax configs` lists all {len(known)}")
     if files[-1] == here and not here.samefile(files[0]):
         raise UsageError(f"--config {name} is {files[0]} or ./{here}; type --config ./{here} for the one that is here")
     return files[0]
@@ -598,8 +610,26 @@ def read_settings(file: Path) -> Config:
 
 
 def _read_values(file: Path) -> Any:
-    missing = "a run folder holds the config.json that `mjax train` wrote"
-    return read_json(file, "restore it, or start a new run with --name", missing)
+    if not file.exists():
+        raise UsageError(describe_missing_run(file.parent))
+    return read_json(file, "restore it, or start a new run with --name")
+
+
+def describe_missing_run(folder: Path) -> str:
+    """The sentence about a folder that is not a run, with the run that was meant or those that exist."""
+    problem = "is not a run folder: it has no config.json" if folder.exists() else "does not exist"
+    if is_hub_name(folder):
+        convert = f"`hf download {folder} --local-dir {folder.name}` and `mjax convert from-hf {folder.name} RUN`"
+        return f"{folder} does not exist, and no model is downloaded by its name; type {convert}"
+    for near in (Path("runs") / folder, *folder.parents):
+        if (near / "config.json").is_file():
+            step = f" --step {folder.name}" if folder.name.isdigit() else ""
+            return f"{folder} {problem}; did you mean {near}{step}?"
+    place = folder if folder.is_dir() else folder.parent
+    runs = sorted(file.parent.name for file in place.glob("*/checkpoints"))
+    shown = f"runs in {place}: {', '.join(shorten_list(runs, 8))}" if runs else "give a run folder such as runs/demo"
+    step = f", and --step {folder.name} for its checkpoint" if folder.name.isdigit() else ""
+    return f"{folder} {problem}; {suggestion(folder.name, runs, shown + step, f'{place}/{{}}')}"
 
 
 def differing_fields(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:

@@ -58,7 +58,7 @@ def check_processes(machine: MachineInfo) -> Finding:
     if launched is None:
         return Finding(GREEN, "no launcher: mjax train runs as one process")
     rendezvous = launch.Distributed().with_launcher(environment)
-    platforms = [platform for sign, platform in SIGNS.items() if sign in environment and launched[0] == launch.OF_JAX]
+    platforms = [platform for sign, platform in SIGNS.items() if sign in environment and launched[0] == launch.JAX]
     processes = f"{launched[1]} processes" if launched[1] else "an indexed job"
     address = f" at {rendezvous.coordinator}" if rendezvous.coordinator else ""
     text = f"{(platforms or launched)[0]} started {processes}: mjax train joins them{address}"

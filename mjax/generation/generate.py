@@ -195,13 +195,13 @@ class LayerList(NamedTuple):
     axes: tuple[str, ...]
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> list:
-        """That of each layer."""
+        """The empty cache of each layer."""
         return self._pvary_cache([layer.empty_cache(sequences, slots, dtype) for layer in self.layers])
 
     def decode(
         self, x: Float[Array, "t h"], context: Context, cached: list, lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "t h"], list]:
-        """As `Block.decode`, with the cache of each layer."""
+        """Decode like `Block.decode`, with the cache of each layer."""
         new = []
         for layer, (_, _, gather, kind), of_layer in zip(self.layers, self.places, cached, strict=True):
             block = layer if gather is None else gather(layer)
@@ -225,7 +225,7 @@ class PipelineLayers(NamedTuple):
         return LayerList(unstack_layers(chunk), _places(chunk, self.gathered), cache_axes(self.config))
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> list:
-        """That of each chunk of this stage."""
+        """The empty cache of each chunk of this stage."""
         chunks = self.config.mesh.virtual_stages
         chunk = self.blocks if chunks == 1 else jax.tree.map(itemgetter(0), self.blocks)
         empty = self._chunk_layers(chunk).empty_cache(sequences, slots, dtype)
@@ -234,7 +234,7 @@ class PipelineLayers(NamedTuple):
     def decode(
         self, x: Float[Array, "t h"], context: Context, cached: list, lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "t h"], list]:
-        """As `Block.decode`, with the caches of the chunks."""
+        """Decode like `Block.decode`, with the caches of the chunks."""
         mesh = self.config.mesh
 
         def stage(chunk, x, cached):
@@ -478,11 +478,11 @@ class Generator:
         model = self.config.model
         most = most or model.sequence - 1
         if not prompts:
-            raise UsageError("there is no prompt; add --prompt TEXT")
+            raise UsageError("there is no prompt; give one or more")
         for number, prompt in enumerate(prompts, start=1):
             which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
             if len(prompt) == 0:
-                raise UsageError(f"{which} is empty; give --prompt at least one token to continue")
+                raise UsageError(f"{which} is empty; give at least one token to continue")
             if len(prompt) > most:
                 needs = ", one of which the continuation needs" if most < model.sequence else ""
                 raise UsageError(

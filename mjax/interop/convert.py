@@ -168,7 +168,7 @@ def check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> list[st
     returned."""
     if tokenizer is None or tokenizer.vocabulary <= model.vocabulary:
         return []
-    left_out = tokenizer.leave_out(model.vocabulary)
+    left_out = tokenizer.trim_vocabulary(model.vocabulary)
     if tokenizer.vocabulary > model.vocabulary:
         counts = f"{tokenizer.vocabulary:,} ids and the model's embedding {model.vocabulary:,} rows"
         raise UsageError(f"the tokenizer has {counts}; give the tokenizer that the model was trained with")
@@ -209,7 +209,7 @@ def scale_positions(model: ModelConfig, given: str | None, source: str) -> Model
         return model
     positions = model.max_positions
     if not hasattr(model, "rope_scaling"):
-        raise UsageError(f"--rope {given} is for rotary positions and {source} is {model.title} without; leave it out")
+        raise UsageError(f"--rope {given} is for rotary positions and {source} is {model.title} without; remove it")
     if model.rope_scaling != "none":
         scaled = f"{model.rope_scaling}:{model.rope_factor:g}, {positions:,} of them"
         raise UsageError(f"--rope {given}: {source} already has rotary positions with {scaled}; leave --rope out")

@@ -63,8 +63,7 @@ class ColumnAdapter(Adapter):
         self.parts = parts
 
     def input(self, x: Float[Array, "t h"], entered: Rows, tokens: TokenLayout, key: DropoutKey | None) -> Rows:
-        """What A multiplies: `entered`, f of the layer's input x, unless dropout gives it another one, which costs an f
-        of its own."""
+        """The input of A: `entered`, f of the layer's input x, unless dropout changes it, which costs another f."""
         if key is None or not self.dropout:
             return entered
         return column_parallel_input(dropout_tokens(x, self.dropout, key, tokens), (), tokens)[0]

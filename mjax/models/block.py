@@ -72,7 +72,7 @@ class Block(nnx.Module):
         return (x, sums) if sums else x
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> Any:
-        """What this rank has read of so many sequences, before the first position: a pytree of arrays, which only
+        """The cache of this rank for so many sequences, before the first position: a pytree of arrays, which only
         the layer reads and writes.
 
         Args:

@@ -1,4 +1,4 @@
-"""What is known of the model of a config without building it: its weights and its classes, from the traced model."""
+"""Weights and classes of the model of a config, read from the traced model without building it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def matrix_dims(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[i
 
 @lru_cache(maxsize=64)
 def weight_dims(config: ModelConfig) -> dict[str, Dims]:
-    """What the dims of each weight are (`parallel/weights.py`), by name."""
+    """The dims of each weight (`parallel/weights.py`), by name."""
     return dict(zip(abstract_weights(config), read_dims(_trace_model(config)), strict=True))
 
 

@@ -88,7 +88,7 @@ class CausalModel(LanguageModel):
         return {"loss": batch["loss_mask"].sum(dtype=jnp.int32)}
 
     def loss(self, x: Float[Array, "t h"], batch: dict[str, Array], context: Context) -> dict[str, Array]:
-        """The cross entropy of the labels that count. The head has no dropout."""
+        """The cross entropy of the unmasked labels. The head has no dropout."""
         if context.loss_chunks == 1:  # of a model's own `logits`, too
             losses = vocab_parallel_cross_entropy(self.logits(x, context.tokens), batch["labels"].reshape(-1))
         else:

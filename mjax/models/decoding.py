@@ -36,7 +36,7 @@ class Layers(Protocol):
 
 
 class Cache(NamedTuple):
-    """What a model has read of some sequences.
+    """The state of a model after the tokens of some sequences.
 
     Attributes:
       layers: of the layers.

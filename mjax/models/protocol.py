@@ -141,7 +141,7 @@ class Model(Protocol):
 
 
 class LanguageModel(nnx.Module):
-    """What most architectures leave as it is of a `Model`.
+    """The parts of a `Model` that most architectures share.
 
     Attributes:
       after_layers: names of the parts behind the layers, whose gradients are the first of the backward pass.

@@ -93,10 +93,8 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
     """
     for name in keep:
         if name not in search.SEARCHED:
-            raise UsageError(
-                f"--fix {name}: the search does not change it{suggestion(name, list(search.SEARCHED))}; "
-                f"use any of {', '.join(search.SEARCHED)}"
-            )
+            near = suggestion(name, search.SEARCHED, f"use any of {', '.join(search.SEARCHED)}")
+            raise UsageError(f"--fix {name} is not a field of the search; {near}")
     if devices > gpus_per_node and devices % gpus_per_node:
         below = devices // gpus_per_node * gpus_per_node
         raise UsageError(

@@ -160,7 +160,7 @@ class _Sizes:
       batch: the device's part of a batch.
       accumulates: gradients are accumulated over micro-batches, in float32.
       sharded: weights are gathered from shards.
-      masters, computed, activations, messages: of all points (`_memory`, `_compute_copies`).
+      master_weights, computed, activations, messages: of all points (`_memory`, `_compute_copies`).
       sums: float32 accumulators of gradients over micro-batches.
     """
 
@@ -192,7 +192,7 @@ class _Sizes:
         self.batch = arrays * train.global_batch / copies(mesh)
         self.accumulates = mesh.pipe > 1 or config.micro_batches > 1
         self.sharded = mesh.pipe > 1 or (mesh.zero > 0 and shards(mesh) > 1)
-        self.masters = self.bytes_in_storage(self.weights.stored, self.trained.stored)
+        self.master_weights = self.bytes_in_storage(self.weights.stored, self.trained.stored)
         self.computed, trained = _compute_copies(self), self.trained
         # Of weights gathered in the loop only the shard is accumulated.
         accumulated = trained.layers - trained.gathered + trained.gathered_shards + trained.shared
@@ -340,7 +340,7 @@ def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **kin
     """The memory at a point, with master weights and moments; `computed` are bytes of the compute weights."""
     single = sizes.trained.matrices if sizes.config.optimizer.name == "muon" else 0
     moments = sizes.master * (2 * sizes.trained.stored - single)
-    return Memory(sizes.masters + computed, moments, gradients, **kinds, host=sizes.host, moment=moment)
+    return Memory(sizes.master_weights + computed, moments, gradients, **kinds, host=sizes.host, moment=moment)
 
 
 def _backward(sizes: _Sizes) -> Memory:
@@ -454,7 +454,7 @@ class Weight(NamedTuple):
     trained: bool
 
     def storage(self, mesh: MeshConfig) -> Storage:
-        """How it is stored on a mesh."""
+        """The storage of the weight on a mesh."""
         return plan_weight_storage(LAYER in self.dims, self.shape, P(*self.spec), mesh)
 
 

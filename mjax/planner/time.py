@@ -846,7 +846,7 @@ class _MicroBatch:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Seconds that a micro-batch adds to a step, by part, without messages between stages."""
+        """Seconds that a micro-batch adds to a step, by part, without send/recv of stages."""
         seconds = {part: sum(spent[part] for spent in self.passes) for part in PARTS}
         seconds["head"] += self.head()
         seconds["model"] += self.head_sums()
@@ -880,7 +880,7 @@ class _StepTime:
 
     Attributes:
       work: of a micro-batch.
-      weights: of a device; `trained`: those that have gradients, moments and masters.
+      weights: of a device; `trained`: those that have gradients, moments and master weights.
     """
 
     def __init__(self, config: Config, work: _MicroBatch):

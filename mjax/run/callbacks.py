@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """What happens around the steps of a run; every method does nothing by default.
+    """Hooks around the steps of a run; every method does nothing by default.
 
     The loop calls a method for all callbacks in order, in every process: what a callback makes the run or its devices
     do must be the same in all of them. The data of `run` are described in `mjax.run.loop.Run`.

@@ -2,9 +2,9 @@
 
 A run folder holds one experiment. Each config field is in one of three classes, by its marks (`config/marks.py`):
 
-    fixed     weights or moments would not fit, or would mean something else: refused. Those of a model without `TUNING`
-              or `FREE`, and the name of the optimizer
-    learned   changes what is learned: refused, unless --allow-change is given
+    fixed     weights or moments would not fit, or would mean something else: rejected. Fields of a model without
+              `TUNING` or `FREE`, and the name of the optimizer
+    learned   changes what is learned: rejected, unless --allow-change is given
     FREE      changes how long, on which devices or in which portions, and what is saved, shown or watched
 
 A field that is derived from another by default is compared by its effective value (`_meaning`), and data by digest:
@@ -30,7 +30,7 @@ from mjax.config.marks import FILE_ONLY, FREE, NEW_RUN, RATE, TUNING, effective_
 from mjax.config.model import ModelConfig, model_kind
 from mjax.config.model_file import describe_change, new_run_flags
 from mjax.config.plain_values import read
-from mjax.config.run import BLENDS
+from mjax.config.run import BLENDS, describe_missing_run
 from mjax.errors import UsageError, either
 from mjax.step.learning_rate import decay_end, decay_start, learning_rate, wsd_decay_steps
 from mjax.utils.files import write_whole
@@ -310,6 +310,8 @@ def choose_origin(folder: Path, config: Config, init: Path | None, step: int | N
         _check_same(folder, init, step)
         return None
     steps = checkpoint_steps(init)
+    if not steps and not init.exists():
+        raise UsageError(describe_missing_run(init))
     if not steps:
         raise UsageError(
             f"--init {init} has no checkpoint; give the folder of a run, or convert a model of Hugging Face into one: "

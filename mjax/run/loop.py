@@ -143,7 +143,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
             start, state, origin, base = first_state(checkpoints, program, options.origin, display.print_line)
         announce_start(display, resolved, data, folder, start)
         if start >= config.train.steps:
-            display.print_line(f"all {start} steps are done; raise --train.steps to continue, or choose another --name")
+            display.print_line(f"all {start} steps are done; raise train.steps to continue")
             return Result(0, start, state, None)
         log = None
         if is_first():

@@ -116,12 +116,12 @@ class Forward:
         if self.loss_fn is not None:
             raise UsageError(
                 f"--train.loss-chunks {chunks} is for the loss of the model, and this run has a function instead; "
-                "leave it out"
+                "remove it"
             )
         if not weights.scores_in_chunks():
             raise UsageError(
                 f"--train.loss-chunks {chunks} needs a model whose `output` says what scores the vocabulary, and "
-                f"{type(weights).__name__} has a `loss` or `logits` of its own (mjax/models/causal.py); leave it out"
+                f"{type(weights).__name__} has a `loss` or `logits` of its own (mjax/models/causal.py); remove it"
             )
 
     def _parts(self, sums: Sums) -> dict[str, Array]:

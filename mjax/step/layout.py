@@ -84,7 +84,7 @@ def build_layout(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
     if config.mesh.context > 1 and (name := mixing_class(config.model)):
         raise UsageError(
             f"--mesh.context {config.mesh.context} splits the positions of a sequence, and {name} of "
-            f"{config.model.title} may mix or count them by itself; leave it out, or set mixes_positions = False in "
+            f"{config.model.title} may mix or count them by itself; remove it, or set mixes_positions = False in "
             "the class if it computes token by token, or with mjax's Attention and context.position_ids()"
         )
     shapes = jax.eval_shape(lambda: initial_weights(config))

@@ -6,7 +6,7 @@ the layers.
     scan over micro-batches, or over the ticks of a pipeline: loss and gradient, accumulated in float32
     one all-reduce, or reduce-scatter, of each gradient over its replicas; with ZeRO-3 inside the scan, layer by layer
     unscale, global norm, clip; skip the update if the norm is not finite, or the loss is too large
-    the optimizer, on the float32 masters, and what else a model adjusts, such as the bias of a router
+    the optimizer, on the float32 master weights, and what else a model adjusts, such as the bias of a router
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ window of text the loss and the correctness of each label, for a labelled exampl
 its rows into an array of zeros at the indices of its samples, and one sum over all axes combines the rows of a batch:
 under any parallelism, including a pipeline, every device ends up with all of them.
 
-A batch of windows is padded on the right to one width, and only the labels that count are read from the result. Causal
+A batch of windows is padded on the right to one width, and only the unmasked labels are read from the result. Causal
 attention never sees the padding after a token. There is one compiled program per width in use, which reads the first
 positions of the same weights; batches share widths where another program would cost more than the padding. Where the
-last positions of all windows of a width hold the labels that count, as in a question's answers, the vocabulary is
+last positions of all windows of a width hold the unmasked labels, as in a question's answers, the vocabulary is
 scored at these alone.
 """
 
@@ -158,7 +158,7 @@ class Scorer(RowScorer):
     def score_labels(
         self, model: CausalModel, windows: Sequence[ContextWindow], on_progress: Progress = unseen
     ) -> list[np.ndarray]:
-        """Return loss in nats and correctness (0 or 1) of the labels that count, [counted, 2] per window.
+        """Return loss in nats and correctness (0 or 1) of the unmasked labels, [counted, 2] per window.
 
         Args:
           model: master weights, as in `TrainState.model`.
@@ -225,7 +225,7 @@ def choose_widths(needed: Sequence[int]) -> list[int]:
 
 
 class LossScorer(Scorer):
-    """Gives every list of windows, with equally many labels that count, their losses, [windows, counted]."""
+    """Gives every list of windows, with equally many unmasked labels, their losses, [windows, counted]."""
 
     def __call__(self, model: CausalModel, passes: Passes, on_progress: Progress = unseen) -> list[np.ndarray]:
         """Score the windows of each of `passes`; arguments as in `Scorer`."""

@@ -125,7 +125,9 @@ def test_pallas_is_chosen_where_it_can_run(platform, capability, changes, chosen
         asked = replace(config, model=replace(config.model, moe_kernel="pallas"))
         with pytest.raises(UsageError) as error:
             choose_grouped(asked, platform, capability)
-        assert str(error.value) == (f"--model.moe-kernel pallas cannot be used: {why}; change that, or set it to auto")
+        assert str(error.value) == (
+            f"--model.moe-kernel pallas is not supported here ({why}); change that, or set it to auto"
+        )
 
 
 @pytest.mark.parametrize(

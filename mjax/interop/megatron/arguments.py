@@ -174,7 +174,7 @@ def drop_ignored(arguments: Mapping[str, Any] | None, ignored: str, source: str)
     """
     names = [name for name in ignored.split(",") if name]
     if absent := [name for name in names if name not in (arguments or {})]:
-        raise UsageError(f"--ignore {ignored}: {source} has no argument {absent[0]}; leave it out")
+        raise UsageError(f"--ignore {ignored}: {source} has no argument {absent[0]}; remove it")
     return None if arguments is None else {name: value for name, value in arguments.items() if name not in names}
 
 
@@ -237,7 +237,7 @@ def _heads(arguments: Arguments, heads: int | None) -> int:
     if theirs is None and heads is None:
         arguments.reject("it has no number of attention heads", "add --heads, 16 for the published 345M")
     if theirs is not None and heads not in (None, theirs):
-        arguments.reject(f"the model has {theirs} attention heads and --heads is {heads}", "leave it out")
+        arguments.reject(f"the model has {theirs} attention heads and --heads is {heads}", "remove it")
     return heads if theirs is None else arguments.count("num_attention_heads", least=1)
 
 
@@ -413,7 +413,7 @@ def _balance(arguments: Arguments) -> tuple[dict[str, Any], str]:
         return {"aux_loss_coef": number, "aux_loss_scope": OVER[kind]}, ""
     listed = " and ".join(f"{kind} {number:g}" for kind, number in losses.items())
     return {}, (
-        f"balance loss: mjax has no {listed}{' with groups of experts' if in_groups else ''}, so the run has none; to "
+        f"balance loss: mjax has no {listed}{' with groups of experts' if in_groups else ''}, so it is left out; to "
         "train on with the one of mjax, add --model.aux-loss-coef"
     )
 

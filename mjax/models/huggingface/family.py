@@ -213,7 +213,7 @@ def _read(family: Family, values: dict[str, Any], name: str, file: str) -> Any:
 
 
 def _check_known(family: Family, values: dict[str, Any], file: str) -> None:
-    """Reject settings, or values, that mjax does not support; false is no default: `is_causal` is true without it."""
+    """Reject settings, or values, that mjax does not support; false may not be the default: `is_causal` is true."""
     only = {name: value for name, value in {**ONLY, **family.only}.items() if name not in family.fields}
     known = {"model_type", *only, *family.fields, *family.same} | WITHOUT_EFFECT | family.without_effect
     for name, value in values.items():

@@ -227,8 +227,8 @@ class ExpertsConfig(GatedMLPConfig):
             )
         if config.precision.compute == "fp8":
             raise UsageError(
-                "--precision.compute fp8 is not supported for a mixture of experts, whose grouped matmuls are in bf16; "
-                "use --precision.compute bf16"
+                "--precision.compute fp8 is not supported for a mixture of experts (grouped matmuls run in bf16); use "
+                "--precision.compute bf16"
             )
         in_groups, several = self.experts // self.router_n_groups * self.top_groups, self.router_n_groups > 1
         uneven = self.experts % self.router_n_groups or (several and self.experts < 2 * self.router_n_groups)
@@ -245,6 +245,6 @@ class ExpertsConfig(GatedMLPConfig):
             )
         if self.router_bias_update_rate and self.experts_per_token == self.experts:
             raise UsageError(
-                f"--model.router-bias-update-rate {self.router_bias_update_rate:g} does nothing where a token takes "
-                f"all {self.experts} experts; leave it out, or lower --model.experts-per-token"
+                f"--model.router-bias-update-rate {self.router_bias_update_rate:g} does nothing where a token "
+                f"takes all {self.experts} experts; remove it, or lower --model.experts-per-token"
             )

@@ -72,7 +72,7 @@ def attend_fused(
         lacks |= {"dropout": mask.key is not None, "queries of some positions": mask.position_ids is not None}
     for feature, needed in lacks.items():
         if needed and kernel in FUSED:
-            raise UsageError(f"--model.attention {kernel} has no {feature}; use --model.attention xla")
+            raise UsageError(f"--model.attention {kernel} is not supported with {feature}; use --model.attention xla")
     attend = _attend_cudnn if kernel in ("cudnn", FLASH_STAND_IN) else _attend_flash
     return attend(q, k, v, kernel, mask)
 

@@ -1,4 +1,4 @@
-"""What a position sees, and how scores become probabilities: one description for every kernel of attention."""
+"""The attention mask and the softmax of scores: one description for every kernel of attention."""
 
 from __future__ import annotations
 

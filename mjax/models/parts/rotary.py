@@ -1,4 +1,4 @@
-"""Rotary positions (RoPE, arXiv 2104.09864): queries and keys are turned by an angle that grows with the position, so
+"""Rotary positions (RoPE, arXiv 2104.09864): queries and keys are rotated by an angle that grows with the position, so
 that their product depends on the distance between them.
 
 The dims i and i + d/2 of a head are a pair, as in Hugging Face and megatron-core (Meta's own files have neighbours as
@@ -36,10 +36,10 @@ SLOW, FAST = 1.0, 32.0  # of yarn: turns over the original length
 
 @dataclass(frozen=True)
 class Rotary(Positions):
-    """Queries and keys are turned.
+    """Queries and keys are rotated.
 
     Attributes:
-      dims: of a head that are turned, its first ones; even.
+      dims: of a head that are rotated, its first ones; even.
       theta: base of the frequencies.
       scaling: `none`, `linear`, `llama3` or `yarn`.
       factor: by which frequencies are lowered.
