@@ -153,9 +153,9 @@ class Head(NamedTuple):
         return self.products[-1].m * self.products[-1].n if self.products else 0
 
     @classmethod
-    def from_json(cls, products: tuple, *others) -> Head:
+    def from_json(cls, products: tuple, *values) -> Head:
         """The head of plain values."""
-        return cls(_products(products), *others)
+        return cls(_products(products), *values)
 
 
 def _products(plain: Iterable) -> tuple[Product, ...]:
@@ -413,7 +413,7 @@ def _backward(spec: TraceSpec, forward: Forward, weights, micro_batch, x: Array)
     stacked = [value for value in layer.outputs[carried:] if value is not None]
     kernels = [operation for operation in program.operations if operation.is_kernel]
     written = {value for operation in kernels for value in operation.outputs}
-    scores = {value for value in range(len(program.values)) if program.ends_with(value, spec.scores)}
+    scores = {v for v, x in enumerate(program.values) if len(x.shape) > 2 and x.shape[-2:] == spec.scores}
     collectives = [(op.inputs[0], op.outputs[0]) for op in kernels if op.is_collective]
 
     def largest(values: Iterable[int]) -> int:
@@ -484,7 +484,7 @@ def model_flops(config: Config, causal: bool = False) -> float:
       config: validated.
       causal: count the half of the attention that a causal model needs; a model that is not causal needs all of it.
     """
-    end, (weights, frozen, attention) = head(_whole(TraceSpec.from_config(config))), _layers(config, causal)
+    end, (weights, frozen, attention) = _whole_head(config), _layers(config, causal)
     forward = weights + attention + end.flops
     frozen += 0.0 if end.trained else end.flops
     return config.train.global_batch * (3 * forward - frozen)
@@ -496,13 +496,14 @@ def hardware_flops(config: Config, causal: bool = False) -> float:
     train, (weights, _, attention) = config.train, _layers(config, causal)
     repeated = {"none": 0.0, "selective": attention}.get(train.recompute, weights + attention)
     if train.loss_chunks > 1:
-        repeated += head(_whole(TraceSpec.from_config(config))).products[-1].flops
+        repeated += _whole_head(config).products[-1].flops
     return model_flops(config, causal) + train.global_batch * repeated
 
 
 def _layers(config: Config, causal: bool) -> tuple[float, float, float]:
     """Forward FLOPs of the layers per sample: of all weights, of frozen weights, and of scores and weighted sums."""
-    layers = [(count, layer_forward(_whole(spec))) for count, spec in layer_kinds(config)]
+    whole = replace(config, mesh=MeshConfig())
+    layers = [(count, layer_forward(spec)) for count, spec in layer_kinds(whole)]
     products = [(count, product) for count, layer in layers for product in layer.weight_products]
     frozen = sum(count * product.flops for count, product in products if not product.trained)
     attention = sum(count * product.flops for count, layer in layers for product in layer.activation_products)
@@ -510,9 +511,9 @@ def _layers(config: Config, causal: bool) -> tuple[float, float, float]:
     return sum(count * product.flops for count, product in products), frozen, attention / masked
 
 
-def _whole(spec: TraceSpec) -> TraceSpec:
-    """The traced model without any split."""
-    return replace(spec, mesh=MeshConfig())
+def _whole_head(config: Config) -> Head:
+    """The head on one device."""
+    return head(TraceSpec.from_config(replace(config, mesh=MeshConfig())))
 
 
 def peak_tflops(device_kind: str, compute: str) -> float | None:

@@ -195,8 +195,7 @@ class Candidate(NamedTuple):
     time: StepTime
 
 
-@dataclass(frozen=True)
-class SearchResult:
+class SearchResult(NamedTuple):
     """The result of a search.
 
     Attributes:

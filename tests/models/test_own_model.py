@@ -30,6 +30,7 @@ from tests import reference, toy_model
 from tests.conftest import ROOT
 from tests.models.own_models import hybrid
 from tests.small import batch_of, gradient_program, named, weights_of
+from tests.traced import count_in_program
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -304,7 +305,7 @@ def test_ledger_and_memory_are_those_of_the_compiled_step():
     config = replace(config, train=replace(config.train, global_batch=16), data=DataConfig(mock=True))
     compiled = compile_step(config, "h100")
     found = counted(read_collectives(compiled.text, sizes(config.mesh)))
-    expected = ledger(config).count_in_program()
+    expected = count_in_program(ledger(config))
     assert {key: size for key, (_, size) in found.items()} == {key: size for key, (_, size) in expected.items()}
     predicted = predict_memory(config, gpu_named("h100").compute_capability).total
     assert predicted == pytest.approx(compiled.memory.total, rel=0.05)
