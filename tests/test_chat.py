@@ -13,7 +13,7 @@ from tokenizers import decoders, pre_tokenizers
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.commands import cli
 from mjax.config import save_config
-from mjax.data.tokenizers import end_token_ids, load_tokenizer
+from mjax.data.tokenizers import load_tokenizer, stop_token_ids
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat, read_conversations
 from mjax.models.build import build_model
@@ -166,5 +166,5 @@ def test_run_without_template_is_named(copied, capsys):
 
 
 def test_ids_of_given_tokenizer_end_texts(run):
-    assert end_token_ids(run / "tokenizer", 5) == [5, 257]
-    assert end_token_ids(run / "tokenizer", 5, "bytes") == [5]
+    assert stop_token_ids(run / "tokenizer", 5) == [5, 257]
+    assert stop_token_ids(run / "tokenizer", 5, "bytes") == [5]

@@ -16,7 +16,7 @@ from mjax.cluster.launch import enable_compilation_cache
 from mjax.commands.arguments import GenerateArguments
 from mjax.config import MeshConfig, load_user_model
 from mjax.config.bounds import check_bounds
-from mjax.data.tokenizers import Tokenizer, end_token_ids
+from mjax.data.tokenizers import Tokenizer, stop_token_ids
 from mjax.errors import UsageError, split_lines
 from mjax.generation.chat import Chat, read_conversations
 from mjax.generation.generate import Generator, Prepared
@@ -52,7 +52,7 @@ def generate(arguments: GenerateArguments) -> int:
         return _chat(arguments)
     prompts = _prompts(arguments)
     writer = Writer(arguments)
-    encoded = [writer.tokenizer.prompt(prompt) for prompt in prompts]
+    encoded = [writer.tokenizer.encode_prompt(prompt) for prompt in prompts]
     writer.write(prompts, encoded, prompts, writer.tokenizer.decode, writer.ends)
     return 0
 
@@ -72,7 +72,7 @@ class Writer:
         saved = read_run(run, True, "which generates no text")
         self._config = inference_config(saved, MeshConfig(model=arguments.model_parallel), compute=arguments.compute)
         self.tokenizer: Tokenizer = run_tokenizer(run, self._config.model, arguments.tokenizer)
-        self.ends = end_token_ids(run / "tokenizer", self.tokenizer.eod, arguments.tokenizer)
+        self.ends = stop_token_ids(run / "tokenizer", self.tokenizer.eod, arguments.tokenizer)
 
     @cached_property
     def _restored(self) -> tuple[Generator, int, Prepared]:

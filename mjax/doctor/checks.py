@@ -1,7 +1,7 @@
 """The list of checks, and how they run.
 
-Checks run in a child process, so that a driver or a disk that hangs or aborts costs only its own line of the report. If
-the child is silent for too long or ends early, its current check is red, and another child continues with the next one
+Checks run in a child process, so that a driver or a disk that hangs or aborts costs only one line of the report. If the
+child is silent for too long or ends early, its current check is red, and another child continues with the next one
 (`mjax/utils/child.py`).
 """
 
@@ -81,8 +81,8 @@ def run_check(name: str, facts: MachineInfo) -> list[Finding]:
 
 
 def _with_name(name: str, finding: Finding) -> Finding:
-    """The finding with its name; lack of GPU memory has its own advice."""
-    out_of_memory = finding.status == RED and re.search("RESOURCE_EXHAUSTED|OUT_OF_MEMORY", finding.found)
+    """The finding with its name; out of GPU memory, with the advice for that."""
+    out_of_memory = finding.status == RED and re.search("RESOURCE_EXHAUSTED|OUT_OF_MEMORY", finding.message)
     return replace(finding, check=name, advice=MEMORY_IN_USE if out_of_memory else finding.advice)
 
 
@@ -95,13 +95,13 @@ def answer(question: bytes) -> list[dict[str, Any]]:
 
 
 def _lost(error: ChildError) -> Finding:
-    """The finding of a check whose child has ended, with its last words."""
+    """The finding of a check whose child has ended, with the last line of its log."""
     code = error.code or 0
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     # XLA's messages begin with E or F and the date; the stack trace after them does not help here.
     fatal = re.findall(r"^(?:E\d{4} .*for flag .*|F\d{4} .*)", error.log, re.MULTILINE)[:1]
-    words = (fatal or error.log.strip().splitlines() or ["no message"])[-1]
-    flags = re.search("XLA_FLAGS|for flag", words)
+    line = (fatal or error.log.strip().splitlines() or ["no message"])[-1]
+    flags = re.search("XLA_FLAGS|for flag", line)
     memory = " (as the system does when memory is short)" if code == -signal.SIGKILL else ""
     advice = "remove the flag from XLA_FLAGS, or correct it" if flags else "report it with this line"
-    return Finding(RED, f"the process of this check {how}{memory}: {words[:300]}", advice)
+    return Finding(RED, f"the process of this check {how}{memory}: {line[:300]}", advice)

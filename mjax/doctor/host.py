@@ -46,7 +46,7 @@ SIGNS = {"RAY_JOB_ID": "Ray", "JOB_COMPLETION_INDEX": "Kubernetes"}
 
 
 def check_processes(facts: MachineInfo) -> Finding:
-    """Name the processes that `train.py` would join; this command joins none and checks its own host only.
+    """Name the processes that `train.py` would join; this command joins none and checks one host.
 
     Raises:
       UsageError: `train.py` would not start.
@@ -78,9 +78,9 @@ def check_memory(facts: MachineInfo) -> Finding:
     text, copy = f"{human_bytes(free)} of {human_bytes(total)} free{within}", 0.0
     if facts.config is not None:
         devices = facts.config.mesh.devices
-        here = min(8, devices)
-        copy = state_bytes(facts.config) * here / devices  # replicas share the writing
-        text += f"; a checkpoint's copy takes {human_bytes(copy)} of a host with {here} of its {devices} GPUs"
+        local = min(8, devices)
+        copy = state_bytes(facts.config) * local / devices  # replicas share the writing
+        text += f"; a checkpoint's copy takes {human_bytes(copy)} of a host with {local} of its {devices} GPUs"
     return first(
         text,
         (copy > free, YELLOW, text, "use hosts with more memory, or more of them"),
@@ -135,8 +135,8 @@ def check_open_files(facts: MachineInfo) -> Finding:
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     few = soft != resource.RLIM_INFINITY and soft < MIN_FILES
     return first(
-        f"a process may open {'any number' if soft == resource.RLIM_INFINITY else f'{soft:,}'}",
-        (few, YELLOW, f"a process may open {soft:,}; a checkpoint of a large run needs more", "ulimit -n 65536"),
+        f"limit per process: {'none' if soft == resource.RLIM_INFINITY else f'{soft:,}'}",
+        (few, YELLOW, f"limit per process: {soft:,}; a checkpoint of a large run needs more", "ulimit -n 65536"),
     )
 
 
@@ -165,7 +165,7 @@ def check_storage(facts: MachineInfo) -> Finding:
         more = most + 1 - min(saved, most)  # one is written before one goes
         needed, shortage = more * size, RED
         minutes = f"{size / write / 60:,.1f} min each from one host"
-        text += f"; {more} checkpoints of {human_bytes(size)} are to be saved, {minutes}"
+        text += f"; {more} checkpoints of {human_bytes(size)} will be saved, {minutes}"
     return first(
         text,
         (free < needed, shortage, f"{text}; {human_bytes(needed)} are needed", f"free some space there, or {other}"),
@@ -206,7 +206,7 @@ def measure(folder: Path) -> tuple[float, float]:
 # version compatibility).
 OLDEST_DRIVER = {12: 525, 13: 580}
 NOT_LOADED = "Driver Not Loaded"  # in NVML's words; also on a machine without a GPU
-# A container without the tools, a package that is missing, and a GPU without memory of its own.
+# A container without the tools, a missing package, and a GPU that shares the host's memory.
 ABSENT = ("NVML Shared Library Not Found", "No module named 'pynvml'", "Not Supported")
 USED_BY_OTHERS = 2**30  # bytes; a desktop or a monitoring process takes less
 INSTALL = "install NVIDIA driver 580 or newer; start a container with --gpus all"
@@ -263,19 +263,19 @@ def check_jax(facts: MachineInfo) -> Finding | None:
     builds = sorted({match[1] for name in installed if (match := re.fullmatch(r"jax-(cuda\d+)-(plugin|pjrt)", name))})
     version, build = installed["jax"], "".join(builds[:1])
     plugin, pjrt, wheels = f"jax-{build}-plugin", f"jax-{build}-pjrt", f"jax[{build}]" if build else "jax"
-    parts = [each for each in map(Requirement, metadata.requires("jax") or []) if each.name.startswith("jax")]
+    required = [item for item in map(Requirement, metadata.requires("jax") or []) if item.name.startswith("jax")]
     # The halves of the plugin have one version.
-    parts += [Requirement(str(each).replace(plugin, pjrt)) for each in parts if each.name == plugin]
-    wrong = _unmet(parts, build)
+    required += [Requirement(str(item).replace(plugin, pjrt)) for item in required if item.name == plugin]
+    wrong = _unmet(required, build)
     folders = filter(None, facts.environment.get("LD_LIBRARY_PATH", "").split(":") if build else ())
     files = (file for folder in folders for file in Path(folder).glob("lib*.so*"))
-    other = next((file for file in files if re.match("lib(cudnn|cublas|nccl)", file.name)), None)
+    library = next((file for file in files if re.match("lib(cudnn|cublas|nccl)", file.name)), None)
     two = f"two CUDA builds are installed, and JAX uses one: {', '.join(builds)}"
     return first(
-        f"jax {version}, jaxlib {installed.get('jaxlib')}: the build for {build or 'CPUs'}",
+        f"jax {version}, jaxlib {installed.get('jaxlib')}, {build or 'CPU'} build",
         (len(builds) > 1, YELLOW, two, f"pip uninstall {plugin} {pjrt}"),
         (wrong, RED, f"jax {version} does not fit {_words(wrong)}", f'pip install --upgrade "{wheels}=={version}"'),
-        (other, YELLOW, f"LD_LIBRARY_PATH puts {other} before jax's own", "unset LD_LIBRARY_PATH"),
+        (library, YELLOW, f"LD_LIBRARY_PATH puts {library} before that of jax", "unset LD_LIBRARY_PATH"),
     )
 
 
@@ -338,9 +338,9 @@ def check_driver(facts: MachineInfo) -> Finding:
         ("mismatch" in bad, RED, bad, "reboot: the driver was updated while its old version was running"),
         (bad, RED, bad, "sudo dmesg | grep -iE 'xid|nvrm'; then reload the driver or reboot"),
         (not version and on_bus, YELLOW if cuda is None else RED, f"{on_bus} × NVIDIA GPU, but no driver", INSTALL),
-        (not version and cuda, YELLOW, f"jax is the build for CUDA {cuda}, but there is no driver", INSTALL),
-        (not version, GREEN, "no NVIDIA GPU on this machine, and jax is the build for CPUs"),
+        (not version and cuda, YELLOW, f"jax is a CUDA {cuda} build, but there is no driver", INSTALL),
+        (not version, GREEN, "no NVIDIA GPU on this machine, and jax is a CPU build"),
         (branch < oldest, RED, f"{text}: CUDA {cuda or 13} needs driver {oldest} or newer", newer),
-        (cuda is None, RED, f"{text}, but jax is the build for CPUs: it cannot use them", 'pip install "jax[cuda13]"'),
-        (used, YELLOW, f"{text}; other processes hold {used}", "nvidia-smi shows who; end them, or wait"),
+        (cuda is None, RED, f"{text}, but jax is a CPU build and cannot use them", 'pip install "jax[cuda13]"'),
+        (used, YELLOW, f"{text}; other processes use {used}", "nvidia-smi lists them; end them, or wait"),
     )

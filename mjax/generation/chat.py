@@ -32,14 +32,14 @@ from rich.text import Text
 from mjax.data.tokenizer_trial import check_expansion
 from mjax.data.tokenizers import (
     EOD_PIECE,
-    WHOLE_FILES,
+    FETCH_AGAIN,
     Tokenizer,
-    end_token_ids,
-    library_errors,
-    open_library,
-    optional_object,
+    convert_errors,
+    encode_utf8,
+    open_backend,
+    read_optional_json,
+    stop_token_ids,
     tokenizer_from_folder,
-    utf8,
 )
 from mjax.errors import UsageError, split_lines
 from mjax.utils.files import parse_json
@@ -104,11 +104,11 @@ class Chat:
         self._tokenizer = tokenizer or tokenizer_from_folder(folder)
         self._library, file = None, folder / "tokenizer.json"
         if file.is_file():
-            self._library = open_library(file.read_bytes(), str(file))
+            self._library = open_backend(file.read_bytes(), str(file))
             self._library.no_truncation()
             self._library.no_padding()
         file = folder / "tokenizer_config.json"
-        settings = optional_object(file)
+        settings = read_optional_json(file)
         tokens = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
         if self._library is None and (tokens or "bos_token" in source):
             raise UsageError(
@@ -123,7 +123,7 @@ class Chat:
             if not isinstance(token, str):
                 raise UsageError(f"{file}: {name} is {tokens[name]!r}, not a token; restore the file")
         end = None if self._library is None else self._library.token_to_id(self._special.get("eos_token", ""))
-        self.stops = sorted({*end_token_ids(folder, self._tokenizer.eod), *([] if end is None else [end])})
+        self.stops = sorted({*stop_token_ids(folder, self._tokenizer.eod), *([] if end is None else [end])})
         from mjax.generation.chat_template import Template  # with Jinja, which no --help needs
 
         with self._errors():
@@ -180,7 +180,7 @@ class Chat:
         A token may begin before: with the space that ends a header.
         """
         if self._library is not None:
-            with library_errors(f"the tokenizer beside {self.file} cannot encode a text", WHOLE_FILES):
+            with convert_errors(f"the tokenizer beside {self.file} cannot encode a text", FETCH_AGAIN):
                 encoding = self._library.encode(text, add_special_tokens=False)
             check_expansion(text, len(encoding), "chat's")
             held = [(begin, max(end, begin + 1)) for begin, end in encoding.offsets]
@@ -525,7 +525,7 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
     messages, tools = read_messages(fields)
     try:
         text, spans = find_trained_spans(chat, messages, tools, trained)
-        size = len(utf8(text))
+        size = len(encode_utf8(text))
     except UsageError as error:
         raise UntrainableConversation(str(error)) from None
     ids, marks = chat.encode_marked(text, spans)

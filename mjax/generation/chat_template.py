@@ -19,14 +19,14 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mjax.data.tokenizer_trial import MAX_CHARACTERS
+from mjax.data.tokenizer_trial import MAX_TEMPLATE_CHARACTERS
 from mjax.utils.child import Child, ChildError
 
 SECONDS = 10.0
 """Of processor time, for the texts that are asked for together."""
 MEMORY = 1 << 30
 """Bytes that the child may map; a template needs a tenth of them."""
-MAX_RENDERED_CHARACTERS = 4 * MAX_CHARACTERS
+MAX_RENDERED_CHARACTERS = 4 * MAX_TEMPLATE_CHARACTERS
 """Characters of these texts; each has at most LONGEST, and only one of them is encoded."""
 Rendered = tuple[str, list[tuple[int, int]]]
 
@@ -70,8 +70,8 @@ def render_texts(question: bytes) -> list[Rendered]:
         raise
     except Exception as error:
         raise ChildError(f"{type(error).__name__}: {error}"[:1000]) from None
-    if max((len(text) for text, _ in texts), default=0) > MAX_CHARACTERS:
-        raise ChildError(f"it writes more than {MAX_CHARACTERS:,} characters in a text")
+    if max((len(text) for text, _ in texts), default=0) > MAX_TEMPLATE_CHARACTERS:
+        raise ChildError(f"it writes more than {MAX_TEMPLATE_CHARACTERS:,} characters in a text")
     if sum(len(text) for text, _ in texts) > MAX_RENDERED_CHARACTERS:
         raise ChildError(f"it writes more than {MAX_RENDERED_CHARACTERS:,} characters")
     return texts

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from mjax.config import MeshConfig
-from mjax.data.tokenizers import end_token_ids
+from mjax.data.tokenizers import stop_token_ids
 from mjax.errors import UsageError, check_options, name_arguments
 from mjax.generation import Sampling
 from mjax.generation.generate import Continuation, Generator, Prepared
@@ -202,14 +202,14 @@ def generate_texts(
     if ids is not None:
         repeated = [list(map(int, text)) for text in ids for _ in range(num_samples)]
         eod = opened.tokenizer.eod if (opened.folder / "tokenizer").is_dir() else -1
-        return generator.generate(weights, repeated, chosen, end_token_ids(opened.folder / "tokenizer", eod))
+        return generator.generate(weights, repeated, chosen, stop_token_ids(opened.folder / "tokenizer", eod))
     library = run_tokenizer(opened.folder, opened.config.model, tokenizer, 'tokenizer="KIND:FILES"')
     prompts = (prompts,) if isinstance(prompts, str) else prompts
     if wrong := [prompt for prompt in prompts if not isinstance(prompt, str)]:
         raise UsageError(f"prompts has {wrong[0]!r}, which is not text; give ids for token ids, a list for each text")
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
-    encoded = [library.prompt(prompt) for prompt in repeated]
-    ends = end_token_ids(opened.folder / "tokenizer", library.eod, tokenizer)
+    encoded = [library.encode_prompt(prompt) for prompt in repeated]
+    ends = stop_token_ids(opened.folder / "tokenizer", library.eod, tokenizer)
     return continue_ids(generator, weights, library.decode, repeated, encoded, chosen, ends)
 
 

@@ -164,7 +164,7 @@ def array_bytes(value) -> int:
 class Product(NamedTuple):
     """[m, k] × [k, n], `batch` times.
 
-    `of_weight` is True for a product with a weight, `grouped` for one of experts (`grouped.STAND_IN`): m rows for each
+    `has_weight` is True for a product with a weight, `grouped` for one of experts (`grouped.STAND_IN`): m rows for each
     of `batch` weights. Of other products with a weight there is one. `trained` is False if the weight is frozen.
     """
 
@@ -172,7 +172,7 @@ class Product(NamedTuple):
     n: int
     k: int
     batch: int = 1
-    of_weight: bool = True
+    has_weight: bool = True
     grouped: bool = False
     trained: bool = True
 

@@ -86,8 +86,8 @@ GOODPUT = "goodput.json"
 STARTING, STEPS, REPEATED = "starting", "steps", "repeated"
 ACTIVITIES = {STEP: STEPS, COMPILING: "compiling", "waiting for its batch": "data"}
 KINDS = {
-    STEPS: "steps", REPEATED: "again", STARTING: "start", "compiling": "compile", "data": "data", "evaluating": "eval",
-    "saving": "save",
+    STEPS: "steps", REPEATED: "repeated", STARTING: "start", "compiling": "compile", "data": "data",
+    "evaluating": "eval", "saving": "save",
 }  # fmt: skip
 """Activities with their titles in a table; steps come first, which are the goodput."""
 EVERY = 60.0  # seconds between two writes: what a run that is killed does not know of itself

@@ -236,13 +236,13 @@ def announce_start(display: Display, config: Config, data: TrainingData, folder:
     sizes = [size for first_step, _, size in batches.pieces if first_step < train.steps]
     size = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
     parameters, compute = count_parameters(model), config.precision.compute
-    choices = ", layers without a loop" if train.unroll == "on" else ""
-    choices += f", over context by {config.context_attention}" if config.context_attention else ""
-    choices += f", experts by {model.moe_kernel}" if model.moe_kernel else ""
+    choices = ", unrolled layers" if train.unroll == "on" else ""
+    choices += f", context attention {config.context_attention}" if config.context_attention else ""
+    choices += f", expert matmuls {model.moe_kernel}" if model.moe_kernel else ""
     choices += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""
-    own = count_parameters(model, trained=True)
-    choices += "" if own == parameters else f"; {own:,} of them are trained, {own / parameters:.2%}"
-    display.print_line(f"model   {parameters:,} parameters, {compute}, attention by {model.attention}{choices}")
+    trained = count_parameters(model, trained=True)
+    choices += "" if trained == parameters else f"; {trained:,} trainable ({trained / parameters:.2%})"
+    display.print_line(f"model   {parameters:,} parameters, {compute}, attention {model.attention}{choices}")
     display.print_line(f"mesh    {describe_mesh(config)} on {mesh.devices} × {kind}")
     display.print_line(f"data    {data.summary}")
     for note in data.notes:
@@ -261,8 +261,8 @@ def describe_mesh(config: Config) -> str:
     mesh, words = config.mesh, ""
     if mesh.pipe > 1:
         bubble = find_schedule(config).bubble(*slot_times(config))
-        virtual = f", {mesh.virtual_stages} virtual stages" if mesh.virtual_stages > 1 else ""
-        words = f"pipe {mesh.pipe} ({mesh.schedule}{virtual}, bubble {bubble:.1%}) × "
+        stages = f", {mesh.virtual_stages} virtual stages" if mesh.virtual_stages > 1 else ""
+        words = f"pipe {mesh.pipe} ({mesh.schedule}{stages}, bubble {bubble:.1%}) × "
     words += axes.describe_mesh(replace(mesh, pipe=1))
     words += ", sequence parallel" if mesh.splits_tokens else ""
     return words + (f", ZeRO-{mesh.zero}" if mesh.zero else "")

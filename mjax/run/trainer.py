@@ -14,7 +14,7 @@ from mjax.config import Config
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import check_batch_sizes, resolve_steps, validate
 from mjax.config.run import BLENDS
-from mjax.data.batches import Source, UserBatches
+from mjax.data.batches import BatchSource, UserBatches
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError, name_arguments
 from mjax.run import loop
@@ -38,7 +38,7 @@ class Trainer:
         config: Config,
         folder: str | Path,
         *,
-        data: Source | None = None,
+        data: BatchSource | None = None,
         validation: Callable[[int], dict] | None = None,
         callbacks: Sequence[Callback] = (),
         loss: Callable | None = None,
@@ -119,7 +119,7 @@ class Trainer:
         return loop.train(self.config, self.folder, self.options)
 
 
-def _user_data(config: Config, data: Source, validation: Callable[[int], dict] | None) -> TrainingData:
+def _user_data(config: Config, data: BatchSource, validation: Callable[[int], dict] | None) -> TrainingData:
     whole = BatchSizes.constant(config.train.global_batch)
     evaluation = None if validation is None else UserBatches(validation, whole, config)
     return TrainingData(

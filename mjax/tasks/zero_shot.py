@@ -92,7 +92,7 @@ class Perplexity:
         for tokens in documents:
             if len(tokens):
                 self.documents += 1
-                windows += overlapping_windows(np.array([tokenizer.start, *tokens], np.int32), positions, stride)
+                windows += overlapping_windows(np.array([tokenizer.prefix_id, *tokens], np.int32), positions, stride)
         if not windows:
             raise UsageError(f"{data} has no text; give a file or a dataset that does")
         self.passes: list[Sequence[ContextWindow]] = [windows]
@@ -243,7 +243,7 @@ class WikiText103:
         """
         self.stride = check_stride(STRIDE if stride is None else stride, positions)
         original = read_text(Path(data), "WikiText103's wiki.test.tokens, or text like it")
-        tokens = np.array(tokenizer.prompt(detokenize(original)), np.int32)
+        tokens = np.array(tokenizer.encode_prompt(detokenize(original)), np.int32)
         self.tokens, self.words = len(tokens), len(original.strip().split(" "))  # as v1.0 counts
         if self.words < 2 or self.tokens < 2:
             raise UsageError(f"{data} has fewer than two words; give WikiText103's wiki.test.tokens, or text like it")
@@ -302,7 +302,7 @@ class Lambada:
             raise UsageError(f'{data} has no passage; give a file of lines {{"text": "…"}}')
         strict, last = [], []
         for document in documents:
-            tokens = tokenizer.prompt(document.text)
+            tokens = tokenizer.encode_prompt(document.text)
             strict.append(_window(document, *_last_word(tokenizer, document), positions))
             last.append(_window(document, tokens[:-1], tokens[-1:], positions))
         self.passes: list[Sequence[ContextWindow]] = [strict, last]
@@ -329,7 +329,7 @@ def _last_word(tokenizer: Tokenizer, document: Document) -> tuple[list[int], lis
         needs = 'lambada needs one passage per line, {"text": "The cat sat down"}'
         raise UsageError(f"{document.source} {what}; {needs}")
     before = document.text[: document.text.rfind(words[-1])].strip()
-    return tokenizer.prompt(before), tokenizer.encode(" " + words[-1])
+    return tokenizer.encode_prompt(before), tokenizer.encode(" " + words[-1])
 
 
 def _window(document: Document, context: list[int], labels: list[int], positions: int) -> ContextWindow:
@@ -388,7 +388,7 @@ class Positions:
         spans: list[ContextWindow] = []
         self.documents = self.used = self.tokens = longest = 0
         for tokens in documents:
-            windows = overlapping_windows(np.array([tokenizer.start, *tokens], np.int32), self.length, self.length)
+            windows = overlapping_windows(np.array([tokenizer.prefix_id, *tokens], np.int32), self.length, self.length)
             whole = [window for window in windows if window.counted == self.length]
             self.documents, self.used = self.documents + bool(len(tokens)), self.used + bool(whole)
             self.tokens, longest = self.tokens + len(tokens), max(longest, len(tokens))

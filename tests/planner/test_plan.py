@@ -22,10 +22,10 @@ def test_plan_prints_and_draws_its_sections(capsys, tmp_path):
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines()]
     assert ["parameters", "8,317,040,640"] in rows
-    assert ["model", "all", "293", "23.79", "GiB"] in rows
-    assert "GiB on each device" in printed
+    assert ["model", "total", "293", "23.79", "GiB"] in rows
+    assert "GiB per device, in the backward pass of the layers" in printed
     assert "Schedule" not in printed
-    assert "error bar  ±35% of the measured time, so " in printed
+    assert "error bar         ±35% of the measured time: " in printed
 
 
 def test_plan_has_numbers_of_schedule(capsys):
