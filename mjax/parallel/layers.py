@@ -1,6 +1,6 @@
 """Megatron's three parallel layers (arXiv 1909.08053, section 3).
 
-A weight is a whole matrix with a PartitionSpec. Inside `shard_map` the module sees only its own shard:
+A weight is a whole matrix with a PartitionSpec. Inside `shard_map` the module has only this device's shard:
 
     ColumnParallelLinear   A = [A_1 … A_p]            y_i = f(x) A_i            no communication forward
     RowParallelLinear      A = [A_1; …; A_p]          y = g(x_1 A_1 + … + x_p A_p) + b
@@ -39,8 +39,7 @@ class ColumnParallelLinear(nnx.Module):
     The output may have several dims, such as (3, heads, head size) for a fused QKV. `split` is the number of the dim
     that is split; dims before it number separate matrices, which `parts` names. If the split dim has fewer columns than
     there are ranks, each rank computes one, the same as its neighbors. With `unfused` the parts along the first dim are
-    separate outputs (`apply_column_parallel`): each has its own matmul, so that none has to be copied out of a larger
-    output.
+    separate outputs (`apply_column_parallel`), each of a separate matmul, so that none is copied out of a larger one.
     """
 
     adapter: Any = None

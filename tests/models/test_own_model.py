@@ -214,6 +214,12 @@ class Counted(toy_model.Rotary):
         return q * jnp.arange(q.shape[1])[:, None, None], k
 
 
+def test_old_name_of_a_position_encoding_is_rejected():
+    """Otherwise the method would never be called, and the model would have no positions."""
+    with pytest.raises(UsageError, match=r"Old\.turn is apply_to_qk now; rename the method"):
+        type("Old", (toy_model.Rotary,), {"turn": lambda self, q, k, context: (q, k)})
+
+
 class OwnEmbedding(toy_model.Toy):
     def embed(self, batch, context):
         return super().embed(batch, context).at[0].set(0.0)

@@ -199,12 +199,10 @@ class ExpertsConfig(GatedMLPConfig):
         return Pattern(tuple(kinds[dense:]), tuple(kinds[:dense]))
 
     def columns(self) -> dict[str, int]:
-        columns = {**super().columns(), "expert width": self.expert_width}
+        sizes = {**super().columns(), "expert width": self.expert_width}
         if self.expert_layers == self.layers:
-            del columns["feed-forward width"]
-        return columns | (
-            {"shared expert width": self.shared_expert_ffn_hidden} if self.shared_expert_ffn_hidden else {}
-        )
+            del sizes["feed-forward width"]
+        return sizes | ({"shared expert width": self.shared_expert_ffn_hidden} if self.shared_expert_ffn_hidden else {})
 
     def check(self, config) -> None:
         super().check(config)

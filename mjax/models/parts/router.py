@@ -17,10 +17,10 @@ equal. It is a sum of products of two means, not a sum over tokens, so it depend
 sequence here (DeepSeek-V3, section 2.1.2), the same on every mesh; those of a micro-batch in Megatron; those of all
 layers in `transformers`.
 
-**Bias.** A loss that balances experts also changes what the model learns. `router_bias_update_rate` balances without
-one (arXiv 2408.15664; DeepSeek-V3, section 2.1.2): after each step the bias of an expert grows by that rate if it had
-fewer tokens than the mean of its layer, and falls by it if more. The tokens are those of the whole batch, and their
-numbers are exact, so the bias is the same on every mesh.
+**Bias.** A loss that balances experts also changes the model. `router_bias_update_rate` balances without one
+(arXiv 2408.15664; DeepSeek-V3, section 2.1.2): after each step the bias of an expert grows by that rate if it had fewer
+tokens than the mean of its layer, and falls by it if more. The tokens are those of the whole batch, and their numbers
+are exact, so the bias is the same on every mesh.
 """
 
 from __future__ import annotations
