@@ -37,7 +37,7 @@ data/demo.idx: | $(VENV)/installed
 CHAT = $(VENV)/bin/python -m mjax generate --temperature 0.5 --seed 1 --tokens 50
 chat: data/demo.idx
 	test -d runs/llama_demo/checkpoints || $(MAKE) train
-	test -f data/demo_chat.idx || $(VENV)/bin/python -m mjax prepare --demo --chat --tokenizer run:runs/llama_demo --template plain --output data/demo_chat
+	test -f data/demo_chat.idx || $(VENV)/bin/python -m mjax prepare --demo --chat --tokenizer run:runs/llama_demo --chat-template plain --output data/demo_chat
 	$(VENV)/bin/python -m mjax sft --init runs/llama_demo --data data/demo_chat --name chat --optimizer.name muon \
 	    --optimizer.learning-rate 1e-3 --optimizer.min-learning-rate 1e-4 --train.global-batch 32 --train.steps 150
 	@echo "before:" && $(CHAT) --run runs/llama_demo --prompt "What is Paris?"

@@ -237,7 +237,7 @@ def _sum_over_all(width: int, devices: Sequence) -> tuple[Callable, object]:
     mesh = make_mesh(MeshConfig(data=ranks), devices)
 
     def mean(x):
-        summed = mappings.sum_over(x, frozenset({DATA})) / ranks
+        summed = mappings.psum(x, frozenset({DATA})) / ranks
         return mappings.vary(summed, frozenset({DATA}))
 
     summed = jax.shard_map(mean, mesh=mesh, in_specs=P(DATA), out_specs=P(DATA), check_vma=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mjax.cluster.hardware import Gpu
-from mjax.planner.time import FRACTIONS, LARGEST, Calibration, Rates, default_calibration
+from mjax.planner.time import FRACTIONS, MAX_FRACTION, Calibration, Rates, default_calibration
 
 # Rates determined by each kind of measurement.
 SETTLES = {
@@ -94,7 +94,7 @@ def calibrate(
             return np.array([np.log(m.predicted(rates) / m.seconds) for m in chosen])
 
         fitted = fit_rates(found, names[: len(chosen)], residuals)
-        if any(getattr(fitted, name) > LARGEST for name in names if name in FRACTIONS):
+        if any(getattr(fitted, name) > MAX_FRACTION for name in names if name in FRACTIONS):
             unsettled += names
             continue
         unsettled += [name for name in names if math.isclose(getattr(found, name), getattr(fitted, name), rel_tol=1e-9)]
@@ -110,7 +110,7 @@ def _attention(measurements: Sequence[Measurement], rates: Rates) -> tuple[tuple
         working = max(each.seconds - rates.calibration.launch, 1e-3 * each.seconds)
         shares.setdefault((int(head), int(positions)), {})[bool(backward)] = flops / working / rates.peak
     rows = tuple((*sizes, both[False], both[True]) for sizes, both in sorted(shares.items()) if len(both) == 2)
-    return rows if all(0 < share <= LARGEST for row in rows for share in row[2:]) else ()
+    return rows if all(0 < share <= MAX_FRACTION for row in rows for share in row[2:]) else ()
 
 
 def fit_rates(

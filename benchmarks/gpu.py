@@ -84,7 +84,7 @@ def about(day: Day) -> None:
 def doctor(day: Day) -> None:
     """`mjax doctor`."""
     config, limit = ("gpt_demo", "20") if day.tiny else ("gpt_1b", "200")
-    day.run("doctor", [PYTHON, "-m", "mjax", "doctor", "--config", config, "--limit", limit], 300)
+    day.run("doctor", [PYTHON, "-m", "mjax", "doctor", "--config", config, "--timeout", limit], 300)
 
 
 def _pytest(day: Day, name: str, limit: float, *chosen: str) -> None:

@@ -30,7 +30,7 @@ from benchmarks.command import check_counts, in_one_sentence
 from mjax.cluster import launch
 from mjax.config.axes import PIPE
 from mjax.errors import UsageError
-from mjax.parallel.schedules import Schedule, build_schedule
+from mjax.parallel.pipeline_schedules import PipelineSchedule, build_schedule
 
 STAGES = 4
 CASES = [
@@ -86,7 +86,7 @@ def main() -> int:
     return int(failed)
 
 
-def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
+def measure(schedule: PipelineSchedule, times: np.ndarray, rounds: int) -> float:
     """Seconds of the fastest of `rounds` steps whose F and B sleep for `times` seconds.
 
     Raises:
@@ -98,7 +98,7 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
     from jax.sharding import PartitionSpec
 
     from mjax.config import MeshConfig
-    from mjax.parallel import mappings, pipeline, products
+    from mjax.parallel import linear, mappings, pipeline
     from mjax.parallel.mesh import make_mesh
 
     # --- What sleeps --------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
 
     def layer(chunk, x, micro_batch, virtual_stage):
         kernel = jax.tree.map(lambda one: one[0], chunk)["kernel"]  # a chunk is one layer
-        return pause(products.linear(kernel[...], x, 1)), {}
+        return pause(linear.linear(kernel[...], x, 1)), {}
 
     # --- The model, with and without a pipeline -----------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
         means, to_shared, to_blocks = pipeline.pipeline_gradients(
             schedule, program, shared, blocks, micro_batches, jnp.float32
         )
-        loss, to_shared = jax.tree.map(lambda x: mappings.sum_over(x, frozenset({PIPE})), (means["loss"], to_shared))
+        loss, to_shared = jax.tree.map(lambda x: mappings.psum(x, frozenset({PIPE})), (means["loss"], to_shared))
         return loss, to_shared, to_blocks
 
     def without_pipeline(shared, kernels):

@@ -332,7 +332,7 @@ def _one_replica(name: str) -> Config:
     share = config.train.global_batch // config.mesh.data
     return replace(
         config,
-        mesh=replace(config.mesh, data=1, schedule="1f1b", chunks=1, zero=0),
+        mesh=replace(config.mesh, data=1, schedule="1f1b", virtual_stages=1, zero=0),
         data=replace(config.data, mock=True),
         train=replace(config.train, global_batch=share),
     )

@@ -20,7 +20,7 @@ config = Config(
         vocabulary=262_144,
         vocabulary_multiple=128,
         window=512,
-        query_scalar=256,
+        query_pre_attn_scalar=256,
     ),
     optimizer=OptimizerConfig(
         learning_rate=1e-3,

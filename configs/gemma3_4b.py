@@ -23,7 +23,7 @@ config = Config(
         window=1024,
         rope_scaling="linear",
         rope_factor=8.0,
-        query_scalar=256,
+        query_pre_attn_scalar=256,
     ),
     mesh=MeshConfig(data=8, zero=3),
     optimizer=OptimizerConfig(

@@ -15,7 +15,7 @@ from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, Optimiz
 
 config = Config(
     model=GPTConfig(layers=96, hidden=16384, heads=128, sequence=2048, init_std=0.006),
-    mesh=MeshConfig(pipe=16, data=15, model=8, chunks=2, sequence_parallel=True),
+    mesh=MeshConfig(pipe=16, data=15, model=8, virtual_stages=2, sequence_parallel=True),
     optimizer=OptimizerConfig(
         learning_rate=6e-5, min_learning_rate=6e-6, warmup_steps=85, decay_steps=58_775, weight_decay=0.1, beta2=0.95
     ),

@@ -14,7 +14,7 @@ from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, Optimiz
 
 config = Config(
     model=GPTConfig(layers=105, hidden=20480, heads=128, sequence=2048, init_std=0.006),
-    mesh=MeshConfig(pipe=35, data=1, model=8, chunks=3, sequence_parallel=True),
+    mesh=MeshConfig(pipe=35, data=1, model=8, virtual_stages=3, sequence_parallel=True),
     optimizer=OptimizerConfig(
         learning_rate=6e-5, min_learning_rate=6e-6, warmup_steps=3, decay_steps=320, weight_decay=0.1, beta2=0.95
     ),

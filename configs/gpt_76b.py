@@ -15,7 +15,7 @@ from mjax.config import CheckpointConfig, Config, GPTConfig, MeshConfig, Optimiz
 
 config = Config(
     model=GPTConfig(layers=60, hidden=10240, heads=80, sequence=2048, init_std=0.006),
-    mesh=MeshConfig(pipe=4, data=32, model=8, chunks=3, sequence_parallel=True),
+    mesh=MeshConfig(pipe=4, data=32, model=8, virtual_stages=3, sequence_parallel=True),
     optimizer=OptimizerConfig(
         learning_rate=6e-5, min_learning_rate=6e-6, warmup_steps=102, decay_steps=70_844, weight_decay=0.1, beta2=0.95
     ),

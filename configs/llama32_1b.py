@@ -17,11 +17,11 @@ config = Config(
         sequence=8192,
         vocabulary=128256,
         vocabulary_multiple=128,
-        tied=True,
+        tie_embeddings=True,
         rope_theta=500_000.0,
         rope_scaling="llama3",
         rope_factor=32.0,
-        rope_original=8192,
+        rope_original_length=8192,
     ),
     mesh=MeshConfig(data=8, zero=1),
     optimizer=OptimizerConfig(

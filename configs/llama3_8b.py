@@ -3,7 +3,7 @@
 parameters   8,030,261,248
 hardware     8 GPUs, ZeRO-3 over data 8
 source       arXiv 2407.21783, table 3; Meta-Llama-3-8B on Hugging Face (3.1 has --model.rope-scaling llama3
-             --model.rope-factor 8 --model.rope-original 8192)
+             --model.rope-factor 8 --model.rope-original-length 8192)
 """
 
 from mjax.config import CheckpointConfig, Config, LlamaConfig, MeshConfig, OptimizerConfig, TrainConfig

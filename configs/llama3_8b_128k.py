@@ -20,7 +20,7 @@ config = Config(
         rope_theta=500_000.0,
         rope_scaling="llama3",
         rope_factor=8.0,
-        rope_original=8192,
+        rope_original_length=8192,
     ),
     mesh=MeshConfig(context=8, zero=3),
     optimizer=OptimizerConfig(

@@ -26,7 +26,7 @@ config = Config(
         feed_forward=768,
         sequence=128,
         vocabulary=4096,
-        tied=True,
+        tie_embeddings=True,
         hidden_dropout=0.1,
         attention_dropout=0.1,
     ),

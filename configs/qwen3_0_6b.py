@@ -19,7 +19,7 @@ config = Config(
         vocabulary=151936,
         vocabulary_multiple=128,
         qk_norm="head",
-        tied=True,
+        tie_embeddings=True,
         rope_theta=1_000_000.0,
         norm_epsilon=1e-6,
     ),

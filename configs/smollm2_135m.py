@@ -18,7 +18,7 @@ config = Config(
         vocabulary=49152,
         vocabulary_multiple=128,
         init_std=1 / 24,
-        tied=True,
+        tie_embeddings=True,
         rope_theta=100_000.0,
     ),
     mesh=MeshConfig(data=1),

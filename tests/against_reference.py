@@ -22,7 +22,7 @@ def in_layer_order(tree, config) -> dict[str, np.ndarray]:
     """Whole arrays by name, layers as [l, …] even where a pipeline has cut them into chunks."""
 
     def joined(name, value):
-        cut = name.startswith("blocks.") and config.mesh.chunks > 1
+        cut = name.startswith("blocks.") and config.mesh.virtual_stages > 1
         return value.reshape(-1, *value.shape[2:]) if cut else value
 
     return {name: joined(name, value) for name, value in named(tree).items()}

@@ -16,7 +16,7 @@ import numpy as np
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-GEMMA = {"norms": "pre and post", "qk_norm": "head", "tied": True}
+GEMMA = {"norms": "pre and post", "qk_norm": "head", "tie_embeddings": True}
 
 
 def option(model, name, default=None):
@@ -113,9 +113,9 @@ def frequencies(model, window=False):
     the factor of sines and cosines. Gemma 3 has another base in layers with a window (arXiv 2503.19786, section 2)."""
     if window and option(model, "local_rope_theta"):
         return model.local_rope_theta ** (-np.arange(0, model.head_size, 2) / model.head_size), 1.0
-    dims = int(model.head_size * option(model, "rope_share", 1.0))
+    dims = int(model.head_size * option(model, "rotary_percent", 1.0))
     plain = np.array([model.rope_theta ** (-2 * i / dims) for i in range(dims // 2)])
-    lowered, original = plain / model.rope_factor, model.rope_original
+    lowered, original = plain / model.rope_factor, model.rope_original_length
     if model.rope_scaling == "linear":
         return lowered, 1.0
     if model.rope_scaling == "llama3":  # Llama 3.1's apply_scaling
@@ -157,13 +157,13 @@ def attention(w, x, model, batch, layer, masks):
     q, k, v = projected(w, x)
     if (dims := {"head": -1, "heads": (-2, -1)}.get(option(model, "qk_norm"))) is not None:
         q, k = norm(q, w, "attention.query_norm", model, dims), norm(k, w, "attention.key_norm", model, dims)
-    order, every = np.arange(x.shape[1]), option(model, "full_attention_every")
+    order, every = np.arange(x.shape[1]), option(model, "global_attention_interval")
     window = model.window and not (every and (layer + 1) % every == 0)
     if option(model, "rope_theta"):
         places = batch.get("positions", order[None])
         q, k = turned(q, places, model, window), turned(k, places, model, window)
     k, v = (jnp.repeat(part, q.shape[2] // part.shape[2], axis=2) for part in (k, v))
-    scores = jnp.einsum("bqnd,bknd->bnqk", q, k) / np.sqrt(option(model, "query_scalar", model.head_size))
+    scores = jnp.einsum("bqnd,bknd->bnqk", q, k) / np.sqrt(option(model, "query_pre_attn_scalar", model.head_size))
     if option(model, "positions") == "alibi":  # the form that grows with the key alone, which gives the same softmax
         scores = scores + np.array(alibi_slopes(model.heads))[:, None, None] * order
     visible = np.ones((1, 1, len(order), len(order)), bool)  # [b, 1, query, key]
@@ -190,8 +190,8 @@ def route(scores, model, bias=0.0):
     """The weight of every expert for every token [b, s, E], 0 for those not chosen; 1 for those; and their shares."""
     each = jax.nn.softmax(scores) if model.router == "softmax" else 1 / (1 + jnp.exp(-scores))
     preferred = each + bias
-    if model.router_groups > 1:  # arXiv 2412.19437, section 2.1.2: groups by the sum of their two best
-        groups = preferred.reshape(*each.shape[:-1], model.router_groups, -1)
+    if model.router_n_groups > 1:  # arXiv 2412.19437, section 2.1.2: groups by the sum of their two best
+        groups = preferred.reshape(*each.shape[:-1], model.router_n_groups, -1)
         best = jnp.sort(groups, -1)[..., -2:].sum(-1)
         worst_chosen = jnp.sort(best, -1)[..., -model.top_groups][..., None]
         preferred = jnp.where((best >= worst_chosen)[..., None], groups, -jnp.inf).reshape(each.shape)
@@ -208,7 +208,7 @@ def experts(w, x, model):
     weights, chosen, p = route(scores, model, w.get("mlp.router.bias", 0.0))
     both = jnp.einsum("bsh,ehcf->cbsef", x, w["mlp.up"])
     y = jnp.einsum("bse,bsef,efh->bsh", weights, activated(both[0], model.activation) * both[1], w["mlp.down"])
-    if model.shared_width:
+    if model.shared_expert_ffn_hidden:
         y = y + mlp(w, x, model, "mlp.shared")
     used = chosen.mean(1) / model.experts_per_token  # of each sequence
     balance = model.experts * (used * p.mean(1)).sum(-1).mean()
@@ -312,7 +312,7 @@ def task_scores(weights, model, batch, masks=None):
         ends = linear(weights, "head", x).swapaxes(1, 2)
         return jnp.where(rows["documents"][:, None] == 0, ends, -jnp.inf)
     found = drop(pooled(weights, x), model.hidden_dropout, masks, (0, 4))
-    return linear(weights, "head", found).reshape(-1, model.answers)
+    return linear(weights, "head", found).reshape(-1, model.num_labels)
 
 
 def task_loss(weights, model, batch, masks=None):
@@ -348,7 +348,7 @@ def total(weights, model, batch, masks=None):
     entropy, balance, z, loads = (jnp.stack(each) for each in zip(*reports, strict=True))
     busiest = (loads.max(-1) / loads.mean(-1)).max()
     figures = jnp.stack([loss, entropy.mean(), balance.mean(), z.mean(), busiest])
-    return loss + model.balance_loss * balance.sum() + model.z_loss * z.sum(), (figures, loads)
+    return loss + model.aux_loss_coef * balance.sum() + model.z_loss * z.sum(), (figures, loads)
 
 
 differentiated = jax.jit(jax.value_and_grad(total, has_aux=True), static_argnums=1, compiler_options=QUICKLY)

@@ -111,7 +111,7 @@ def examples_of(config: Config, seed: int) -> dict[str, np.ndarray]:
     shape = config.train.global_batch, model.sequences, model.sequence
     row, place = np.arange(shape[0] * shape[1]).reshape(*shape[:2], 1), np.arange(shape[2])
     length = shape[2] - row * 3 % (shape[2] // 2)
-    limit = length[:, 0, 0] if model.head == "span" else model.answers
+    limit = length[:, 0, 0] if model.head == "span" else model.num_labels
     return {
         "tokens": random.integers(0, model.vocabulary, shape).astype(np.int32),
         "token_types": ((place >= 2 + row % 5) & (place < length)).astype(np.int32),
@@ -122,7 +122,7 @@ def examples_of(config: Config, seed: int) -> dict[str, np.ndarray]:
 
 def packing_of(samples: int, positions: int) -> dict[str, np.ndarray]:
     """Four documents a sample, cut elsewhere in each, the second of them one token long; and a mask under which every
-    sample has another number of labels that count, the first none."""
+    sample has another number of unmasked labels, the first has 0."""
     row, place = np.arange(samples)[:, None], np.arange(positions)
     second = 2 + row % (positions // 2 - 3)
     cuts = np.stack([np.zeros_like(second), second, second + 1, np.full_like(second, positions // 2)])

@@ -162,7 +162,7 @@ def test_impossible_chat_is_rejected(flags, stdin, words, run, capsys, monkeypat
 def test_run_without_template_is_named(copied, capsys):
     (copied / "tokenizer" / "chat_template.jinja").unlink()
     assert cli.main(["generate", "--run", str(copied), "--chat", "--prompt", "x"]) == 2
-    assert f"{copied}/tokenizer has no chat template; leave it out, put" in capsys.readouterr().err
+    assert f"{copied}/tokenizer has no chat template; remove it, put" in capsys.readouterr().err
 
 
 def test_ids_of_given_tokenizer_end_texts(run):

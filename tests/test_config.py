@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -26,7 +26,8 @@ from mjax.config import (
 )
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import check_devices, validate
-from mjax.config.model import convert_kind
+from mjax.config.model import REGISTRY, convert_kind
+from mjax.config.run import RENAMED
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from tests.conftest import ROOT
@@ -34,8 +35,8 @@ from tests.conftest import ROOT
 # --- Published models and runs ----------------------------------------------------------------------------------------
 
 # Of the models on Hugging Face the parameters, and of config.json rope_theta, rms_norm_eps and what has no parameters.
-LLAMA3 = {"rope_scaling": "llama3", "rope_original": 8192}
-GEMMA3 = {"full_attention_every": 6, "activation": "gelu_tanh"}
+LLAMA3 = {"rope_scaling": "llama3", "rope_original_length": 8192}
+GEMMA3 = {"global_attention_interval": 6, "activation": "gelu_tanh"}
 DECODERS = {
     "llama2_7b": (6_738_415_616, 1e4, 1e-5, {}),
     "llama3_8b": (8_030_261_248, 5e5, 1e-5, {}),
@@ -60,8 +61,8 @@ DECODERS = {
     "gemma3_4b": (3_880_099_328, 1e6, 1e-6, GEMMA3 | {"window": 1024, "rope_scaling": "linear", "rope_factor": 8.0}),
 }  # fmt: skip
 WITHOUT_PARAMETERS = {
-    "window": None, "full_attention_every": None, "norms": "pre", "qk_norm": "none", "activation": "silu",
-    "rope_share": 1.0, "rope_scaling": "none", "rope_factor": 1.0, "rope_original": None,
+    "window": None, "global_attention_interval": None, "norms": "pre", "qk_norm": "none", "activation": "silu",
+    "rotary_percent": 1.0, "rope_scaling": "none", "rope_factor": 1.0, "rope_original_length": None,
     "experts_per_token": 0, "router": "softmax", "router_normalized": True, "router_scale": 1.0,
 }  # fmt: skip
 
@@ -157,7 +158,7 @@ def test_pipelined_config_has_published_numbers(name):
     config = load_config(name)
     model, mesh, train, optimizer = config.model, config.mesh, config.train, config.optimizer
     assert (count_parameters(model), mesh.devices, config.micro_batches) == (parameters, gpus, micro_batches)
-    assert (model.sequence, model.padded_vocabulary, mesh.chunks) == (2048, 51_200, chunks)
+    assert (model.sequence, model.padded_vocabulary, mesh.virtual_stages) == (2048, 51_200, chunks)
     assert model.layers == layers * mesh.pipe * chunks
     assert micro_batches * mesh.data * train.micro_batch == train.global_batch
     assert train.recompute == ("selective" if "_sp" in name else "full")
@@ -229,13 +230,13 @@ def test_llama_has_published_default_width():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"modle": {}}, "did you mean 'model'?"),
+        ({"modle": {}}, "did you mean model?"),
         ({"model": {"layers": True}}, "model.layers is True"),
         ({"optimizer": {"beta1": True}}, "optimizer.beta1 is True"),
         ({"train": {"recompute": "some"}}, "one of none, selective, full"),
         ({"train": {"batch_rampup": [8, 8]}}, "[a whole number, a whole number"),
         ({"model": 3}, "model. must be an object"),
-        ({"model": {"kind": "gtp"}}, "did you mean 'gpt'?"),
+        ({"model": {"kind": "gtp"}}, "did you mean gpt?"),
     ],
 )
 def test_invalid_config_json_names_field(values, words):
@@ -250,12 +251,48 @@ OF_BEFORE = [
     ({"health": {"spike_deviations": 6, "window": 100}, "train": {"batch_schedule": None}}, {}),
     ({"model": {"lora_rank": 4, "lora_rslora": True}}, {"model": {"lora_rank": 4, "lora_alpha": 16.0}}),
     ({"model": {"lora_alpha": 3.0, "lora_rslora": False}}, {"model": {"lora_alpha": 3.0}}),
+    (
+        {"mesh": {"chunks": 2, "context_attention": "heads"}},
+        {"mesh": {"virtual_stages": 2, "context_attention": "ulysses"}},
+    ),
+    (
+        {"health": {"spike": "announce"}, "data": {"samples": 8}},
+        {"health": {"spike": "warn"}, "data": {"train_samples": 8}},
+    ),
+    (
+        {"model": {"kind": "mixture", "balance_over": "sequence", "tied": True}},
+        {"model": {"kind": "mixture", "tie_embeddings": True}},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("before", "now"), OF_BEFORE, ids=str)
 def test_config_with_removed_fields_opens(before, now):
     assert from_dict(before) == from_dict(now)
+
+
+def test_renamed_fields_exist():
+    """With the class of a model for each; a field of two names is rejected."""
+    classes = {"model": list(REGISTRY.values())} | {
+        name: [type(section)] for name, section in vars(Config()).items() if name != "model"
+    }
+    for section, names in RENAMED.items():
+        known = {field.name for cls in classes[section] for field in fields(cls)}
+        assert set(names.values()) <= known
+        assert not names.keys() & known
+    with pytest.raises(UsageError, match=r"unknown field mesh\.chunks"):
+        from_dict({"mesh": {"chunks": 2, "virtual_stages": 2}})
+
+
+def test_old_name_in_config_file_leads_to_new_one(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from mjax.config import Config, MeshConfig\n\nconfig = Config(mesh=MeshConfig(pipe=2, chunks=2))\n"
+    )
+    with pytest.raises(
+        UsageError, match=r"mine.py, line 3, raises .* argument 'chunks'; chunks is now virtual_stages; fix"
+    ):
+        load_config(str(file))
 
 
 def test_removed_field_with_another_value_is_named():
@@ -270,7 +307,7 @@ OUT_OF_BOUNDS = [
     ("model", "layers", 0),
     ("model", "hidden_dropout", 1.0),
     ("mesh", "data", 0),
-    ("data", "samples", 0),
+    ("data", "train_samples", 0),
     ("optimizer", "learning_rate", float("inf")),
     ("optimizer", "epsilon", 0.0),
     ("optimizer", "weight_decay", -0.1),

@@ -4,16 +4,18 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 import tyro
 
 from mjax.commands import cli
-from mjax.commands.flags import list_flags, parse
+from mjax.commands.flags import OLD_FLAGS, list_flags, parse, rename_old_flags
+from mjax.commands.lm_eval import LmEvalArguments
 from mjax.commands.plan import PlanArguments
+from mjax.commands.sft import SftArguments
 from mjax.commands.train import TrainArguments, default_name
-from mjax.config.marks import Synonyms
+from mjax.config.marks import Synonyms, short_name
 from mjax.errors import UsageError
 
 
@@ -28,7 +30,8 @@ TYPED = {
     "train --batch-size 32": "type --train.global-batch 32 (sequences per step over all devices)",
     "train --num_train_epochs 3": "type --train.steps (number of optimizer steps; an epoch is",
     "train --config moe_demo --num-experts 8": "type --model.experts 8",
-    "train --num-experts 8": "for this model; it is --model.experts, for --model.kind mixture",
+    "train --num-experts 8": "--model.experts is an option of mixture models; remove it, or choose one: --model",
+    "plan --config llama3_8b --model.positions alibi": "--model.positions is an option of gpt models; remove it",
     "train --checkpoint.every 5": "--checkpoint.every; type --checkpoint.interval 5\n",
     "train --data.mock True": "--data.mock True: it takes no value; type --data.mock or --data.no-mock",
     "plan --json false --compile": "--json false: it takes no value; type --json or --no-json",
@@ -36,12 +39,29 @@ TYPED = {
     "train --adam-beta1 0.8": "mjax train has no --adam-beta1; set optimizer.beta1 in a config file",
     "train --mesh.schedule gpipe": "mjax train has no --mesh.schedule; set mesh.schedule in a config file",
     "train --log.no-tensorboard": "mjax train has no --log.no-tensorboard; set log.tensorboard in a config file",
-    "plan --log.wandb x": "mjax plan has no --log.wandb; no result depends on log: leave it out",
-    "train --mesh.dta 2": "mjax train has no --mesh.dta (did you mean --mesh.data?)",
+    "plan --log.wandb x": "mjax plan has no --log.wandb; no result depends on log: remove it",
+    "train --mesh.dta 2": "mjax train has no --mesh.dta; did you mean --mesh.data?",
     "train --zzz": "mjax train has no --zzz; `mjax train --help` lists its flags",
     "generate --max-new-tokens 5": "mjax generate has no --max-new-tokens; type --tokens 5",
     "finetune --num-train-epochs 3": "type --epochs 3",
-    "evaluate --overlap 8": "mjax evaluate has no --overlap; type --stride 8",
+    "train --health.spike announce": "--health.spike announce has a new name; type --health.spike warn\n",
+    "train --mesh.context-attention=heads": "type --mesh.context-attention ulysses\n",
+    "train --tensor-model-parallel-size 2": "type --mesh.model 2\n",
+    "train --parallelism.tensor_parallel_degree 2": "type --mesh.model 2\n",
+    "train --virtual-pipeline-model-parallel-size 2": "type --mesh.virtual-stages 2\n",
+    "train --train-samples 1000": "type --train.steps (number of optimizer steps",  # not --data.train-samples
+    "train --rampup-batch-size 8 8 1000": "type --train.batch-rampup 8 8 1000\n",
+    "train --per_device_train_batch_size 8": "type --train.micro-batch 8\n",
+    "train --lora_target_modules q v": "type --lora.targets q v\n",
+    "train --activation_checkpoint.mode full": "type --train.recompute full\n",
+    "train --tokenizer-type GPT2": "the data have a tokenizer, that of `mjax prepare --tokenizer`",
+    "train --overlap-grad-reduce": "mjax train has no --overlap-grad-reduce; leave it out\n",
+    "train --mesh.tp 3 --data.mock": "--mesh.model 3 does not divide heads",
+    "plan --mesh.pp=5": "--mesh.pipe 5 does not divide 4 layers",
+    "prepare --input a": "mjax prepare has no --input; give FILES … by its place, without a flag",
+    "prepare --json-keys body": "mjax prepare has no --json-keys; type --key body",
+    "finetune --train.global-batch 8": "mjax finetune has no --train.global-batch; type --batch 8",
+    "prepare --max-seq-length 8": "mjax prepare has no --max-seq-length; type --max-length 8",
 }
 
 
@@ -54,15 +74,70 @@ def test_unknown_flag_leads_to_ours(line, capsys):
     assert message.count("\n") == 1
 
 
+def old_flags(command):
+    return dict(pair.split("=") for pair in OLD_FLAGS[command].split())
+
+
+@pytest.mark.parametrize("command", OLD_FLAGS)
+def test_old_flags_are_renamed_with_a_note(command, capsys):
+    for old, new in old_flags(command).items():
+        words = rename_old_flags(["x", f"--{old}", f"--{old.replace('-', '_')}=a=b", f"a=--{old}"], f"mjax {command}")
+        assert words == ["x", f"--{new}", f"--{new}=a=b", f"a=--{old}"]
+        assert f"note: --{old} is now --{new}; mjax 0.4" in capsys.readouterr().err
+    assert rename_old_flags(["--limit", "5"], "mjax lm-eval") == ["--limit", "5"]
+
+
+def test_old_fields_are_renamed_with_a_note_and_short_axes_without(capsys):
+    typed = ["--mesh.chunks", "2", "--model.no-tied", "--model.balance_loss=0.1", "--mesh.tp=2", "--mesh.dp", "4"]
+    now = ["--mesh.virtual-stages", "2", "--model.no-tie-embeddings", "--model.aux-loss-coef=0.1", "--mesh.model=2"]
+    assert rename_old_flags(typed, "mjax train") == [*now, "--mesh.data", "4"]
+    notes = capsys.readouterr().err.splitlines()
+    assert (
+        notes[1] == "note: --model.no-tied is now --model.no-tie-embeddings; mjax 0.4 will not accept --model.no-tied"
+    )
+    assert len(notes) == 3
+
+
+@pytest.mark.parametrize("line", ["plan --longest 8", "plan --keep mesh.zero", "prepare x --turns last --output o"])
+def test_old_flag_reaches_its_command(line, capsys):
+    assert cli.main(line.split()) == 2
+    flag, name = next((old, new) for old, new in old_flags(line.split()[0]).items() if f"--{old}" in line)
+    note, error = capsys.readouterr().err.splitlines()
+    assert note.startswith(f"note: --{flag} is now --{name}; mjax 0.4")
+    assert error.startswith(f"mjax: error: --{name}")
+
+
+def test_old_flag_names_a_flag_of_today():
+    commands = {name: command for group in (cli.COMMANDS, *GROUPS.values()) for name, command in group.items()}
+    for name in OLD_FLAGS:
+        flags = old_flags(name)
+        function = cli._import_object(commands[name].run)
+        hints = [*get_type_hints(function).values()]
+        arguments = {"train": TrainArguments, "sft": SftArguments, "plan": PlanArguments, "lm-eval": LmEvalArguments}
+        cls = arguments.get(name) or hints[0]
+        assert set(flags.values()) <= set(flags_of(cls))
+        assert not set(flags) & set(flags_of(cls))
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--train.steps many", "--train.steps many: it takes a whole number"),
-        ("--train.steps=1.5", "--train.steps 1.5: it takes a whole number"),
-        ("--train.batch-rampup 8 8 --data.mock", "--train.batch-rampup 8 8: it takes 3 whole numbers"),
-        ("--optimizer.learning-rate", "--optimizer.learning-rate: it takes a number"),
-        ("--precision.compute fp61", "--precision.compute fp61: it takes one of bf16, fp8, fp16"),
-        ("--step x", "--step x: it takes a whole number"),
+        ("--train.steps many", "--train.steps many is not a whole number; write --train.steps 250"),
+        ("--train.steps=1.5", "--train.steps 1.5 is not a whole number; write --train.steps 250"),
+        (
+            "--train.batch-rampup 8 8 --data.mock",
+            "8 8 needs START INCREMENT SAMPLES, such as --train.batch-rampup 16 16 100000",
+        ),
+        (
+            "--optimizer.learning-rate",
+            "--optimizer.learning-rate needs a value, such as --optimizer.learning-rate 0.001",
+        ),
+        ("--precision.compute x", "x is not a value of --precision.compute; use bf16, fp8, fp16, fp32 or fp64"),
+        ("--precision.compute float16", "float16 is not a value of --precision.compute; did you mean fp16?"),
+        ("--optimizer.name adam", "adam is not a value of --optimizer.name; did you mean adamw?"),
+        ("--step x", "--step x is not a whole number; write --step N"),
+        ("gpt_demo", "gpt_demo belongs to no flag of mjax train; type --config gpt_demo"),
+        ("-n 1", "-n belongs to no flag of mjax train; `mjax train --help` lists its flags"),
     ],
 )
 def test_value_of_another_kind_is_one_sentence(flags, words, capsys):
@@ -78,7 +153,10 @@ def test_names_elsewhere_are_not_ours_and_values_are(cls):
     for flag in flags:
         for mark in flag.marks:
             names = mark.names.split() if isinstance(mark, Synonyms) else ()
-            assert not {name.rstrip("~") for name in names} & {flag.name for flag in flags} - {"resume"}
+            assert all(
+                name.partition("=")[0].rstrip("~") == short_name(name.partition("=")[0].rstrip("~")) for name in names
+            )
+            assert not {name.rstrip("~") for name in names} & {flag.name for flag in flags}
             values = {name.partition("=")[2] for name in names} - {""}
             assert values <= set(map(str, get_args(flag.kind)))
 

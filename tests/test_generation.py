@@ -36,12 +36,12 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]  # as many in every test: an
 GREEDY = Sampling(tokens=6, temperature=0)
 HOT = Sampling(tokens=6, temperature=1.5, top_k=20, top_p=0.95, seed=3)
 ONE = MeshConfig()
-PIPELINE = MeshConfig(pipe=2, data=2, model=2, chunks=2, zero=3)
-QWEN = {"kind": "llama", "kv_heads": 2, "head_dim": 6, "qk_norm": "head", "tied": True}
+PIPELINE = MeshConfig(pipe=2, data=2, model=2, virtual_stages=2, zero=3)
+QWEN = {"kind": "llama", "kv_heads": 2, "head_dim": 6, "qk_norm": "head", "tie_embeddings": True}
 OLMO = {"kind": "llama", "kv_heads": 4, "qk_norm": "heads", "norms": "post", "window": 6}
-ALTERNATING = {**OLMO, "layers": 4, "full_attention_every": 2}
-GEMMA = {"kind": "gemma3", "kv_heads": 2, "head_dim": 6, "window": 6, "layers": 5, "full_attention_every": 2}
-GATHERED = {"context": 4, "context_attention": "gather"}
+ALTERNATING = {**OLMO, "layers": 4, "global_attention_interval": 2}
+GEMMA = {"kind": "gemma3", "kv_heads": 2, "head_dim": 6, "window": 6, "layers": 5, "global_attention_interval": 2}
+GATHERED = {"context": 4, "context_attention": "allgather"}
 
 
 def placed(generator, build):
@@ -121,7 +121,7 @@ def test_cache_gives_logits_of_full_forward(ranks, changes):
         layout = build_layout(config, mesh)
         weights = inference_weights(config, layout, model)
         layers = list_layers(config, layout, weights)
-        row, cached = prefill(weights, prompts, jnp.asarray(lengths), 16, layers, config.across)
+        row, cached = prefill(weights, prompts, jnp.asarray(lengths), 16, layers, config.context_attention)
         rows, read = [row], jnp.asarray(lengths)
         for _ in range(steps):
             row, cached = decode(weights, tokens[jnp.arange(3), read], cached, read, layers)
@@ -168,7 +168,7 @@ def test_greedy_tokens_are_argmax_of_full_forward():
     [
         PIPELINE,
         *map(ci, (MeshConfig(data=2, model=2, zero=3, sequence_parallel=True), MeshConfig(pipe=4, model=2, zero=1))),
-        ci(MeshConfig(pipe=2, context=2, model=2, context_attention="gather")),
+        ci(MeshConfig(pipe=2, context=2, model=2, context_attention="allgather")),
     ],
     ids=str,
 )
@@ -210,9 +210,9 @@ def test_similar_request_compiles_nothing():
     [
         ({}, "xla", 17, 24),
         ({}, "xla", 500, 512),
-        ({"context": 3, "context_attention": "gather"}, "xla", 17, 24),
+        ({"context": 3, "context_attention": "allgather"}, "xla", 17, 24),
         ({}, "flash", 5, 64),  # a block of 64 positions is the least the kernel takes
-        ({"context": 2, "context_attention": "gather"}, "flash", 5, 256),  # every half of a rank's queries
+        ({"context": 2, "context_attention": "allgather"}, "flash", 5, 256),  # every half of a rank's queries
     ],
 )
 def test_widths_are_few_and_kernel_and_mesh_divide_them(mesh, attention, needed, width):
@@ -360,7 +360,7 @@ def place(tmp_path_factory):
 
 
 def output(capsys, run, *flags):
-    assert run_generate(tyro.cli(GenerateArguments, args=["--checkpoint", str(run), *map(str, flags)])) == 0
+    assert run_generate(tyro.cli(GenerateArguments, args=["--run", str(run), *map(str, flags)])) == 0
     return capsys.readouterr()
 
 
@@ -407,11 +407,11 @@ def test_generate_rejects_wrong_flags_and_runs(place, run, flags, words, monkeyp
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8"))
     one = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: one)
-    assert cli.main(["generate", "--checkpoint", str(place / run), "--prompt", "x", *flags.split()]) == 2
+    assert cli.main(["generate", "--run", str(place / run), "--prompt", "x", *flags.split()]) == 2
     assert words in capsys.readouterr().err
 
 
 def test_closed_stdin_is_not_a_prompt(place, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", None)
-    assert cli.main(["generate", "--checkpoint", str(place / "run")]) == 2
+    assert cli.main(["generate", "--run", str(place / "run")]) == 2
     assert "there is no prompt" in capsys.readouterr().err

@@ -202,7 +202,7 @@ def test_continuing_with_edited_file_notes_it_once(place, capsys):
 def test_config_of_run_of_mjax_is_refused(place, capsys):
     make_run(place / "runs" / "gpt")
     assert command("generate --run runs/gpt --prompt a --config 'my models/palm.py'") == 2
-    assert "has no effect on runs/gpt, which holds a GPT; leave it out" in capsys.readouterr().err
+    assert "has no effect on runs/gpt, which holds a GPT; remove it" in capsys.readouterr().err
 
 
 def test_python_uses_class_that_is_loaded(place, trained, capsys):

@@ -130,7 +130,7 @@ def test_command_starts_with_resolved_config(command, data, started, capsys):
 
 def test_resumed_run_keeps_config_but_takes_tokens(data, started):
     run = run_of(data / "run")
-    assert cli.main(["train", "--resume", str(run), "--train.tokens", "200B", "--step", "3"]) == 0
+    assert cli.main(["train", "--run", str(run), "--train.tokens", "200B", "--step", "3"]) == 0
     ((config, step),) = started
     assert (config.model.vocabulary, config.train.steps, step) == (50_257, 381_470, 3)
     assert json.loads((run / "config.json").read_text())["model"]["vocabulary"] == 50_257

@@ -74,7 +74,7 @@ def help_of(flag, capsys):
 
 
 def test_help_shows_data_first_and_real_defaults(base, monkeypatch, capsys):
-    """What --help-all shows without words is what a run gets, with adapters and without."""
+    """A run gets the defaults that --help-all shows, with adapters and without."""
     assert re.findall(r"^  (--\S+)", help_of("--help", capsys), re.MULTILINE)[:2] == ["--data", "--init"]
     runs = []
     monkeypatch.setattr("mjax.commands.sft.train", lambda argv, of, _: runs.append(of(None)) or 0)
@@ -96,7 +96,7 @@ def test_help_shows_data_first_and_real_defaults(base, monkeypatch, capsys):
 def test_run_stops_as_its_new_template_does(base, tmp_path):
     """The ids that end texts of the base are 256 and 257; conversations of the other template end with 258."""
     (tmp_path / "other.jinja").write_text("{# other #}" + CHATML)
-    assert sft("--name", "other", "--template", "other.jinja", "--train.steps", "1", *MESH) == 0
+    assert sft("--name", "other", "--chat-template", "other.jinja", "--train.steps", "1", *MESH) == 0
     folder = tmp_path / "runs" / "other"
     assert (folder / "tokenizer" / "chat_template.jinja").read_text() == "{# other #}" + CHATML
     assert end_token_ids(folder / "tokenizer", 256) == [256, 257, 258]
@@ -154,7 +154,7 @@ def test_files_of_two_parts_are_prepared(base, tmp_path, monkeypatch):
     assert cli.main(["sft", "--init", "runs/base", *parts, *FLAGS]) == 0
     [(argv, settings)] = runs
     assert not [word for word in argv if word.endswith(".jsonl")]
-    assert (settings.data.samples, settings.train.steps, settings.train.eval_batches) == (180, 12, 2)
+    assert (settings.data.train_samples, settings.train.steps, settings.train.eval_batches) == (180, 12, 2)
 
 
 def test_one_conversation_and_one_step_are_enough(base, tmp_path):
@@ -176,9 +176,15 @@ def test_prepared_data_depend_on_every_input(base, tmp_path):
     def key(**changes):
         return cache_key(PrepareArguments(inputs=(Path("chat.jsonl"),), output="", **changes), Path("runs/base"))
 
-    keys = [key(), key(turns="last"), key(template="plain"), key(template="other.jinja"), key(longest=9)]
+    keys = [
+        key(),
+        key(train_on="last"),
+        key(chat_template="plain"),
+        key(chat_template="other.jinja"),
+        key(max_length=9),
+    ]
     (tmp_path / "other.jinja").write_text("{{ messages[0] }}")
-    keys.append(key(template="other.jinja"))
+    keys.append(key(chat_template="other.jinja"))
     about = (tmp_path / "chat.jsonl").stat()
     (tmp_path / "chat.jsonl").write_text((tmp_path / "chat.jsonl").read_text().replace("a", "b"))
     os.utime(tmp_path / "chat.jsonl", ns=(about.st_atime_ns, about.st_mtime_ns))
@@ -195,7 +201,7 @@ BASE = "--init runs/base --data chat.jsonl"
 WRONG = {
     "--data chat.jsonl": "mjax sft trains a model further: add --init RUN",
     "--init runs/base": "there are no conversations; add --data FILE.jsonl",
-    "--init runs/none --data chat.jsonl": "runs/none/config.json does not exist",
+    "--init runs/none --data chat.jsonl": "runs/none does not exist",
     "--init runs/base --data missing.jsonl": "there is no file missing.jsonl",
     f"{BASE} --epochs 0": "--epochs is 0",
     f"{BASE} --data=a.jsonl": "--data.path is given twice",

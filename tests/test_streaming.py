@@ -86,7 +86,7 @@ def kinds():
 
 
 @pytest.mark.parametrize("kind", ["bytes", "byte-level", "sentencepiece", "Llama", "Gemma"])
-def test_what_is_shown_is_the_text(kind):
+def test_streamed_text_is_the_text(kind):
     """In every kind of tokenizer, for whole texts and for texts that end within a character."""
     (encode, decode), random = kinds()[kind], Random(0)
     for number in range(300):

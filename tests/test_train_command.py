@@ -82,7 +82,7 @@ def test_run_folder_holds_what_readme_says(uninterrupted, capsys):
     assert json.loads((left / "config.json").read_text())["model"]["hidden"] == 32
     start = json.loads((left / "environment.json").read_text())[-1]
     assert start["attention"] == "xla_blocks"
-    assert start["mesh"] == {"pipe": 1, "replica": 1, "data": 1, "expert": 1, "context": 1, "model": 1}
+    assert start["mesh"] == {"pipe": 1, "replicate": 1, "data": 1, "expert": 1, "context": 1, "model": 1}
     assert (left / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(entry.name for entry in (left / "checkpoints").iterdir()) == ["12", "8", "good.json"]
     capsys.readouterr()

@@ -22,8 +22,8 @@ from mjax.models.causal import CausalModel, Output
 from mjax.models.parts.attention import Attention
 from mjax.models.parts.positions import Positions
 from mjax.models.stack import stack
+from mjax.parallel.autodiff import rematerialize
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from mjax.parallel.overlap import rematerialize
 
 
 @register

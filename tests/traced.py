@@ -28,7 +28,7 @@ def equations(jaxpr, name=None):
 def writer(equation):
     """The innermost function of mjax on the stack when an operation was traced, but for those that take functions."""
     for frame in equation.source_info.traceback.frames:
-        if frame.file_name.startswith(MJAX) and not frame.file_name.endswith("/parallel/overlap.py"):
+        if frame.file_name.startswith(MJAX) and not frame.file_name.endswith("/parallel/autodiff.py"):
             return frame.function_name.partition(".<locals>.<")[0].replace("<locals>.", "")
     return "?"
 

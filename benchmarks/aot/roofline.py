@@ -22,7 +22,7 @@ from typing import NamedTuple
 from benchmarks.aot.hlo import CONTROL, Line, arrays_of, dims_of, groups_of
 from benchmarks.aot.kernels import FREE, MOVES, Kernels
 from mjax.cluster.hardware import Gpu
-from mjax.parallel import scopes
+from mjax.parallel import named_scopes
 from mjax.planner.ledger import find_source
 from mjax.planner.time import Rates, default_calibration
 
@@ -211,7 +211,7 @@ class _Replay:
             if all(_bytes(shapes.get(name, "")) < 64 for name in line.operands):
                 return FILLS
             return COPIES
-        return OPTIMIZER if part == scopes.OPTIMIZER else f"{part} {phase}".strip() or "other"
+        return OPTIMIZER if part == named_scopes.OPTIMIZER else f"{part} {phase}".strip() or "other"
 
     def _source(self, line: Line) -> str:
         inside = self.module.computations.get(line.attribute("calls") or "", [])

@@ -28,7 +28,7 @@ from mjax.checkpoint.mirror import read_folder
 from mjax.config import read_config
 from mjax.errors import PrintLine, UsageError
 from mjax.models.protocol import Model
-from mjax.parallel.random import key_words, mix
+from mjax.parallel.random import mix_bits, uint32_words
 from mjax.parallel.weights import combine, partition_trainable, trainable_only
 from mjax.step.precision import parameter_type
 from mjax.utils.files import path_below
@@ -181,7 +181,7 @@ def _digest(sums: Mapping[str, np.ndarray]) -> str:
 
 @jax.jit
 def _digest_sums(array: jax.Array) -> jax.Array:
-    bits = key_words(array)  # [*shape], or [*shape, 2] of float64
+    bits = uint32_words(array)  # [*shape], or [*shape, 2] of float64
     index = jnp.zeros((), jnp.uint32)
     for dim, size in enumerate(bits.shape):
         index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
@@ -191,5 +191,5 @@ def _digest_sums(array: jax.Array) -> jax.Array:
 @jax.jit
 def _hash_sums(bits: jax.Array, index: jax.Array) -> jax.Array:
     """Two sums modulo 2³² of hashed bits and indices, uint32 [2], the same in whatever order they are added."""
-    hashed = mix(bits ^ mix(index))
-    return jnp.stack([part.sum(dtype=jnp.uint32) for part in (hashed, mix(hashed))])
+    hashed = mix_bits(bits ^ mix_bits(index))
+    return jnp.stack([part.sum(dtype=jnp.uint32) for part in (hashed, mix_bits(hashed))])

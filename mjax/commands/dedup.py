@@ -2,8 +2,8 @@
 
 Exact duplicates have the same text, byte for byte. Near-duplicates have a Jaccard similarity of their shingles at or
 above a threshold (0.7 in arXiv 1909.08053, section 4): near_duplicates.py defines it, finds candidates and compares
-them. Similar pairs are joined into clusters, and the first document of each cluster is kept. So a removed document is
-at least as similar as the threshold to some other document of its cluster, which need not be the one that was kept.
+them. Similar pairs are joined into clusters, and the first document of each cluster stays. So a removed document is
+at least as similar as the threshold to some other document of its cluster, not necessarily the one that stays.
 
 The corpus is read three times, by tasks that share it (tasks.py). Between the readings tasks share the digests and the
 bands by ranges of their values, sorted in the first reading, so that equal ones meet in one task:
@@ -14,7 +14,7 @@ bands by ranges of their values, sorted in the first reading, so that equal ones
     shingle, collect   candidates    → their shingles                           a file of 8 bytes a word
     compare, join      buckets       → pairs that are similar, joined to clusters; for a few bands, then for the others
     choose             what is needed of each document
-    write, explain     every text    → kept or removed, and why
+    write, explain     every text    → the output, and the removed documents with the reason
 
 Values of all documents are files that are mapped into memory. A task holds its share, and a part of all else at a time.
 """
@@ -22,7 +22,7 @@ Values of all documents are files that are mapped into memory. A task holds its 
 import hashlib
 from collections.abc import Iterator
 from functools import cached_property, partialmethod
-from itertools import pairwise, zip_longest
+from itertools import chain, pairwise, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,11 +30,11 @@ import numpy as np
 from mjax.commands.arguments import DedupArguments
 from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, parse, tasks
 from mjax.data.corpus.near_duplicates import EDGE, HASHES, ROUNDS, Bands, Shingles, begins, shingle_hashes
-from mjax.data.corpus.tasks import EXAMPLES, FilterJob, Tally, check_outputs, where_they_differ
+from mjax.data.corpus.tasks import EXAMPLES, RETAINED, FilterJob, Tally, check_outputs, where_they_differ
 from mjax.errors import RunError
 
 EXACT, NEAR = "exact duplicate", "near-duplicate"
-KEPT, SHOWN = 1, 2  # what is needed of a document: its line for the output, its text
+IN_OUTPUT, IN_REPORT = 1, 2  # why a document is read again
 PART = 2**22  # documents, pairs or values that a task holds at a time
 
 
@@ -57,7 +57,7 @@ class DedupJob(FilterJob):
     first      int64   of distinct documents, the first of its cluster
     similar    int64   the most similar document
     jaccard    float64 its similarity to that one; 0: none is at or above the threshold
-    needed     uint8   KEPT, SHOWN
+    needed     uint8   IN_OUTPUT, IN_REPORT
     """
 
     single = ("join", "join_others", "choose", "finish")
@@ -73,18 +73,20 @@ class DedupJob(FilterJob):
 
     def read(self, rank: int) -> tuple[list[int], MalformedLines]:
         """Write sorted digests and bands of a share, and signatures; returns the documents in each block."""
-        how, malformed, counts, digests, keys, places = self.arguments, self.sum_malformed(), [], [], [], []
+        arguments, malformed, counts, digests, keys, places = self.arguments, self.sum_malformed(), [], [], [], []
         with self.writing(rank, "signatures") as (stream,):
             for block in self.blocks(rank):
-                documents, lines = parse(block, how.key)
+                documents, lines = parse(block, arguments.key)
                 malformed.add(lines)
                 counts.append(len(documents))
                 file = self.corpus.names.index(block.file)
                 places += ((file, int(one.source.rpartition(":")[2]) if block.first else 0) for one in documents)
                 texts = [document.text for document in documents]
                 digests += (hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
-                if texts and not how.exact:
-                    signatures, of_bands = near_duplicates.sketch(texts, how.shingle_size, how.shingles, self.bands)
+                if texts and not arguments.exact:
+                    signatures, of_bands = near_duplicates.sketch(
+                        texts, arguments.shingle_size, arguments.shingles, self.bands
+                    )
                     signatures.tofile(stream)
                     keys.append(of_bands)
         values = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
@@ -109,12 +111,12 @@ class DedupJob(FilterJob):
 
     def group(self, rank: int) -> None:
         """Write the documents whose text an earlier one has, and the first that has it, for a range of digests."""
-        found = []
-        for other in range(self.tasks):
-            high, low, order = self.map_file("digests", other, np.uint64).reshape(3, -1)
+        parts = []
+        for task in range(self.tasks):
+            high, low, order = self.map_file("digests", task, np.uint64).reshape(3, -1)
             inside = _range(high, rank, self.tasks)
-            found.append((high[inside], low[inside], order[inside] + np.uint64(self.firsts[other])))
-        high, low, numbers = (np.concatenate(parts) for parts in zip(*found, strict=True))
+            parts.append((high[inside], low[inside], order[inside] + np.uint64(self.firsts[task])))
+        high, low, numbers = map(np.concatenate, zip(*parts, strict=True))
         order = np.lexsort((numbers, low, high))
         high, low, numbers = high[order], low[order], numbers[order].astype(np.int64)
         is_first = begins(high, low)
@@ -128,8 +130,8 @@ class DedupJob(FilterJob):
         """Put `same`, the signatures and the places of a share into the files of all."""
         begin, end = self.firsts[rank : rank + 2].tolist()
         same = np.arange(begin, end)
-        for other in range(self.tasks):
-            numbers, first = self.map_file("equal", other, np.int64).reshape(2, -1)
+        for task in range(self.tasks):
+            numbers, first = self.map_file("equal", task, np.int64).reshape(2, -1)
             inside = slice(*np.searchsorted(numbers, (begin, end)))
             same[numbers[inside] - begin] = first[inside]
         self.put_values("same", begin, same)
@@ -146,11 +148,11 @@ class DedupJob(FilterJob):
                 members.append([])
                 for keys, numbers in self._parts(rank, bands):
                     distinct = same[numbers] == numbers
-                    found = near_duplicates.make_buckets(keys[distinct], numbers[distinct])
-                    found.documents.tofile(documents)
-                    found.buckets.tofile(buckets)
-                    members[-1].append(len(found.documents))
-                    candidates = np.union1d(candidates, found.documents)
+                    band = near_duplicates.make_buckets(keys[distinct], numbers[distinct])
+                    band.documents.tofile(documents)
+                    band.buckets.tofile(buckets)
+                    members[-1].append(len(band.documents))
+                    candidates = np.union1d(candidates, band.documents)
         with self.writing(rank, "candidates") as (stream,):
             candidates.tofile(stream)
         return members
@@ -160,15 +162,15 @@ class DedupJob(FilterJob):
         bands = range(self.bands.count)[bands]
         ranges = max(-(-self.tasks // max(len(bands), 1)), -(-int(self.firsts[-1]) // PART))
         for part in range(rank, ranges * len(bands), self.tasks):
-            found = [(np.empty(0, np.uint64), np.empty(0, np.int64))]
-            for other in range(self.tasks):
-                shape = (-1, int(self.firsts[other + 1] - self.firsts[other]))
+            parts = [(np.empty(0, np.uint64), np.empty(0, np.int64))]
+            for task in range(self.tasks):
+                shape = (-1, int(self.firsts[task + 1] - self.firsts[task]))
                 if shape[1]:
-                    keys = self.map_file("keys", other, np.uint64).reshape(shape)[bands[part % len(bands)]]
-                    documents = self.map_file("documents", other, np.uint32).reshape(shape)[bands[part % len(bands)]]
+                    keys = self.map_file("keys", task, np.uint64).reshape(shape)[bands[part % len(bands)]]
+                    documents = self.map_file("documents", task, np.uint32).reshape(shape)[bands[part % len(bands)]]
                     inside = _range(keys, part // len(bands), ranges)
-                    found.append((keys[inside], documents[inside] + self.firsts[other]))
-            yield tuple(np.concatenate(each) for each in zip(*found, strict=True))
+                    parts.append((keys[inside], documents[inside] + self.firsts[task]))
+            yield tuple(map(np.concatenate, zip(*parts, strict=True)))
 
     def _read_again(self, rank: int, values: np.ndarray) -> Iterator[tuple[np.ndarray, list[Document]]]:
         """Read a share again: the documents of its blocks, each with its part of `values` [documents of the share]."""
@@ -184,16 +186,16 @@ class DedupJob(FilterJob):
     def shingle(self, rank: int) -> int:
         """Write the distinct shingles of the candidates in a share, and where each ends; returns the candidates."""
         begin, end = self.firsts[rank : rank + 2].tolist()
-        wanted, sizes, how = np.zeros(end - begin, bool), np.zeros(end - begin, np.int64), self.arguments
-        for other in range(self.tasks):
-            numbers = self.map_file("candidates", other, np.int64)
+        wanted, sizes, arguments = np.zeros(end - begin, bool), np.zeros(end - begin, np.int64), self.arguments
+        for task in range(self.tasks):
+            numbers = self.map_file("candidates", task, np.int64)
             wanted[numbers[slice(*np.searchsorted(numbers, (begin, end)))] - begin] = True
         rows = iter(np.flatnonzero(wanted).tolist())
         with self.writing(rank, "shingles", "ends") as (stream, ends):
             for want, documents in self._read_again(rank, wanted):
                 texts = [document.text for document, wants in zip(documents, want, strict=True) if wants]
                 if texts:
-                    hashes, offsets = shingle_hashes(texts, how.shingle_size, how.shingles)
+                    hashes, offsets = shingle_hashes(texts, arguments.shingle_size, arguments.shingles)
                     for start, stop in pairwise(offsets):
                         distinct = np.unique(hashes[start:stop])
                         distinct.tofile(stream)
@@ -255,9 +257,10 @@ class DedupJob(FilterJob):
         )
         for edges in (part for turn in range(len(ROUNDS)) for part in self._edges(turn)):
             best = near_duplicates.most_similar(edges)
-            one, other, found = (best[name] for name in ("one", "other", "jaccard"))
-            better = (found > jaccard[one]) | ((found == jaccard[one]) & (other < similar[one]))
-            similar[one[better]], jaccard[one[better]] = other[better], found[better]
+            document, other, value = (best[name] for name in ("one", "other", "jaccard"))
+            known = jaccard[document]
+            better = (value > known) | ((value == known) & (other < similar[document]))
+            similar[document[better]], jaccard[document[better]] = other[better], value[better]
 
     def _all_documents(self) -> Iterator[slice]:
         """The documents in parts of at most PART."""
@@ -274,10 +277,10 @@ class DedupJob(FilterJob):
         exact = same != numbers
         if self.arguments.exact:
             return Fate(numbers, same, same, np.ones(len(same)), exact, np.zeros(len(same), bool))
-        instead, found = self.values("first")[same], self.values("jaccard", np.float64)[part]
+        instead, jaccard = self.values("first")[same], self.values("jaccard", np.float64)[part]
         near = (instead != numbers) & ~exact
         similar = np.where(near, self.values("similar")[part], same)
-        return Fate(numbers, instead, similar, np.where(near, found, 1.0), exact, near)
+        return Fate(numbers, instead, similar, np.where(near, jaccard, 1.0), exact, near)
 
     def choose(self, rank: int) -> dict[str, Any]:
         """Decide what is needed of each document; returns counts of near-duplicates, and the documents to show."""
@@ -286,7 +289,7 @@ class DedupJob(FilterJob):
         shown, by_jaccard = {EXACT: [], NEAR: []}, np.zeros(6, np.int64)
         for part in self._all_documents():
             fate = self.fate(part)
-            needed[fate.numbers] |= np.where(fate.retained, KEPT, 0).astype(np.uint8)
+            needed[fate.numbers] |= np.where(fate.retained, IN_OUTPUT, 0).astype(np.uint8)
             np.add.at(sizes, fate.instead[~fate.exact], 1)
             by_jaccard += np.histogram(fate.jaccard[fate.near], edges)[0]
             # Examples are the least similar near-duplicates, the most doubtful removals.
@@ -295,9 +298,9 @@ class DedupJob(FilterJob):
                 some = some[np.argsort(fate.jaccard[some], kind="stable")[:EXAMPLES]]
                 columns = (column[some].tolist() for column in (fate.jaccard, fate.numbers, fate.similar))
                 shown[name] = sorted([*shown[name], *zip(*columns, strict=True)])[:EXAMPLES]
-        for _, number, similar in (each for name in shown for each in shown[name]):
-            needed[[number, similar]] |= SHOWN
-        examples = {name: [number for _, number, _ in each] for name, each in shown.items()}
+        for _, number, similar in chain(*shown.values()):
+            needed[[number, similar]] |= IN_REPORT
+        examples = {name: [number for _, number, _ in rows] for name, rows in shown.items()}
         largest, clusters = 0, 0
         for part in self._all_documents():
             clusters += int((sizes[part] > 1).sum())
@@ -305,23 +308,23 @@ class DedupJob(FilterJob):
         return {"examples": examples, "clusters": clusters, "largest": largest, "by_jaccard": by_jaccard.tolist()}
 
     def write(self, rank: int) -> tuple[dict[str, Tally], dict[int, str]]:
-        """Write the documents of a share that are kept.
+        """Write the retained documents of a share.
 
         Returns:
-          Counts of the share, and the texts of the documents that are SHOWN, by number.
+          Counts of the share, and the texts of the documents that are IN_REPORT, by number.
         """
         part = slice(*self.firsts[rank : rank + 2].tolist())
-        fate, tallies, texts = self.fate(part), {name: Tally(name) for name in ("read", EXACT, NEAR, "kept")}, {}
-        reasons = np.select([fate.exact, fate.near], [EXACT, NEAR], "kept").tolist()
+        fate, tallies, texts = self.fate(part), {name: Tally(name) for name in ("read", EXACT, NEAR, RETAINED)}, {}
+        reasons = np.select([fate.exact, fate.near], [EXACT, NEAR], RETAINED).tolist()
         needed, row = self.values("needed", np.uint8)[part], 0
-        with self.writing(rank, "kept") as (kept,):
+        with self.writing(rank, RETAINED) as (stream,):
             for wanted, documents in self._read_again(rank, needed):
                 for document, need in zip(documents, wanted.tolist(), strict=True):
                     tallies["read"].add(document.text)
                     tallies[reasons[row]].add(document.text)
-                    if need & KEPT:
-                        kept.write(tasks.document_line(document, self.corpus.key))
-                    if need & SHOWN:
+                    if need & IN_OUTPUT:
+                        stream.write(tasks.document_line(document, self.corpus.key))
+                    if need & IN_REPORT:
                         texts[part.start + row] = document.text
                     row += 1
         return tallies, texts
@@ -340,7 +343,7 @@ class DedupJob(FilterJob):
         return {
             "source": self._source(int(fate.numbers[row])),
             "reason": EXACT if fate.exact[row] else NEAR,
-            "kept": self._source(int(fate.instead[row])),
+            RETAINED: self._source(int(fate.instead[row])),
             "similar_to": self._source(int(fate.similar[row])),
             "jaccard": round(float(fate.jaccard[row]), 4),
         }
@@ -364,20 +367,20 @@ class DedupJob(FilterJob):
                 tally.examples.append({**self.story(fate, 0), "text": text, "similar_text": other})
         steps = [tallies[EXACT], *[tallies[NEAR]] * (not self.arguments.exact)]
         report = {"command": "dedup", "inputs": self.corpus.names, "read": tallies["read"]}
-        report |= {"removed": steps, "kept": tallies["kept"]}
+        report |= {"removed": steps, RETAINED: tallies[RETAINED]}
         if not self.arguments.exact:
             report["near_duplicates"] = self._near_report(choice)
         return self.put_files(report, self.sum_malformed([malformed for _, malformed in self.results("read")]))
 
     def _near_report(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """The report's section about near-duplicates: how they were found, and how many."""
-        how, bands = self.arguments, self.bands
-        edges = np.linspace(how.threshold, 1, 7)
+        """The report's section about near-duplicates: method and counts."""
+        arguments, bands = self.arguments, self.bands
+        edges = np.linspace(arguments.threshold, 1, 7)
         turns = ("compare", "compare_others")
         ranges = (f"{low:.3g} to {high:.3g}" for low, high in pairwise(edges))
         return {
-            "threshold": how.threshold,
-            "shingles": f"{how.shingle_size} {how.shingles}",
+            "threshold": arguments.threshold,
+            "shingles": f"{arguments.shingle_size} {arguments.shingles}",
             "hashes": HASHES,
             "bands": bands.count,
             "rows": bands.rows,
@@ -407,7 +410,7 @@ class Fate(NamedTuple):
     """The fate of some documents.
 
     Attributes:
-      numbers, instead, similar: the documents, what is kept in place of each, and the most similar one, int64.
+      numbers, instead, similar: the documents, the one that stays instead of each, and the most similar one, int64.
       jaccard: its similarity, float64.
       exact, near: whether each is removed, and why; bool.
     """
@@ -426,5 +429,5 @@ class Fate(NamedTuple):
 
 def _range(keys: np.ndarray, part: int, parts: int) -> slice:
     """The place of the `part`-th of `parts` equal ranges of all uint64 in the sorted `keys`."""
-    begin, end = (np.uint64(min(each * 2**64 // parts, 2**64 - 1)) for each in (part, part + 1))
+    begin, end = (np.uint64(min(number * 2**64 // parts, 2**64 - 1)) for number in (part, part + 1))
     return slice(int(np.searchsorted(keys, begin)), int(np.searchsorted(keys, end)) if part + 1 < parts else len(keys))

@@ -42,7 +42,7 @@ class DoctorArguments:
     file."""
     runs: Path = Path("runs")
     """Folder that contains the run folders, for checkpoints; or one run folder, to resume it."""
-    limit: Annotated[float, Bounds(gt=0, le=31_536_000)] = 120.0
+    timeout: Annotated[float, Bounds(gt=0, le=31_536_000)] = 120.0
     """Time limit of each check, in seconds; at most a year."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object."""
@@ -59,11 +59,13 @@ def doctor(arguments: DoctorArguments) -> int:
     console = Console(highlight=False, soft_wrap=True, quiet=arguments.json)
     findings = []
     with console.status("starting …") as status:
-        facts = MachineInfo(config, arguments.config or "", arguments.runs, arguments.limit)
+        facts = MachineInfo(config, arguments.config or "", arguments.runs, arguments.timeout)
         for finding in examine(facts, lambda check: status.update(f"checking {check} …")):
             findings.append(finding)
             _show(console, finding)
-    good, questionable, bad = (sum(each.status == status for each in findings) for status in (GREEN, YELLOW, RED))
+    good, questionable, bad = (
+        [finding.status for finding in findings].count(status) for status in (GREEN, YELLOW, RED)
+    )
     end = "fix what is marked ✗ before training" if bad else "ready to train"
     console.print(f"\n{good} ok, {questionable} to look at, {bad} to fix: {end}")
     if arguments.json:

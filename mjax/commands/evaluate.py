@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from rich.progress import MofNCompleteColumn, TextColumn
 from mjax.commands.arguments import EvaluateArguments, PositionsOptions
 from mjax.config import load_user_model, read_settings
 from mjax.config.bounds import check_bounds
-from mjax.errors import UsageError, check_picture, either, name_arguments
+from mjax.errors import UsageError, check_options, check_picture, either, name_arguments
 from mjax.tasks import labelled
 from mjax.tasks.interface import FOR_TEXT, Metric, Task
 from mjax.tasks.zero_shot import Lambada, Perplexity, Positions, WikiText103
@@ -53,7 +54,7 @@ def evaluate(arguments: EvaluateArguments) -> int:
     return 0
 
 
-@name_arguments("step", "task", "predictions", "stride", "figure", "tokenizer")
+@name_arguments(*(field.name for field in fields(EvaluateArguments)))
 def score_task(folder: str | Path, task: str, data: str, **options) -> dict[str, Any]:
     """Metrics of a task by name, as `mjax evaluate --json` prints them.
 
@@ -66,14 +67,17 @@ def score_task(folder: str | Path, task: str, data: str, **options) -> dict[str,
     Raises:
       UsageError: as on the command line.
     """
-    arguments = EvaluateArguments(checkpoint=resolve_parents(Path(folder)), task=task, data=str(data), **options)
+    check_options("evaluate", options, [field.name for field in fields(EvaluateArguments)])
+    arguments = EvaluateArguments(run=resolve_parents(Path(folder)), task=task, data=str(data), **options)
     _check(arguments)
     return {metric.name: metric.value for metric in _measure(arguments)[1]}
 
 
 def _check(arguments: EvaluateArguments) -> None:
     """Refuse flags that do not go together."""
-    labelled.check_name(arguments.task, [*TEXT_TASKS, *labelled.TASKS])
+    harness = f"`mjax lm-eval --run {arguments.run} --tasks {arguments.task}`"
+    known = [*TEXT_TASKS, *labelled.TASKS]
+    labelled.check_name(arguments.task, known, f", or a task of the lm-evaluation-harness: {harness}")
     check_bounds(arguments.positions, "--positions.")
     flags = {
         "--predictions": (arguments.predictions is not None, labelled.TASKS),
@@ -83,7 +87,7 @@ def _check(arguments: EvaluateArguments) -> None:
     }
     for flag, (is_given, tasks) in flags.items():
         if is_given and arguments.task not in tasks:
-            raise UsageError(f"{flag} is for {either(tasks)}; leave it out")
+            raise UsageError(f"{flag} is for {either(tasks)}; remove it")
     if arguments.figure is not None:
         check_picture("--figure", arguments.figure)
 
@@ -99,9 +103,9 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
 
     # --- The run and the file -----------------------------------------------------------------------------------------
     notices = Console(stderr=True, highlight=False, quiet=not processes.is_first())
-    say = partial(notices.print, markup=False, soft_wrap=True)
-    run, is_labelled = arguments.checkpoint, arguments.task in labelled.TASKS
-    load_user_model(arguments.config, run, say)
+    notify = partial(notices.print, markup=False, soft_wrap=True)
+    run, is_labelled = arguments.run, arguments.task in labelled.TASKS
+    load_user_model(arguments.config, run, notify)
     saved = read_settings(run / "config.json") if is_labelled else read_run(run, *FOR_TEXT)
     tokenizer = run_tokenizer(run, saved.model, arguments.tokenizer)
     with notices.status(f"reading {arguments.data}"):
@@ -118,7 +122,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
             size, unit = sum(map(len, task.passes)), "windows"
     if is_labelled:
         for note in task.notes:
-            say(note)
+            notify(note)
         if task.with_head(saved.model) != saved.model:
             tuned = f"mjax finetune --task {arguments.task}"
             raise UsageError(f"{run} was not fine-tuned for {arguments.task}; give the folder best of {tuned}")
@@ -127,9 +131,9 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
 
     # --- The mesh and the weights -------------------------------------------------------------------------------------
     config = inference_config(saved, arguments.mesh, arguments.attention, arguments.micro_batch, arguments.compute)
-    config = with_kernel(config, say)
+    config = with_kernel(config, notify)
     scorer = scorer_of(config, make_mesh(config.mesh))
-    step, model = restore_weights(run, scorer.abstract_model, arguments.step, say)
+    step, model = restore_weights(run, scorer.abstract_model, arguments.step, notify)
 
     # --- Scores, metrics, predictions and pictures --------------------------------------------------------------------
     columns = MofNCompleteColumn(), TextColumn(unit)
@@ -141,23 +145,23 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     metrics = task.metrics(scores)
     if processes.is_first() and arguments.predictions is not None:
         for file in labelled.write_predictions(arguments.predictions, task, scores):
-            say(f"predictions  {file}")
+            notify(f"predictions  {file}")
     if processes.is_first() and arguments.figure is not None:
         task.draw(scores, arguments.figure, f"{run}, step {step:,}, on {arguments.data}")
-        say(f"picture  {arguments.figure}")
+        notify(f"picture  {arguments.figure}")
     return step, metrics
 
 
 def report(arguments: EvaluateArguments, step: int, metrics: Sequence[Metric]) -> None:
     """Print the metrics, as one JSON object or as a table."""
-    about = {"task": arguments.task, "data": arguments.data, "checkpoint": str(arguments.checkpoint), "step": step}
+    about = {"task": arguments.task, "data": arguments.data, "checkpoint": str(arguments.run), "step": step}
     if arguments.json:
         values = {metric.name: metric.value for metric in metrics}
         infinite = {name for name, value in values.items() if value == math.inf}  # which JSON cannot say
         print(json.dumps(about | values | dict.fromkeys(infinite), ensure_ascii=False))
         return
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{arguments.task} on {arguments.data}: {arguments.checkpoint}, step {step}\n", markup=False)
+    console.print(f"{arguments.task} on {arguments.data}: {arguments.run}, step {step}\n", markup=False)
     lines = [metric for metric in metrics if not isinstance(metric.value, list)]
     if not lines:  # predictions only
         console.print("no metrics: the file has no labels")

@@ -58,26 +58,26 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
 
     # --- The run, the recipe and the files ----------------------------------------------------------------------------
     console = non_fatal_console(sys.stderr, processes.is_first())
-    say = lambda line: console.print(line, markup=False)  # noqa: E731
-    run = arguments.checkpoint
+    notify = lambda line: console.print(line, markup=False)  # noqa: E731
+    run = arguments.run
     named = run if run.name else run.absolute()  # the current folder has no name
     near = Path() if find_address(named) else named.parent  # not into the cache of a store, which is evicted
     output = arguments.output or near / f"{named.name}-{arguments.task}"
     check_run_folder(output)
     saved = read_run(run, False, "and labelled tasks need a BERT")
     tokenizer = run_tokenizer(run, saved.model, flag=None)
-    recipe = recipes.resolve_recipe(arguments, saved, say)
+    recipe = recipes.resolve_recipe(arguments, saved, notify)
     with console.status(f"reading the files of {arguments.task}"):
         task = open_task(arguments.task, arguments.train, arguments.validation, tokenizer, recipe.sequence)
     for note in task.notes:
-        say(note)
+        notify(note)
     recipes.check_task(task, recipe)
 
     # --- Devices ------------------------------------------------------------------------------------------------------
     config = recipes.finetuning_config(arguments, saved, task, recipe)
     validate(config)
     check_enough_devices(config.mesh)
-    config = with_kernel(config, say)
+    config = with_kernel(config, notify)
 
     # --- Seeds --------------------------------------------------------------------------------------------------------
     request = recipes.read_request(arguments, recipe, len(task.train), config.precision.compute)
@@ -86,7 +86,7 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
         check_shared(watchdog, output)
     with contextlib.ExitStack() as stack:
         if processes.is_first():
-            stack.enter_context(lock_folder(output, say))
+            stack.enter_context(lock_folder(output, notify))
         request = recipes.with_start_step(request, output)
         tuning = Finetuning(config, saved, task, request, output, console, watchdog)
         for number in range(arguments.seeds):
@@ -111,6 +111,6 @@ def _task_facts(arguments: FinetuneArguments, task: LabelledTask) -> Facts:
     words = {
         **{f"--{name}": str(getattr(arguments, name)) for name in ("task", "seed", "seeds", "epochs", "step")},
         "--train and --validation hold": digest.hexdigest()[:16],
-        "--checkpoint holds": checkpoint_label(arguments.checkpoint),
+        "--run holds": checkpoint_label(arguments.run),
     }
     return {name: (value, value) for name, value in words.items()}

@@ -23,25 +23,61 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 
 import tyro
 
-from mjax.config.bounds import check_bounds, is_unsectioned, section_fields
+from mjax.config.bounds import check_bounds, describe_choice, is_unsectioned, section_fields
 from mjax.config.marks import FILE_ONLY, PLANNED, RUN_SYNONYMS, Mark, Synonyms
 from mjax.config.model import KIND_FLAG, REGISTRY
 from mjax.config.plain_values import describe, fits, get_type_hints
+from mjax.config.run import RENAMED, RENAMED_VALUES, available_configs
 from mjax.errors import UsageError, either, suggestion
 from mjax.utils.files import resolve_parents
 
 T = TypeVar("T")
 WIDTH_OF_HELP = 110
+NO_FLAG = {
+    "tokenizer-type tokenizer-model tokenizer-name tokenizer-path vocab-file merge-file": (
+        "the data have a tokenizer, that of `mjax prepare --tokenizer`"
+    ),
+    "nproc-per-node nnodes node-rank master-addr master-port": (
+        "type --distributed.coordinator HOST:PORT, --distributed.processes and --distributed.process, or use a launcher"
+    ),
+    "normalization position-embedding-type group-query-attention": "use --model.kind llama",
+    "overlap-grad-reduce overlap-param-gather tp-comm-overlap compile compile.enable torch-compile transformer-impl "
+    "use-mcore-models distributed-backend dataloader-num-workers num-workers do-train": "leave it out",
+}
+"""Names of other programs for what no field says, and what to do instead."""
+OLD_FLAGS = {
+    "train": "resume=run",
+    "sft": "resume=run template=chat-template turns=train-on",
+    "prepare": "longest=max-length template=chat-template too-long=overflow turns=train-on",
+    "clean": "keep=filter minimum-tokens=min-tokens",
+    "evaluate": "checkpoint=run overlap=stride",
+    "lm-eval": "checkpoint=run",
+    "finetune": "checkpoint=run",
+    "from-hf": "draw-heads=init-missing-heads",
+    "generate": "checkpoint=run",
+    "plan": "keep=fix longest=max-sequence-on",
+    "doctor": "limit=timeout",
+}
+"""Flags of mjax 0.2.0 by command, and their names since. They are accepted until 0.4.0."""
+OLD_FIELDS = {
+    f"{section}.{old}".replace("_", "-"): f"{section}.{new}".replace("_", "-")
+    for section, names in RENAMED.items()
+    for old, new in names.items()
+}
+SHORT_AXES = {
+    "mesh.pp": "mesh.pipe", "mesh.dp": "mesh.data", "mesh.tp": "mesh.model", "mesh.cp": "mesh.context",
+    "mesh.ep": "mesh.expert",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunArguments:
     """Flags of the commands that use a trained model."""
 
-    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"]), RUN_SYNONYMS]
+    run: Annotated[Path, RUN_SYNONYMS]
     """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """The file that defines a model of your own; every setting stays that of the run."""
+    """The file that defines the run's model, if it is yours; every setting stays that of the run."""
     step: int | None = None
     """Checkpoint to use; by default the newest intact one."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
@@ -51,18 +87,29 @@ class RunArguments:
 def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
     """The dataclass `cls` from the command line; `--help` ends the process, as in tyro.
 
-    A class with more flags than a screen has lines says which are `usual`, by topic, and gives `examples`; its --help
-    shows these, and --help-all every flag. Defaults that follow from other flags are `derived`.
+    A class with more flags than a screen has lines says which are `usual`, by topic; its --help shows these, and
+    --help-all every flag. A class with required flags has `examples`. Defaults that follow from other flags are
+    `derived`.
 
     Raises:
-      UsageError: a flag does not exist in `cls`, or a number is out of its bounds.
+      UsageError: a flag does not exist in `cls` or is missing, or a number is out of its bounds.
     """
     if {"-h", "--help", "--help-all"} & set(argv):
         short = "--help-all" not in argv and hasattr(cls, "usual")
-        print((_short_help if short else _whole_help)(cls, default, prog))
+        print((_short_help if short else _whole_help)(cls, default, prog), flush=True)
         raise SystemExit(0)
-    _check(argv, {flag.name: flag for flag in list_fields(cls, default)}, prog)
-    parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
+    fields = {flag.name: flag for flag in list_fields(cls, default)}
+    _check(argv, fields, prog)
+    default = tyro.MISSING_NONPROP if default is None else default
+    try:
+        parsed, rest = tyro.cli(cls, args=argv, default=default, return_unknown_args=True, console_outputs=False)
+    except SystemExit:  # after a box with all flags
+        typed, example = flag_names(argv), getattr(cls, "examples", [f"{prog} --help"])[0]
+        required = [flag for flag in fields.values() if flag.default is dataclasses.MISSING and flag.name not in typed]
+        needed = either(map(_format_required, required), "and") if required else "its arguments in another form"
+        raise UsageError(f"{prog} needs {needed}; type {example}") from None
+    if rest:
+        raise UsageError(f"{rest[0]} belongs to no flag of {prog}; {_flag_for(rest[0], fields, prog)}")
     check_bounds(parsed)
     paths = {name: value for name, value in vars(parsed).items() if isinstance(value, Path)}
     return dataclasses.replace(parsed, **{name: resolve_parents(path) for name, path in paths.items()})
@@ -79,8 +126,24 @@ def parse_known(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[s
     flags = {flag.name: flag for flag in list_flags(cls, None)}
     for name, words, _ in _words(argv):
         if name in flags:
-            _check_value(name, words, flags[name].kind)
+            _check_value(flags[name], words)
     return tyro.cli(cls, args=argv, prog=prog, return_unknown_args=True, add_help=False)
+
+
+def rename_old_flags(argv: Sequence[str], prog: str) -> list[str]:
+    """Return `argv` with today's names of flags, and full names of axes; a line on stderr reports each old one."""
+    of_command = dict(pair.split("=") for pair in OLD_FLAGS.get(prog.rpartition(" ")[2], "").split())
+    renamed, words = SHORT_AXES | OLD_FIELDS | of_command, []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        typed = flag.removeprefix("--").replace("_", "-") if flag.startswith("--") else ""
+        if name := renamed.get(_positive(typed)):
+            name = name if typed == _positive(typed) else _negative(name)
+            if typed not in SHORT_AXES:
+                print(f"note: {flag} is now --{name}; mjax 0.4 will not accept {flag}", file=sys.stderr)
+            flag = f"--{name}"
+        words.append(f"{flag}{equals}{value}")
+    return words
 
 
 def flag_names(argv: Sequence[str]) -> set[str]:
@@ -109,31 +172,48 @@ def _words(argv: Sequence[str]) -> list[tuple[str, list[str], bool]]:
 
 
 def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
-    """Refuse unknown flags, values of another type or number, and lists given twice; tyro prints a box for the rest."""
+    """Refuse unknown flags, values of another type or number, and lists given twice."""
     flags, lists = {name: flag for name, flag in fields.items() if not flag.hidden}, set()
     for name, words, joined in _words(argv):
         flag, switch = flags.get(name), flags.get(_positive(name))
         if flag is None and (switch is None or switch.kind is not bool):
-            raise UsageError(f"{prog} has no --{name}{_instead(name, words, fields, prog)}")
+            raise UsageError(_explain_unknown(name, words, fields, prog))
         if flag is None or flag.kind is bool:
             if words and (joined or words[0].lower() in ("true", "false")):
                 switches = f"--{_positive(name)} or --{_negative(_positive(name))}"
                 raise UsageError(f"--{name} {words[0]}: it takes no value; type {switches}")
             continue
+        if new := RENAMED_VALUES.get(name.replace("-", "_"), {}).get("".join(words[:1])):
+            raise UsageError(f"--{name} {words[0]} has a new name; type --{name} {new}")
         if name in lists:
             raise UsageError(f"--{name} is given twice; give all values after one: --{name} A B")
         if "." in name and any(... in get_args(option) for option in _options(flag.kind)):  # others may add up
             lists.add(name)
-        _check_value(name, words, flag.kind)
+        _check_value(flag, words)
 
 
-def _check_value(name: str, words: Sequence[str], kind: Any) -> None:
-    """Refuse words of another type or number than a flag of this kind takes."""
-    if not any(_accepts(option, words) for option in _options(kind)):
-        options = [option for option in _options(kind) if option is not types.NoneType]
-        several = len(get_args(options[0])) if get_origin(options[0]) is tuple else 1
-        typed = " ".join([f"--{name}", *words[:several]])
-        raise UsageError(f"{typed}: it takes {' or '.join(map(_describe_option, options))}")
+def _check_value(flag: Flag, words: Sequence[str]) -> None:
+    """Refuse words of another type or number than this flag takes."""
+    needs_word = tyro.conf.UseAppendAction in flag.marks
+    if (words or not needs_word) and any(_accepts(option, words) for option in _options(flag.kind)):
+        return
+    option, typed = _options(flag.kind)[0], f"--{flag.name}"
+    if get_origin(option) is Literal and words:
+        raise UsageError(describe_choice(typed, words[0], get_args(option), flag.marks))
+    example = f"{typed} {_example(flag)}"
+    if get_origin(option) is tuple and not needs_word:
+        raise UsageError(f"{' '.join([typed, *words[: len(get_args(option))]])} needs {flag.form}, such as {example}")
+    if not words:
+        raise UsageError(f"{typed} needs a value, such as {example}")
+    raise UsageError(f"{typed} {words[0]} is not {describe(option)}; write {example}")
+
+
+def _example(flag: Flag) -> str:
+    """A value of a flag: its default, or that of its docstring, or a form of it."""
+    if flag.default not in (None, "", (), dataclasses.MISSING):
+        return str(flag.default)
+    known = re.search(r"such as ([\w./-]+( \d+)*)", flag.text)
+    return known[1].rstrip(".") if known else flag.form
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
@@ -159,11 +239,18 @@ def _plain(word: str) -> Any:
     return None if word == "None" else word
 
 
-def _describe_option(kind: Any) -> str:
-    """'a whole number', '3 whole numbers', 'one of bf16, fp16'."""
-    if get_origin(kind) is tuple and ... not in get_args(kind):
-        return f"{len(get_args(kind))} {_describe_option(get_args(kind)[0]).removeprefix('a ')}s"
-    return describe(str if kind is Path else kind)
+def _format_required(flag: Flag) -> str:
+    """`--run RUN`, or the form of a positional argument."""
+    return f"--{flag.name} {_form(flag.marks)}".rstrip() if not flag.hidden else _form(flag.marks)
+
+
+def _flag_for(word: str, fields: dict[str, Flag], prog: str) -> str:
+    """The flag to type before a word that belongs to none."""
+    if "config" in fields and word in available_configs():
+        return f"type --config {word}"
+    if "run" in fields and (Path(word) / "config.json").is_file():
+        return f"type --run {word}"
+    return f"`{prog} --help` lists its flags"
 
 
 def _positive(name: str) -> str:
@@ -178,40 +265,52 @@ def _negative(name: str) -> str:
     return f"{section}{dot}no-{knob}"
 
 
-def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str) -> str:
-    """The flag to type instead of an unknown one."""
-    if (field := fields.get(_positive(name.lower()))) and field.hidden:  # not on the command line
-        return f"; {field.hidden}"
-    flags, last = [flag for flag in fields.values() if not flag.hidden], name.lower().rpartition(".")[2]
-    if matches := _match_flags(name.lower(), "".join(words[:1]), flags):
-        return "; type " + either([_format_flag(flag, value, len(matches) > 1) for flag, value in matches])
+def _explain_unknown(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str) -> str:
+    """The sentence about an unknown flag, with the one to type instead."""
+    typed, name, unknown = name, name.lower(), f"{prog} has no --{name}"
+    if (field := fields.get(_positive(name))) and field.hidden:  # not on the command line
+        return f"{unknown}; {field.hidden}"
+    if name != _positive(name) and _positive(name) in fields:
+        return f"{unknown}; type --{name}"
+    flags, last = [flag for flag in fields.values() if not flag.hidden], name.rpartition(".")[2]
+    if matches := _match_flags(name, words, flags):
+        return f"{unknown}; type " + either([_format_flag(flag, value, len(matches) > 1) for flag, value in matches])
     for flag in fields.values():
-        if last == flag.name.rpartition(".")[2] or _translate_value(flag.marks, last, "") is not None:
-            return f"; {flag.hidden}"
-    for field, kinds in _model_fields(last).items():
-        known = "" if field == last else f"--model.{field}, "
-        return f" for this model; it is {known}for {KIND_FLAG} {either(kinds)}: leave it out"
-    close = suggestion(name, sorted(flag.name for flag in flags)).replace("'", "--", 1).replace("'", "")
-    return f"{close or f'; `{prog} --help` lists its flags'}"
+        if last == flag.name.rpartition(".")[2] or _translate_value(flag.marks, name, "") is not None:
+            return f"{unknown}; {flag.hidden}"
+    for names, advice in NO_FLAG.items():
+        if {name, last} & set(names.split()):
+            return f"{unknown}; {advice}"
+    for field, kinds in _model_fields(name).items():
+        models = f"an option of {either(kinds)} models"
+        return f"--model.{field} is {models}; remove it, or choose one: {KIND_FLAG} {kinds[0]}"
+    near = suggestion(typed, sorted(flag.name for flag in flags), f"`{prog} --help` lists its flags", "--{}")
+    return f"{unknown}; {near}"
 
 
-def _match_flags(name: str, value: str, flags: Sequence[Flag]) -> list[tuple[Flag, str]]:
+def _match_flags(name: str, words: Sequence[str], flags: Sequence[Flag]) -> list[tuple[Flag, str]]:
     """Flags that have a name elsewhere, or without its section, each with its value; of its section if there are."""
     section, _, last = name.rpartition(".")
-    matches = [(flag, known) for flag in flags if (known := _translate_value(flag.marks, last, value)) is not None]
-    matches = matches or [(flag, value) for flag in flags if flag.name.rpartition(".")[2] == last]
+    given = [(flag, " ".join(words if get_origin(_options(flag.kind)[0]) is tuple else words[:1])) for flag in flags]
+    matches = [
+        (flag, known) for flag, value in given if (known := _translate_value(flag.marks, name, value)) is not None
+    ]
+    matches = matches or [(flag, value) for flag, value in given if flag.name.rpartition(".")[2] == last]
     return [match for match in matches if match[0].name.startswith(f"{section}.")] or matches
 
 
 def _translate_value(marks: Sequence, name: str, given: str) -> str | None:
     """The value to type for a field in place of `name`, which it has elsewhere; None: it has no such name."""
-    return next((mark.value(name, given) for mark in marks if isinstance(mark, Synonyms)), None)
+    names = name, name.rpartition(".")[2]
+    values = (mark.value(part, given) for mark in marks if isinstance(mark, Synonyms) for part in names)
+    return next((value for value in values if value is not None), None)
 
 
 def _format_flag(flag: Flag, value: str, of_several: bool) -> str:
     """A flag and its value; its meaning, where one of several has to be chosen or the value would be another."""
     meaning = re.split(r"[.;]( |$)" if of_several else r"\.( |$)", flag.text)[0]
-    meaning = f" ({meaning[0].lower()}{meaning[1:]})" if of_several or not value else ""
+    needed = of_several or not (value or flag.kind is bool)
+    meaning = f" ({meaning[0].lower()}{meaning[1:]})" if needed else ""
     return f"--{flag.name}{f' {value}' if value and flag.kind is not bool else ''}{meaning}"
 
 
@@ -220,7 +319,7 @@ def _model_fields(name: str) -> dict[str, list[str]]:
     kinds: dict[str, list[str]] = {}
     for kind, cls in REGISTRY.items():
         for _, flag, _, marks in section_fields(cls):
-            if flag == name or _translate_value(marks, name, "") is not None:
+            if flag == name.rpartition(".")[2] or _translate_value(marks, name, "") is not None:
                 kinds.setdefault(flag, []).append(kind)
     return kinds
 
@@ -237,8 +336,12 @@ def _short_help(cls: type, default: object, prog: str) -> str:
         for flag in map(known.get, names):
             sentence = flag.text.partition(". ")[0].rstrip(".")
             lines += _entry(f"--{flag.name} {flag.form}".rstrip(), sentence + _format_default(cls, flag))
-    lines += ["", "examples:", *(f"  {example}" for example in cls.examples)]
-    return "\n".join([*lines, "", f"{len(known)} flags in all: {prog} --help-all"])
+    return "\n".join([*lines, *_examples(cls), "", f"{len(known)} flags in all: {prog} --help-all"])
+
+
+def _examples(cls: type) -> list[str]:
+    examples = [f"  {example}" for example in getattr(cls, "examples", ())]
+    return ["", "examples:", *examples] if examples else []
 
 
 def _whole_help(cls: type, default: object, prog: str) -> str:
@@ -249,10 +352,8 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
         if tyro.conf.Positional in marks:
             positional[name] = _form(marks) or name.upper()
             sections[""] += _entry(positional[name], _field_texts(cls)[name])
-    by_field = lambda flag: (flag.owner, flag.field, flag.name.count("."))  # noqa: E731
-    for _, group in itertools.groupby(list_flags(cls, default), by_field):  # a flag and its aliases
-        flag, *aliases = group
-        typed = ", ".join(f"--{one.name}" for one in (*reversed(aliases), flag)) + f" {flag.form}".rstrip()
+    for flag in list_flags(cls, default):
+        typed = f"--{flag.name} {flag.form}".rstrip()
         if flag.kind is bool and flag.default is True:
             typed += f", --{_negative(flag.name)}"
         title = "required" if flag.default is dataclasses.MISSING else flag.name.rpartition(".")[0] or "flags"
@@ -263,7 +364,7 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
     for title, entries in sections.items():
         if entries:
             lines += ["", *([f"{title}:"] if title else []), *entries]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_examples(cls)])
 
 
 def _format_default(cls: type, flag: Flag) -> str:
@@ -277,7 +378,7 @@ def _format_default(cls: type, flag: Flag) -> str:
 
 
 def _entry(typed: str, text: str) -> list[str]:
-    """A flag and its text, in two columns; a long flag has a line of its own."""
+    """A flag and its text, in two columns; a long flag has a separate line."""
     before = [f"  {typed}"] if len(typed) > 33 else []
     typed = "" if before else f"  {typed}"
     column = " " * 37
@@ -293,7 +394,7 @@ class Flag(NamedTuple):
       default: `dataclasses.MISSING` if it is required.
       owner: the dataclass that has it as a `field`.
       marks: annotations of the field.
-      hidden: of a field that is no flag, what to do instead of typing it.
+      hidden: what to do instead of typing the name of a field that is not a flag.
     """
 
     name: str
@@ -316,7 +417,7 @@ class Flag(NamedTuple):
 
 
 def list_flags(cls: type, default: object, prefix: str = "") -> Iterator[Flag]:
-    """Every field of `cls` that is a flag, once for each of its names.
+    """Every field of `cls` that is a flag.
 
     A field may hold a subclass of its type, as the config's model does: its flags are those of `default`.
     """
@@ -326,13 +427,13 @@ def list_flags(cls: type, default: object, prefix: str = "") -> Iterator[Flag]:
 def list_fields(
     cls: type, default: object, prefix: str = "", hidden: str = "", without: Mark | None = None
 ) -> Iterator[Flag]:
-    """The flags of `cls`, and its fields that are no flags (`hidden`): by default those with the mark `cls.without`."""
+    """The flags of `cls`, and its other fields (`hidden`): by default those with the mark `cls.without`."""
     without = without or getattr(cls, "without", None)
     kinds = get_type_hints(cls)
     for field, (name, flag, _, marks) in zip(dataclasses.fields(cls), section_fields(cls), strict=True):
         kind = kinds[name]
         value = getattr(default, name, None) if default is not None else field.default
-        reason = f"no result depends on {prefix}{name}: leave it out" if without in marks else hidden
+        reason = f"no result depends on {prefix}{name}: remove it" if without in marks else hidden
         if dataclasses.is_dataclass(kind):
             if value is dataclasses.MISSING:
                 value = None if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -342,10 +443,7 @@ def list_fields(
             reason = f"set {prefix}{name} in a config file" if FILE_ONLY in marks else reason * (PLANNED not in marks)
             if tyro.conf.Positional in marks:
                 reason = f"give {_form(marks)} by its place, without a flag"
-            aliases = (alias for mark in marks for alias in getattr(mark, "aliases", None) or ())
-            aliases = (alias.removeprefix("--") for alias in aliases if alias.startswith("--"))
-            for typed in (flag if is_unsectioned(marks) else prefix + flag, *aliases):
-                yield Flag(typed, kind, value, cls, name, marks, reason)
+            yield Flag(flag if is_unsectioned(marks) else prefix + flag, kind, value, cls, name, marks, reason)
 
 
 def _form(marks: Sequence) -> str:

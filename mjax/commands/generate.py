@@ -17,12 +17,16 @@ from mjax.commands.arguments import GenerateArguments
 from mjax.config import MeshConfig, load_user_model
 from mjax.config.bounds import check_bounds
 from mjax.data.tokenizers import Tokenizer, end_token_ids
-from mjax.errors import UsageError, count_lines
+from mjax.errors import UsageError, split_lines
 from mjax.generation.chat import Chat, read_conversations
 from mjax.generation.generate import Generator, Prepared
 from mjax.generation.inference import inference_config, read_run, run_tokenizer
 from mjax.generation.text import Live, StreamingText, TextContinuation, continue_ids
 from mjax.parallel.mesh import make_mesh
+
+Decode, Ends = Callable[[list[int]], str], int | Sequence[int]
+Conversation = tuple[list[dict[str, Any]], Any]
+"""Messages and tools."""
 
 
 def generate(arguments: GenerateArguments) -> int:
@@ -41,15 +45,15 @@ def generate(arguments: GenerateArguments) -> int:
     if copies > 1 and arguments.sampling.temperature == 0:
         raise UsageError(f"--num-samples {copies} with --temperature 0 is one text {copies} times; leave one out")
     if arguments.system is not None and not arguments.chat:
-        raise UsageError("--system is for a conversation; add --chat, or leave it out")
+        raise UsageError("--system is for a conversation; add --chat, or remove it")
     enable_compilation_cache()
-    load_user_model(arguments.config, arguments.checkpoint, partial(print, file=sys.stderr))
+    load_user_model(arguments.config, arguments.run, partial(print, file=sys.stderr))
     if arguments.chat:
         return _chat(arguments)
     prompts = _prompts(arguments)
     writer = Writer(arguments)
     encoded = [writer.tokenizer.prompt(prompt) for prompt in prompts]
-    writer.write(prompts, encoded, writer.tokenizer.decode, writer.ends, titles=prompts)
+    writer.write(prompts, encoded, prompts, writer.tokenizer.decode, writer.ends)
     return 0
 
 
@@ -64,7 +68,7 @@ class Writer:
     def __init__(self, arguments: GenerateArguments):
         """Open the run; `arguments` are checked."""
         self.arguments, self.notices = arguments, Console(stderr=True, highlight=False)
-        run = arguments.checkpoint
+        run = arguments.run
         saved = read_run(run, True, "which generates no text")
         self._config = inference_config(saved, MeshConfig(model=arguments.model_parallel), compute=arguments.compute)
         self.tokenizer: Tokenizer = run_tokenizer(run, self._config.model, arguments.tokenizer)
@@ -74,24 +78,21 @@ class Writer:
     def _restored(self) -> tuple[Generator, int, Prepared]:
         """The generator, the step of the checkpoint, and its weights."""
         generator, arguments = Generator(self._config, make_mesh(self._config.mesh)), self.arguments
-        say = partial(self.notices.print, markup=False)
-        step, model = restore_weights(arguments.checkpoint, generator.abstract_model, arguments.step, say)
+        notify = partial(self.notices.print, markup=False)
+        step, model = restore_weights(arguments.run, generator.abstract_model, arguments.step, notify)
         return generator, step, generator.prepare(model)
 
     def write(
-        self,
-        prompts: Sequence[str],
-        encoded: Sequence[list[int]],
-        decode: Callable[[list[int]], str],
-        ends: int | Sequence[int],
-        titles: Sequence[str],
+        self, prompts: Sequence[str], encoded: Sequence[list[int]], titles: Sequence[str], decode: Decode, ends: Ends
     ) -> list[TextContinuation]:
         """Continue each prompt --num-samples times and print it after its title, or as JSON.
 
         Other arguments are those of `continue_ids`.
         """
-        sampling, as_json, copies = self.arguments.sampling, self.arguments.json, range(self.arguments.num_samples)
-        prompts, encoded, titles = ([one for one in given for _ in copies] for given in (prompts, encoded, titles))
+        sampling, as_json, copies = self.arguments.sampling, self.arguments.json, self.arguments.num_samples
+        prompts, encoded, titles = (
+            [text for text in texts for _ in range(copies)] for texts in (prompts, encoded, titles)
+        )
         live, (generator, step, model) = Live(Console(), titles), self._restored
         with self.notices.status(f"checkpoint {step}: writing up to {sampling.tokens} tokens") as status:
 
@@ -116,7 +117,7 @@ def _prompts(arguments: GenerateArguments) -> list[str]:
     """The prompts of the command line, and those of stdin in place of -."""
     prompts = []
     for prompt in arguments.prompt or (() if _is_terminal() else ("-",)):
-        prompts += [line for line in count_lines(_stdin()) if line.strip()] if prompt == "-" else [prompt]
+        prompts += [line for line in split_lines(_stdin()) if line.strip()] if prompt == "-" else [prompt]
     if not prompts:
         raise UsageError("there is no prompt; add --prompt TEXT, or write one a line to stdin")
     return prompts
@@ -141,13 +142,11 @@ def _chat(arguments: GenerateArguments) -> int:
     """`mjax generate --chat`."""
     conversations, questions = _read_chat(arguments)
     writer = Writer(arguments)
-    chat = Chat(arguments.checkpoint / "tokenizer", writer.tokenizer)
+    chat = Chat(arguments.run / "tokenizer", writer.tokenizer)
 
-    def write(
-        conversations: Sequence[tuple[list[dict[str, Any]], Any]], titles: Sequence[str]
-    ) -> list[TextContinuation]:
+    def write(conversations: Sequence[Conversation], titles: Sequence[str]) -> list[TextContinuation]:
         texts = [chat.render([*history, *messages], tools) for messages, tools in conversations]
-        return writer.write(texts, [chat.encode(text) for text in texts], chat.decode, chat.stops, titles)
+        return writer.write(texts, [chat.encode(text) for text in texts], titles, chat.decode, chat.stops)
 
     history = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     if conversations:
@@ -161,7 +160,7 @@ def _chat(arguments: GenerateArguments) -> int:
     return 0
 
 
-def _read_chat(arguments: GenerateArguments) -> tuple[list[tuple[list[dict[str, Any]], Any]], Iterable[str]]:
+def _read_chat(arguments: GenerateArguments) -> tuple[list[Conversation], Iterable[str]]:
     """Conversations to answer, each with its tools, or the questions of one: of --prompt, of stdin, or typed."""
     prompts = _prompts(arguments) if arguments.prompt else []
     on_terminal = not prompts and _is_terminal()
@@ -172,7 +171,7 @@ def _read_chat(arguments: GenerateArguments) -> tuple[list[tuple[list[dict[str, 
         raise UsageError("there is no question; add --prompt TEXT, or write one a line to stdin")
     if arguments.num_samples > 1 and not conversations:
         raise UsageError(f"--num-samples {arguments.num_samples} gives a conversation several answers; add --prompt")
-    return conversations, _read_questions() if on_terminal else count_lines(stdin)
+    return conversations, _read_questions() if on_terminal else split_lines(stdin)
 
 
 def _user(text: str) -> dict[str, Any]:

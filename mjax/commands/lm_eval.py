@@ -14,6 +14,7 @@ import tyro
 from mjax.cluster import launch
 from mjax.cluster.launch import enable_compilation_cache
 from mjax.commands.flags import parse_known
+from mjax.config import read_settings
 from mjax.errors import UsageError
 from mjax.run.callbacks import Callback
 
@@ -31,10 +32,10 @@ class LmEvalArguments:
     `mjax lm-eval run --help` lists. --model_args of mjax are run, config, step, pipe, data, context, model, compute,
     attention, tokenizer and seed."""
 
-    run: Annotated[str | None, tyro.conf.arg(aliases=["--checkpoint"])] = None
+    run: str | None = None
     """Run folder to evaluate; short for: run --model mjax --model_args run=RUN."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """With --run: the file that defines a model of your own; any other --config is the harness's."""
+    """With --run: the .py file that defines the run's model, if it is yours; any other --config is the harness's."""
     model_args: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["-a"], metavar="NAME=VALUE …")] = ()
     """With --run: further arguments of the model."""
     simulate: int | None = None
@@ -42,7 +43,7 @@ class LmEvalArguments:
 
 
 def lm_eval(argv: Sequence[str]) -> int:
-    """Run the harness's own command line, with the model `mjax` registered. Returns the exit code.
+    """Run the harness's command line, with the model `mjax` registered. Returns the exit code.
 
         mjax lm-eval --run runs/x --tasks hellaswag
         mjax lm-eval run --model mjax --model_args run=runs/x --tasks hellaswag     the same
@@ -60,6 +61,8 @@ def lm_eval(argv: Sequence[str]) -> int:
         from mjax.generation.chat import Chat
 
         Chat(Path(arguments.run) / "tokenizer", flag="--apply_chat_template")
+    if arguments.run is not None:
+        read_settings(Path(arguments.run) / "config.json")
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
     enable_compilation_cache()

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -26,7 +26,7 @@ from mjax.config.checks import resolve, resolve_steps, validate
 from mjax.config.kernels import attention_on_gpu
 from mjax.config.marks import RUN_SYNONYMS, UNPLANNED
 from mjax.config.run import check_new, write_config
-from mjax.errors import UsageError, check_picture, name_arguments
+from mjax.errors import UsageError, check_options, check_picture, name_arguments
 from mjax.planner import Section
 from mjax.utils.figures import format_rows, human_bytes, table
 from mjax.utils.files import cache_home
@@ -57,12 +57,12 @@ class PlanArguments:
     """GPUs per server, for the search, the time and --compile; by default the usual number for the GPU, mostly 8."""
     network: Positive | None = None
     """Network bandwidth of a server, one way, in Gbit/s over all its cards; by default the usual one for the GPU."""
-    longest: Count | None = None
+    max_sequence_on: Count | None = None
     """Find the longest sequence that fits on this many GPUs, which share it. Needs --gpu."""
     devices: Count | None = None
     """Search the fastest way to run the config on this many GPUs: mesh, micro-batch, recomputation. Needs --gpu."""
-    keep: tuple[str, ...] = ()
-    """Fields to keep fixed in the search: any of mesh, and train.micro_batch, train.recompute, train.loss_chunks."""
+    fix: tuple[str, ...] = ()
+    """Fields that the search leaves alone: any of mesh, train.micro_batch, train.recompute, train.loss_chunks."""
     days: Positive | None = None
     """With --devices: find the largest model that this many days train, among those of --config in other sizes (by
     default llama3_8b)."""
@@ -72,18 +72,10 @@ class PlanArguments:
     """Write the fastest config into this new file for `mjax train`; must end in .py."""
     without: ClassVar = UNPLANNED
     usual: ClassVar = {
-        "what to plan": (
-            "config",
-            "run",
-            "gpu",
-            "mesh.data",
-            "mesh.model",
-            "mesh.pipe",
-            "mesh.zero",
-            "train.recompute",
-        ),
-        "what to find": ("devices", "days", "longest", "devices-per-node", "network"),
-        "how": ("compile", "calibration", "json", "memory-figure", "communication-figure", "schedule-figure"),
+        "the run": ("config", "run", "mesh.data", "mesh.model", "mesh.pipe", "mesh.zero", "train.recompute"),
+        "the cluster": ("gpu", "devices-per-node", "network", "calibration"),
+        "searches": ("devices", "days", "max-sequence-on"),
+        "the output": ("compile", "json", "memory-figure", "communication-figure", "schedule-figure"),
     }
     examples: ClassVar = (
         "mjax plan --config gpt_8b --gpu h100                      # does it fit, how fast does it go",
@@ -127,8 +119,8 @@ def _with_default(argv: Sequence[str]) -> Sequence[str]:
     if "days" not in typed:
         if "devices" in typed and not given:
             raise UsageError(
-                "--devices needs a config or a budget; to find the fastest mesh of a config, add --config, such as "
-                "--config gpt_8b; to find the largest model that a budget trains, add --days, such as --days 30"
+                "--devices needs a config, such as --config gpt_8b, or --days N to find the largest model that trains "
+                "in N days; add one of them"
             )
         return argv
     for flag in typed & {"train.steps", "train.tokens"}:
@@ -138,12 +130,12 @@ def _with_default(argv: Sequence[str]) -> Sequence[str]:
 
 # Flags that have no effect without another one.
 NEEDS = {
-    "keep": "devices 8",
+    "fix": "devices 8",
     "days": "devices 8",
     "write": "devices 8",
     "tokens_per_parameter": "days 30",
     "devices": "gpu h100",
-    "longest": "gpu h100",
+    "max_sequence_on": "gpu h100",
     "devices_per_node": "gpu h100",
     "network": "gpu h100",
     "calibration": "gpu h100",
@@ -153,7 +145,7 @@ PYTHON_CONFIG = "this config"  # of a caller from Python
 KEYS = ("budget", "run", "schedule", "memory", "communication", "time", "search", "longest", "compile")
 
 
-@name_arguments("gpu", "longest", "calibration", "network", "devices_per_node", "schedule_figure", "memory_figure")
+@name_arguments(*(field.name for field in fields(PlanArguments)))
 def plan_config(config: Config, gpu: str | None = None, **options) -> dict:
     """Return the object of `mjax plan --json`: parameters, schedule, memory, communication and, with a GPU, time.
 
@@ -165,6 +157,7 @@ def plan_config(config: Config, gpu: str | None = None, **options) -> dict:
     Raises:
       UsageError: as on the command line.
     """
+    check_options("plan", options, [field.name for field in fields(PlanArguments)])
     sections = plan_sections(PlanArguments(config=PYTHON_CONFIG, settings=config, gpu=gpu, **options))
     return json.loads(_to_json(sections))
 
@@ -194,7 +187,7 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
     from mjax.planner.search import Budget
     from mjax.planner.time import default_calibration, read_calibration, time_section
 
-    config, name, devices, keep = arguments.settings, arguments.config, arguments.devices, arguments.keep
+    config, name, devices, fixed = arguments.settings, arguments.config, arguments.devices, arguments.fix
     sections: dict[str, Section | None] = dict.fromkeys(KEYS)
     gpu = calibration = None
     if arguments.gpu is not None:
@@ -205,14 +198,14 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
         name = name if arguments.run is None else f"{arguments.run}/config.json"
         budget = Budget(devices, gpu, arguments.days, arguments.tokens_per_parameter)
         base = config if name == PYTHON_CONFIG else load_config(name)
-        config, sections["budget"] = command.run_budget(config, name, base, budget, calibration, keep)
+        config, sections["budget"] = command.run_budget(config, name, base, budget, calibration, fixed)
     if devices is not None:
-        config, sections["search"] = command.run_search(config, name, devices, gpu, calibration, keep)
+        config, sections["search"] = command.run_search(config, name, devices, gpu, calibration, fixed)
     # A plan needs no data.
     validate(replace(config, data=replace(config.data, mock=True)), name)
     if arguments.schedule_figure is not None and config.mesh.pipe == 1:
-        stages = "--mesh.pipe 2" + " --keep mesh.pipe" * (devices is not None)
-        raise UsageError(f"--schedule-figure needs a pipeline and {name} has none; add stages, such as {stages}")
+        stages = "--mesh.pipe 2" + " --fix mesh.pipe" * (devices is not None)
+        raise UsageError(f"--schedule-figure needs a pipeline; add stages to {name}, such as {stages}")
     if arguments.compile:
         command.check_compile(config, gpu)
     if gpu is None:
@@ -233,8 +226,8 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
         except UsageError as error:  # no peak is known: memory and communication need none
             why = {"gpu": gpu.name, "seconds": None, "why": str(error)}
             sections["time"] = Section(f"Time on {gpu.name}", why, [str(error)])
-    if arguments.longest is not None:
-        sections["longest"] = command.run_longest(config, name, arguments.longest, gpu, calibration)
+    if arguments.max_sequence_on is not None:
+        sections["longest"] = command.run_longest(config, name, arguments.max_sequence_on, gpu, calibration)
     if arguments.compile:
         sections["compile"] = command.compile_for(config, gpu)
     return sections
@@ -251,7 +244,7 @@ def _check_flags(arguments: PlanArguments) -> None:
         value = getattr(arguments, name)
         if value != getattr(PlanArguments, name) and getattr(arguments, needed.partition(" ")[0]) is None:
             values = value if isinstance(value, tuple) else (value,)
-            shown = " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+            shown = " ".join(f"{part:g}" if isinstance(part, float) else str(part) for part in values)
             raise UsageError(f"--{name.replace('_', '-')} {shown} needs --{needed}; add it")
 
 
@@ -271,7 +264,7 @@ def _run(config: Config, name: str) -> Section:
         "trained_parameters": trained,
         "mesh": axes.cli_sizes(mesh),
         "sequence_parallel": mesh.splits_tokens,
-        "context_attention": config.across,
+        "context_attention": config.context_attention,
         "devices": mesh.devices,
         "global_batch": train.global_batch,
         "micro_batch": train.micro_batch,
@@ -285,7 +278,7 @@ def _run(config: Config, name: str) -> Section:
         + ", sequence parallel" * mesh.splits_tokens,
         "global batch": f"{train.global_batch:,} = {mesh.data} replicas × {config.micro_batches} micro-batches "
         f"of {train.micro_batch}",
-        **({"attention over context": config.across} if config.across else {}),
+        **({"attention over context": config.context_attention} if config.context_attention else {}),
         "recomputation": train.recompute,
         "ZeRO": mesh.zero,
     }
@@ -296,7 +289,7 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
     """The pipeline schedule, plotted into `file`."""
     if config.mesh.pipe == 1:
         return None
-    from mjax.parallel.schedules import find_schedule, slot_times
+    from mjax.parallel.pipeline_schedules import find_schedule, slot_times
     from mjax.pictures.plan import describe_bubble, describe_in_flight, display_name, draw_schedule
 
     schedule, times = find_schedule(config), slot_times(config)
@@ -304,14 +297,14 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
         draw_schedule(schedule, file, *times)
     values = {
         "name": schedule.name,
-        "chunks": schedule.chunks,
+        "virtual_stages": schedule.chunks,
         "ticks": schedule.ticks,
         "bubble": schedule.bubble(*times),
         "max_in_flight": [schedule.max_in_flight(stage) for stage in range(schedule.stages)],
     }
     rows = {
         "schedule": display_name(schedule),
-        "chunks per stage, V": schedule.chunks,
+        "virtual stages, V": schedule.chunks,
         "ticks": schedule.ticks,
         "bubble": describe_bubble(schedule, *times),
         "in flight": describe_in_flight(schedule),

@@ -24,7 +24,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -93,9 +93,9 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
     """
     _check(arguments)
     if arguments.chat:
-        if arguments.longest is None:
+        if arguments.max_length is None:
             model = read_settings(_find_run(arguments) / "config.json").model
-            arguments = replace(arguments, longest=model.sequence + 1)
+            arguments = replace(arguments, max_length=model.sequence + 1)
         corpus = _read_conversations(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
@@ -116,7 +116,7 @@ class PrepareJob(tasks.Job):
         stages = [*["tokenizer"] * _trains(arguments), "encode", "merge", "finish"]
         super().__init__(arguments, corpus, arguments.output, stages)
         self.following, self.given = following, None
-        self.settings = [Path(arguments.template or "")]
+        self.settings = [Path(arguments.chat_template or "")]
         if not _trains(arguments):
             self.given = _with_bos(tokenizers.load_tokenizer(arguments.tokenizer), arguments)
             self.settings += tokenizers.tokenizer_files(arguments.tokenizer)
@@ -130,7 +130,7 @@ class PrepareJob(tasks.Job):
         how, folder = self.arguments, self._tokenizer_folder
         given, self.given = self.given, None  # tasks read it from the folder
         if how.chat:
-            _save_chat(how.template, _find_run(how), folder, given)
+            _save_chat(how.chat_template, _find_run(how), folder, given)
             given.bos = None  # the template writes it
         if given is not None:
             given.save(folder)
@@ -210,8 +210,8 @@ class PrepareJob(tasks.Job):
             counts.update(share["counts"])
         malformed = self.sum_malformed([share["malformed"] for share in shares])
         if not counts["tokens"] and counts["dropped"]:
-            longer = f"all {counts['dropped']:,} conversations are longer than --longest {how.longest:,}"
-            raise UsageError(f"{longer}; raise it, or add --too-long cut")
+            longer = f"all {counts['dropped']:,} conversations are longer than --max-length {how.max_length:,}"
+            raise UsageError(f"{longer}; raise it, or add --overflow truncate")
         if not counts["tokens"]:
             raise UsageError(f"there is no text in {', '.join(self.corpus.names)}; give files with text")
         metadata = DatasetMetadata(
@@ -267,7 +267,7 @@ class PrepareJob(tasks.Job):
         console.print(facts(_facts(result, tokenizer)))
         if result.endless:
             note = f"note: {result.endless:,} conversations end without a special token: the model never learns to stop"
-            console.print(f"{note}; another chat template can write one (--template)")
+            console.print(f"{note}; another chat template can write one (--chat-template)")
         for example in metadata.malformed_examples:
             console.print(f"left out: {example}", markup=False)
         workers = f"{result.workers} worker{'s' * (result.workers > 1)}"
@@ -288,11 +288,11 @@ def _check(arguments: PrepareArguments) -> None:
     """Refuse arguments that are out of bounds or contradict each other, before text is fetched or read."""
     check_bounds(arguments)
     if arguments.demo and (arguments.inputs or arguments.split_documents is not None):
-        raise UsageError("--demo brings its own documents; leave out --demo, or the files and --split-documents")
+        raise UsageError("--demo fetches its documents; leave out --demo, or the files and --split-documents")
     if not arguments.demo and not arguments.inputs:
         raise UsageError("no input; give .txt, .jsonl or .parquet files, or --demo for 5 MB of Wikipedia")
     if arguments.vocabulary is not None and not _trains(arguments):
-        raise UsageError(f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; leave it out")
+        raise UsageError(f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; remove it")
     _check_chat(arguments)
     if arguments.split_sentences:
         load_splitter(arguments.language)
@@ -309,7 +309,7 @@ def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:
     if arguments.prepend_bos != "auto":
         tokenizer.bos = tokenizer.read_bos() if arguments.prepend_bos == "on" else None
         if arguments.prepend_bos == "on" and tokenizer.bos is None:
-            raise UsageError(f"--prepend-bos on: a {tokenizer.scheme} tokenizer puts none before texts; leave it out")
+            raise UsageError(f"--prepend-bos on: a {tokenizer.scheme} tokenizer puts none before texts; remove it")
     return tokenizer
 
 
@@ -392,11 +392,7 @@ class Encoder:
 
 # --- Conversations: `mjax prepare --chat` -----------------------------------------------------------------------------
 
-ONLY = {
-    field.name: field.default
-    for field in fields(ConversationArguments)
-    if field.name in ConversationArguments.__annotations__ and field.name != "chat"
-}
+ONLY = {name: getattr(ConversationArguments, name) for name in ConversationArguments.__annotations__ if name != "chat"}
 """Flags that go with --chat, and their defaults."""
 
 
@@ -405,7 +401,7 @@ def _check_chat(arguments: PrepareArguments) -> None:
     if not arguments.chat:
         for name, default in ONLY.items():
             if getattr(arguments, name) != default:
-                raise UsageError(f"--{name.replace('_', '-')} is for conversations; add --chat, or leave it out")
+                raise UsageError(f"--{name.replace('_', '-')} is for conversations; add --chat, or remove it")
         return
     for name in ("demo", "split_sentences", "split_documents"):
         if getattr(arguments, name):
@@ -413,14 +409,15 @@ def _check_chat(arguments: PrepareArguments) -> None:
     run = _find_run(arguments)
     if not (arguments.tokenizer or "").startswith("run:"):
         raise UsageError("--chat needs the tokenizer and chat template of the model to train; add --tokenizer run:RUN")
-    if arguments.template is None and not (run / "tokenizer" / TEMPLATE).is_file():
-        raise UsageError(f"{run} has no chat template; add --template FILE, or plain for User: … Assistant: …")
-    if arguments.template not in (None, "plain") and not Path(arguments.template).is_file():
-        raise UsageError(f"there is no file {arguments.template}; give a chat template in Jinja, or --template plain")
+    template = arguments.chat_template
+    if template is None and not (run / "tokenizer" / TEMPLATE).is_file():
+        raise UsageError(f"{run} has no chat template; add --chat-template FILE, or plain for User: … Assistant: …")
+    if template not in (None, "plain") and not Path(template).is_file():
+        raise UsageError(f"--chat-template {template} is not a file; give a file in Jinja, or plain")
 
 
 def _save_chat(template: str | None, run: Path, folder: Path, tokenizer: Tokenizer) -> None:
-    """Copy what a run has beside its tokenizer, and write another chat template, into the folder of a tokenizer.
+    """Copy the run's tokenizer folder, with another chat template if there is one, into the folder of a tokenizer.
 
     The plain template begins with the token that begins texts of the tokenizer.
     """
@@ -460,7 +457,7 @@ def _show_first(arguments: ConversationArguments, corpus: TextFiles, folder: Pat
 
 
 def _turns_to_train(arguments: ConversationArguments) -> Trained:
-    return Trained(arguments.turns, arguments.reasoning, arguments.longest, arguments.too_long)
+    return Trained(arguments.train_on, arguments.reasoning, arguments.max_length, arguments.overflow)
 
 
 class ConversationEncoder:

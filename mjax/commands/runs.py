@@ -76,7 +76,7 @@ class ListArguments(_RunsArguments):
     """Show one line per run: model, parameters, steps, losses, date and state."""
 
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print one JSON object per run, each on its own line."""
+    """Print one JSON object per run, each on a line."""
     goodput: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Show where the hours of each run went, over all its starts."""
 
@@ -284,11 +284,11 @@ def compare_runs(arguments: CompareArguments) -> int:
     """
     folders = [_run_folder(name, arguments.runs) for name in arguments.names]
     if len(set(folders)) < 2:
-        raise UsageError("mjax runs compare takes two or more runs, such as mjax runs compare one two")
+        raise UsageError("mjax runs compare needs two or more runs; type mjax runs compare one two")
     figure = arguments.figure or folders[0].parent / "compare.png"
     check_picture("--figure", figure)
     names = [folder.name for folder in folders]
-    if len(set(names)) < len(names):  # two runs with one name are told apart by their folders
+    if len(set(names)) < len(names):  # two runs with one name differ in their folders
         names = [str(folder) for folder in folders]
     runs = dict(zip(names, folders, strict=True))
     configs = {name: read_settings(folder / "config.json") for name, folder in runs.items()}
@@ -304,7 +304,7 @@ def compare_runs(arguments: CompareArguments) -> int:
         name: {"parameters": _parameters(folder, configs[name]), **read_results(histories[name], common)}
         for name, folder in runs.items()
     }
-    draw_runs({name: (each.losses, each.validation) for name, each in histories.items()}, figure, x)
+    draw_runs({name: (history.losses, history.validation) for name, history in histories.items()}, figure, x)
     if arguments.json:
         print(json.dumps({"runs": results, "settings": settings, "figure": str(figure)}, ensure_ascii=False))
     else:
@@ -377,9 +377,9 @@ def read_results(history: History, common: int) -> dict[str, float | int | None]
 
 def _different_settings(configs: dict[str, Config]) -> dict[str, dict[str, Any]]:
     """The fields in which the runs differ, with the value of each run; None if its model does not have the field."""
-    first, *others = configs.values()
+    first, *rest = configs.values()
     settings = {}
-    for field in sorted({field for other in others for field in differing_fields(first, other)}):
+    for field in sorted({field for config in rest for field in differing_fields(first, config)}):
         section, _, key = field.partition(".")
         settings[field] = {name: getattr(getattr(config, section), key, None) for name, config in configs.items()}
     return settings
@@ -407,7 +407,7 @@ def remove_runs(arguments: RemoveArguments) -> int:
     """
     folders = list(dict.fromkeys(_run_folder(name, arguments.runs) for name in arguments.names))
     if not folders:
-        raise UsageError("mjax runs remove takes names of runs, such as mjax runs remove try1")
+        raise UsageError("mjax runs remove needs names of runs; type mjax runs remove try1")
     resolve = lambda folder: folder.resolve() if find_address(folder) is None else folder  # noqa: E731
     removed = set(map(resolve, folders))
     siblings = {resolve(other) for runs in {folder.parent for folder in removed} for other in _run_folders(runs)}
@@ -423,11 +423,11 @@ def remove_runs(arguments: RemoveArguments) -> int:
             if not sys.stdin.isatty():
                 raise UsageError(f"cannot ask before removing {folder}: stdin is not a terminal; add --yes")
             row = run_row(folder)
-            here = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
-            size = filesize.decimal(mirror.remove_remote(folder, dry=True) or here)
+            local = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
+            size = filesize.decimal(mirror.remove_remote(folder, dry=True) or local)
             about = f"step {row.step}/{row.steps}, {len(checkpoint_steps(folder))} checkpoints, {size}"
             if not Confirm.ask(with_addresses(f"remove {folder} ({about})?"), default=False):
-                print(f"kept {folder}")
+                print(f"{folder} stays")
                 continue
         with lock_folder(folder, print):
             mirror.remove_remote(folder)
@@ -473,5 +473,6 @@ def _run_folder(name: str, runs: Path) -> Path:
         if (folder / "config.json").is_file():
             return resolve_parents(folder) if folder.name else folder.resolve()
     known = [folder.name for folder in _run_folders(runs)] if runs.is_dir() else []
-    reason = ", which is not a run folder (no config.json)" if (runs / name).exists() or Path(name).exists() else ""
-    raise UsageError(f"there is no run {name!r} in {runs}{suggestion(name, known)}{reason}; see `mjax runs`")
+    folder = runs / name if (runs / name).exists() or not Path(name).exists() else Path(name)
+    problem = "is not a run folder: it has no config.json" if folder.exists() else "does not exist"
+    raise UsageError(f"{folder} {problem}; {suggestion(name, known, '`mjax runs` lists the runs')}")

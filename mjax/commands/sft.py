@@ -51,17 +51,17 @@ class SftArguments(TrainArguments):
     """Conversations: a .jsonl or .parquet file, or prefixes of `mjax prepare --chat`; short for --data.path."""
     name: str | None = None
     """Name of the run, whose folder is RUNS/NAME. An existing run is continued."""
-    epochs: Annotated[float, Bounds(gt=0), Synonyms("num-epochs num-train-epochs")] = 3.0
+    epochs: Annotated[float, Bounds(gt=0), Synonyms("epochs train-epochs")] = 3.0
     """Times that every conversation is seen; --train.steps instead is exact."""
-    template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
-    """Chat template for a file of conversations; by default that of the model, or plain if it has none."""
-    turns: Literal["all", "last"] = "all"
+    chat_template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
+    """Chat template for a file of conversations; by default that of the model, or else plain."""
+    train_on: Literal["all", "last"] = "all"
     """For a file of conversations: train on all turns of the assistant, or the last."""
     usual: ClassVar = {
-        "the run": ("data", "init", "epochs", "name", "template", "turns"),
+        "the run": ("data", "init", "epochs", "name", "chat-template", "train-on"),
         "length": ("train.steps", "train.global-batch", "train.micro-batch", "data.pack"),
         "adapters": ("lora.rank", "lora.alpha", "lora.targets"),
-        **{topic: TrainArguments.usual[topic] for topic in ("devices", "learning", "what is kept")},
+        **{topic: TrainArguments.usual[topic] for topic in ("devices", "learning", "checkpoints and validation")},
     }
     derived: ClassVar = {
         "of --init": "config model precision train.loss-chunks train.recompute",
@@ -69,7 +69,7 @@ class SftArguments(TrainArguments):
         "2e-05, of adapters 0.0002": "optimizer.learning-rate",
         "2e-06, of adapters 2e-05": "optimizer.min-learning-rate",
         "1, or as --init was trained": "train.micro-batch",
-        "by --epochs and the data": "train.steps data.samples train.eval-batches train.eval-interval",
+        "by --epochs and the data": "train.steps data.train-samples train.eval-batches train.eval-interval",
         "3% of the steps": "optimizer.warmup-steps",
     }
     examples: ClassVar = (
@@ -84,7 +84,7 @@ def sft(argv: Sequence[str]) -> int:
     argv = ["--data.path" + word[6:] if word == "--data" or word.startswith("--data=") else word for word in argv]
     if {"-h", "--help", "--help-all"} & set(argv):
         parse(SftArguments, argv, "mjax sft", SftArguments(settings=DEFAULTS))
-    if {"resume", "run"} & flag_names(argv):
+    if "run" in flag_names(argv):
         return train(argv)
     first = first_values(argv)
     if first.get("init") is None:
@@ -115,12 +115,12 @@ def _print_defaults(settings: Config, typed: Container[str]) -> None:
 
 def _prepare_files(given: SftArguments, typed: Container[str]) -> dict[str, str]:
     """The prefixes of the files among the data, whose conversations may be as long as a typed sequence."""
-    longest, data = given.settings.model.sequence + 1 if "model.sequence" in typed else None, given.settings.data
+    max_length, data = given.settings.model.sequence + 1 if "model.sequence" in typed else None, given.settings.data
     files = dict.fromkeys(path for path in (*data.path, *data.train_path, *data.valid_path) if path.endswith(OF_ROWS))
-    return {file: _prepare_file(given, file, longest) for file in files}
+    return {file: _prepare_file(given, file, max_length) for file in files}
 
 
-def _prepare_file(given: SftArguments, file: str, longest: int | None) -> str:
+def _prepare_file(given: SftArguments, file: str, max_length: int | None) -> str:
     """The prefix of a file of conversations in the folder of caches, prepared unless that was done before."""
     from mjax.commands.prepare import prepare
     from mjax.data.indexed import index_file
@@ -128,7 +128,7 @@ def _prepare_file(given: SftArguments, file: str, longest: int | None) -> str:
 
     if (home := cache_home()) is None:
         raise UsageError(f"--data {file} is prepared in a folder of caches; set XDG_CACHE_HOME to one")
-    template = given.template
+    template = given.chat_template
     if template is None and not (given.init / "tokenizer" / TEMPLATE).is_file():
         template = "plain"
         print(f"{given.init} has no chat template and learns the plain one, User: … Assistant: …")
@@ -137,16 +137,16 @@ def _prepare_file(given: SftArguments, file: str, longest: int | None) -> str:
         output="",
         tokenizer=f"run:{given.init}",
         chat=True,
-        template=template,
-        turns=given.turns,
-        longest=longest,
+        chat_template=template,
+        train_on=given.train_on,
+        max_length=max_length,
     )
     name = re.sub(r"[^\w.-].*", "", Path(file).name)[:64]  # without the query of an address
     prefix = home.absolute() / "conversations" / f"{name}-{cache_key(arguments, given.init)}"
     if index_file(prefix).is_file():
         print(f"data    {prefix}, prepared before")
         return str(prefix)
-    if given.distributed.several or launch.find_launcher() is not None:
+    if given.distributed.is_multiprocess or launch.find_launcher() is not None:
         raise UsageError(
             f"--data {file} is prepared by one process: type mjax prepare {shlex.quote(file)} --chat --tokenizer "
             f"run:{given.init} --output data/chat, and start the run with --data data/chat"
@@ -161,7 +161,7 @@ def cache_key(arguments: PrepareArguments, init: Path) -> str:
     from mjax.utils.remote import locate
 
     files = [locate(*arguments.inputs), *sorted(path for path in (init / "tokenizer").rglob("*") if path.is_file())]
-    files += [] if arguments.template in (None, "plain") else [Path(arguments.template)]
+    files += [] if arguments.chat_template in (None, "plain") else [Path(arguments.chat_template)]
     parts = [__version__, str(replace(arguments, inputs=())), read_config(init / "config.json").model.sequence]
     for path in files:
         with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:  # `prepare` says which is missing
@@ -187,13 +187,13 @@ def _chosen(given: SftArguments, defaults: Config, typed: Container[str]) -> Sft
     sequences, batch = count_sequences(given.settings), given.settings.train.global_batch
     samples = max(1, math.ceil(given.epochs * sequences["training"]))
     steps, validation = math.ceil(samples / batch), math.ceil(sequences["validation"] / batch)
-    if "train.steps" in typed or "data.samples" in typed:
-        samples = given.settings.data.samples
+    if "train.steps" in typed or "data.train-samples" in typed:
+        samples = given.settings.data.train_samples
         steps = given.settings.train.steps if "train.steps" in typed else steps
     rates = LORA_RATES if given.settings.model.lora_rank else {}
     settings = replace(
         defaults,
-        data=replace(defaults.data, samples=samples),
+        data=replace(defaults.data, train_samples=samples),
         optimizer=replace(defaults.optimizer, warmup_steps=min(math.ceil(0.03 * steps), steps - 1), **rates),
         train=replace(
             defaults.train,

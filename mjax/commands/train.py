@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
+from mjax.checkpoint.folders import check_run_folder, checkpoint_steps
 from mjax.checkpoint.mirror import localize_arguments, run_to_train
 from mjax.cluster import launch
 from mjax.cluster.launch import Distributed, set_deterministic_flags
@@ -17,7 +18,8 @@ from mjax.config import Config, has_user_model, load_config, load_user_model, re
 from mjax.config.checks import resolve, resolve_steps, validate
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
 from mjax.config.model import KIND_FLAG, convert_kind, model_kind
-from mjax.errors import RunError, UsageError, count_lines, either, exit_code, explain
+from mjax.config.run import describe_missing_run
+from mjax.errors import RunError, UsageError, either, exit_code, explain, split_lines
 from mjax.profiling import parse_steps
 from mjax.run.callbacks import Callback
 from mjax.utils.files import check_run_name, resolve_parents
@@ -36,15 +38,17 @@ class TrainArguments:
     """Train a model. Any config field is a flag, such as --mesh.data 8 or --train.steps 1000."""
 
     config: str = "gpt_demo"
-    """Name of a file in configs/, or path to a .py file that defines `config`. With --run: the file that defines a
-    model of your own."""
-    name: Annotated[str | None, Synonyms("run-name wandb-run-name")] = None
+    """Name of a file in configs/, or path to a .py file that defines `config`. With --run: the file that defines the
+    run's model, if it is yours."""
+    name: Annotated[str | None, Synonyms("run-name wandb-run-name wandb-exp-name")] = None
     """Name of the run, whose folder is RUNS/NAME; by default that of the config. An existing run is continued."""
-    runs: Annotated[Path, Synonyms("save~ output-dir~ out-dir~ save-dir~")] = Path("runs")
+    runs: Annotated[Path, Synonyms("save~ output-dir~ out-dir~ save-dir~ dump-folder~")] = Path("runs")
     """Folder that contains the run folders."""
-    run: Annotated[Path | None, tyro.conf.arg(aliases=["--resume"]), RUN_SYNONYMS] = None
+    run: Annotated[Path | None, RUN_SYNONYMS] = None
     """Continue the run in this folder with its saved config."""
-    init: Annotated[Path | None, Synonyms("pretrained pretrained-checkpoint init-from finetune")] = None
+    init: Annotated[Path | None, Synonyms("pretrained pretrained-checkpoint init-from finetune model-name-or-path")] = (
+        None
+    )
     """Start a new run from the weights alone of the run in this folder, trained or converted: optimizer, step and data
     order start from scratch. Once the new run has checkpoints the same command continues it."""
     step: int | None = None
@@ -68,7 +72,7 @@ class TrainArguments:
         "data and length": ("data.path", "train.steps", "train.tokens", "train.global-batch", "train.micro-batch"),
         "devices": ("mesh.data", "mesh.model", "mesh.pipe", "mesh.zero", "simulate"),
         "learning": ("optimizer.learning-rate", "optimizer.warmup-steps", "precision.compute", "train.recompute"),
-        "what is kept": ("checkpoint.interval", "train.eval-interval"),
+        "checkpoints and validation": ("checkpoint.interval", "train.eval-interval"),
     }
     examples: ClassVar = (
         "mjax train --config gpt_demo --data.path data/corpus --name first --train.steps 500",
@@ -99,11 +103,16 @@ def train(
     from mjax.run.loop import Options
 
     config = arguments.settings
+    done = max(checkpoint_steps(arguments.run), default=0) if arguments.step is None else 0
     processes.start(arguments.distributed)
     with make_watchdog(arguments.distributed, explain) as watchdog:
         if processes.is_first():
+            if config.train.steps < done:
+                changes = [f"--train.steps {config.train.steps} is below the {done} steps already done; nothing to do"]
             for line in changes:
                 print(with_addresses(line))
+        if config.train.steps < done:
+            return 0
         check_local_gpus(config, label, arguments.force, print if processes.is_first() else lambda line: None)
         step = None if arguments.init else arguments.step
         file = config.log.sample_prompts
@@ -134,17 +143,17 @@ class _SampleWriter(Callback):
         from mjax.data.tokenizers import tokenizer_from_folder
         from mjax.generation.chat import Chat
 
-        prompts = self.prompts
-        chat = Chat(folder) if run.config.data.conversations else None
-        tokenizer = tokenizer_from_folder(folder)
-        texts = prompts if chat is None else [chat.render([{"role": "user", "content": text}]) for text in prompts]
-        encode, decode = (tokenizer.prompt, tokenizer.decode) if chat is None else (chat.encode, chat.decode)
-        ends = tokenizer.eod if chat is None else chat.stops
+        tokenizer, texts = tokenizer_from_folder(folder), self.prompts
+        encode, decode, ends = tokenizer.prompt, tokenizer.decode, tokenizer.eod
+        if run.config.data.conversations:
+            chat = Chat(folder)
+            texts = [chat.render([{"role": "user", "content": prompt}]) for prompt in self.prompts]
+            encode, decode, ends = chat.encode, chat.decode, chat.stops
         samples = self._continue(run, texts, [encode(text) for text in texts], decode, ends)
-        for prompt, sample in zip(prompts, samples, strict=True):
+        for prompt, sample in zip(self.prompts, samples, strict=True):
             run.print_line(f"step {step}: {prompt} → {sample.continuation.strip()}")
         if run.log:
-            run.log.write_samples(step, prompts, [sample.continuation for sample in samples])
+            run.log.write_samples(step, self.prompts, [sample.continuation for sample in samples])
 
     def on_end(self, run: Run) -> None:
         """Print how the model continues `log.prompt`, or the beginning of a validation sample; nothing if
@@ -157,18 +166,17 @@ class _SampleWriter(Callback):
         from mjax.data.tokenizers import end_token_ids, tokenizer_from_folder
         from mjax.generation.chat import Chat
 
-        tokenizer = tokenizer_from_folder(data.tokenizer)
-        decode = tokenizer.decode
+        tokenizer, is_chat = tokenizer_from_folder(data.tokenizer), run.config.data.conversations
         if log.prompt is None:  # as ids: their text may spell tokens that no text encodes to
             batch = (data.validation or data.training).batch_at(0)
-            end = int(batch["loss_mask"][0].argmax()) + 1 if run.config.data.conversations else 8  # before an answer
+            end = int(batch["loss_mask"][0].argmax()) + 1 if is_chat else 8  # before an answer
             ids = batch["tokens"][0, :end].tolist()
-            prompt = Chat(data.tokenizer).decode(ids, special=True) if run.config.data.conversations else decode(ids)
+            prompt = Chat(data.tokenizer).decode(ids, special=True) if is_chat else tokenizer.decode(ids)
         else:
             prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
         display.print_line("")
         ends = end_token_ids(data.tokenizer, tokenizer.eod)
-        (sample,) = self._continue(run, [prompt], [ids], decode, ends)
+        (sample,) = self._continue(run, [prompt], [ids], tokenizer.decode, ends)
         text = Text(prompt, style="dim") + Text(sample.continuation)
         display.console.print(text, soft_wrap=True, highlight=False)
         display.print_line("")
@@ -191,7 +199,7 @@ def read_prompts(file: str) -> list[str]:
       UsageError: the file is missing, is not text, or has no line.
     """
     try:
-        lines = [line for line in count_lines(Path(file).read_text(encoding="utf-8")) if line.strip()]
+        lines = [line for line in split_lines(Path(file).read_text(encoding="utf-8")) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UsageError(f"--log.sample-prompts {file} cannot be read ({reason}); give a text file") from None
@@ -215,8 +223,6 @@ def _train_arguments(
     if folder is None:
         check_run_name(name)
         folder, label = arguments.runs / name, arguments.config
-    from mjax.checkpoint.folders import check_run_folder, checkpoint_steps
-
     check_run_folder(folder)
     run_to_train(folder)
     if arguments.step is not None and arguments.init is None:
@@ -262,7 +268,7 @@ def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> N
     if not words and launch.find_launcher() is None:
         return
     arguments = parse(TrainArguments, words, "mjax train", TrainArguments())
-    if not arguments.distributed.several:
+    if not arguments.distributed.is_multiprocess:
         return
     explain(error)  # at once: the others may start late
     from mjax.cluster import processes
@@ -283,24 +289,24 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     """The defaults of the other flags: from --run's folder, or from --config's file."""
     typed = first_values(argv)
     name, init, architecture = (typed.get(flag) for flag in ("name", "init", KIND_FLAG.removeprefix("--")))
-    run, config = typed.get("run") or typed.get("resume"), typed.get("config")
+    run, config = typed.get("run"), typed.get("config")
     if run is None:
         settings = load_config(config or TrainArguments.config)
         if architecture is not None and architecture != model_kind(settings.model):
             settings = replace(settings, model=convert_kind(settings.model, architecture))
         return TrainArguments(config=config or TrainArguments.config, settings=settings)
-    from mjax.checkpoint.folders import checkpoint_steps
-
     folder = resolve_parents(Path(run))
+    if not (folder / "config.json").exists():
+        raise UsageError(describe_missing_run(folder))
     if not checkpoint_steps(folder):
-        raise UsageError(f"--run {folder} has no checkpoint; give a run folder such as runs/gpt_demo")
-    own = config is not None and has_user_model(folder)
-    useless = {"--init": init, "--name": name, "--config": None if own else config}
+        raise UsageError(f"{folder} has no checkpoint to continue from; start it again: --config {folder}/config.json")
+    is_model_file = config is not None and has_user_model(folder)
+    useless = {"--init": init, "--name": name, "--config": None if is_model_file else config}
     for flag, value in useless.items():
         if value is not None:
             raise UsageError(
                 f"{flag} {value} has no effect with --run {folder}, which continues that run; leave one out, or for a "
-                f"new run type --config {config if own else folder / 'config.json'} --name NEW"
+                f"new run type --config {config if is_model_file else folder / 'config.json'} --name NEW"
             )
     load_user_model(config, folder, lambda line: None)  # `changes_since` has the note
     return TrainArguments(run=folder, settings=read_config(folder / "config.json"))

@@ -1,17 +1,17 @@
 """The mesh axes: one row each, from which specs, reductions and the commands' tables are derived.
 
-    axis     splits     gradient of a weight that ranks of the axis share
-    pipe     layers     partial sums of the stages that use it: summed after the backward pass
-    replica  batch      of the rank's own samples: summed after the backward pass
-    data     batch      the same; ZeRO splits weights over it, never over `replica`
-    expert   batch      the same; the experts of a mixture are split over it, and no two ranks share one
-    context  positions  of the rank's own positions: summed after the backward pass
-    model    columns    the same on every rank; with sequence parallelism of its own tokens: summed after it
+    axis      splits     gradient of a weight that ranks of the axis share
+    pipe      layers     partial sums of the stages that use it: summed after the backward pass
+    replicate batch      of the rank's own samples: summed after the backward pass
+    data      batch      the same; ZeRO splits weights over it, never over `replicate`
+    expert    batch      the same; the experts of a mixture are split over it, and no two ranks share one
+    context   positions  of the rank's own positions: summed after the backward pass
+    model     columns    the same on every rank; with sequence parallelism of its own tokens: summed after it
 
-The first axis is outermost, the last innermost: its devices are neighbours. `expert` and `replica` are laid over the
+The first axis is outermost, the last innermost: its devices are neighbors. `expert` and `replicate` divide the
 data-parallel replicas, as in Megatron: `--mesh.data 8 --mesh.expert 4` are 8 replicas, in 2 groups of 4 that have all
-experts among them; `--mesh.data 8 --mesh.replica 2` are 2 groups of 4 that have all weights among them. The axis `data`
-of the mesh then has what is left, 2 ranks or 4, and these axes together split the batch.
+experts among them; `--mesh.data 8 --mesh.replicate 2` are 2 groups of 4 that have all weights among them. The axis
+`data` of the mesh then has size 2 or 4, and these axes together split the batch.
 
 A new axis is a row here, a field of the same name in `MeshConfig`, and the code that computes with it. This module
 imports no JAX.
@@ -48,21 +48,21 @@ class Axis:
 
 AXES = (
     Axis("pipe", "layers", "above 1"),
-    Axis("replica", "batch", "always", shards=False),
+    Axis("replicate", "batch", "always", shards=False),
     Axis("data", "batch", "always"),
     Axis("expert", "batch", "always"),
     Axis("context", "positions", "always"),
     Axis("model", "columns", "with sequence parallelism"),
 )
 NAMES = tuple(axis.name for axis in AXES)
-PIPE, REPLICA, DATA, EXPERT, CONTEXT, MODEL = NAMES
-VIRTUAL_AXES = (REPLICA, EXPERT)
+PIPE, REPLICATE, DATA, EXPERT, CONTEXT, MODEL = NAMES
+VIRTUAL_AXES = (REPLICATE, EXPERT)
 """Axes that need no devices of their own: they divide the replicas of `--mesh.data`."""
 
 
 def sizes(mesh) -> dict[str, int]:
-    """Size of each axis of a `MeshConfig`, by name: of `data` what `replica` and `expert` leave."""
-    return cli_sizes(mesh) | {DATA: mesh.data // (mesh.replica * mesh.expert)}
+    """Size of each axis of a `MeshConfig`, by name: of `data` what `replicate` and `expert` leave."""
+    return cli_sizes(mesh) | {DATA: mesh.data // (mesh.replicate * mesh.expert)}
 
 
 def cli_sizes(mesh) -> dict[str, int]:

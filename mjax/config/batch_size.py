@@ -12,7 +12,7 @@ Sample order does not depend on the sizes; only the split into steps does:
     samples   0 1 2 3 4 5 6 7 8 9 …          batch_rampup 2 2 8, global batch 6: 4 samples for each of two increments
     steps     └0┘ └1┘ └──2──┘ └────3────┘ …
 
-A run whose batch was changed under way keeps the steps behind it (train.taken) and continues from their samples.
+A run whose batch size was changed stores its earlier sizes (`train.batch_history`) and continues from their samples.
 
 The train step is compiled once per size, so few large increments cost less than many small ones.
 """
@@ -52,7 +52,7 @@ class BatchSizes:
         changes = [(0, train.global_batch)]
         if train.batch_rampup is not None:
             changes = _rampup(*train.batch_rampup, train.global_batch)
-        return cls._from_changes(changes, train.taken)
+        return cls._from_changes(changes, train.batch_history)
 
     @classmethod
     def constant(cls, size: int) -> BatchSizes:
@@ -116,12 +116,12 @@ class BatchSizes:
 
 def training_samples(config: Config) -> int:
     """Number of samples for which the training order is drawn."""
-    return config.data.samples or BatchSizes.from_config(config).samples_before(config.train.steps)
+    return config.data.train_samples or BatchSizes.from_config(config).samples_before(config.train.steps)
 
 
 def with_batch_size(config: Config, size: int) -> Config:
     """`config` for the steps of one size: a constant global batch of `size`."""
-    return replace(config, train=replace(config.train, global_batch=size, batch_rampup=None, taken=()))
+    return replace(config, train=replace(config.train, global_batch=size, batch_rampup=None, batch_history=()))
 
 
 def _rampup(start: int, increment: int, samples: int, end: int) -> list[tuple[int, int]]:
@@ -153,17 +153,17 @@ def format_tokens(tokens: int) -> str:
     return f"{count:.3g}{unit}" if count < 999.5 else f"{count:,.0f}{unit}"
 
 
-def check_pipeline(stages: int, micro_batches: int, chunks: int) -> None:
+def check_pipeline(stages: int, micro_batches: int, virtual_stages: int) -> None:
     """Refuse counts for which there is no table, without building one.
 
     Raises:
-      UsageError: chunks > 1 and P does not divide M.
+      UsageError: virtual_stages > 1 and P does not divide M.
     """
-    if chunks > 1 and micro_batches % stages:
+    if virtual_stages > 1 and micro_batches % stages:
         below, above = micro_batches // stages * stages, -(-micro_batches // stages) * stages
         counts = f"{below} or {above}" if below else str(above)
         raise UsageError(
-            f"--mesh.chunks {chunks} takes micro-batches in groups of --mesh.pipe {stages}, and a step has "
-            f"{micro_batches}; make --train.global-batch / (--mesh.data × --train.micro-batch) {counts}, "
-            "or use --mesh.chunks 1"
+            f"--mesh.virtual-stages {virtual_stages} takes micro-batches in groups of --mesh.pipe {stages}, and a step "
+            f"has {micro_batches}; make --train.global-batch / (--mesh.data × --train.micro-batch) {counts}, "
+            "or use --mesh.virtual-stages 1"
         )

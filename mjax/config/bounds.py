@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from mjax.errors import UsageError
+from mjax.errors import UsageError, either, suggestion
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,22 @@ def check_bounds(values: Any, prefix: str = "--") -> None:
             continue
         flag = ("--" if spelled and is_unsectioned(marks) else prefix) + flag
         if get_origin(kind) is Literal and value not in get_args(kind):
-            raise UsageError(f"{flag} is {value}; it must be one of {', '.join(map(str, get_args(kind)))}")
+            raise UsageError(describe_choice(flag, value, get_args(kind), marks))
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"{flag} is {value}; it must be a finite number")
-        for bounds in marks:
-            if isinstance(bounds, Bounds) and value is not None and not bounds.hold(value):
-                raise UsageError(f"{flag} is {value}; it must be {bounds}")
+        if kind is int and not isinstance(value, Integral):
+            raise UsageError(f"{flag} is {value!r}; it must be a whole number")
+        for bounds in (mark for mark in marks if isinstance(mark, Bounds) and value is not None):
+            if not (isinstance(value, Real) and bounds.hold(value)):
+                raise UsageError(f"{flag} is {value!r}; it must be {bounds}")
+
+
+def describe_choice(flag: str, value: Any, choices: Sequence[Any], marks: Sequence[Any]) -> str:
+    """`float16 is not a value of --precision.compute; did you mean fp16?`; `marks` may have the value elsewhere."""
+    names, word = [str(choice) for choice in choices], str(value)
+    translations = [mark.value(word.lower(), "") for mark in marks if hasattr(mark, "value")]
+    word = next((translation for translation in translations if translation in names), word)
+    return f"{value} is not a value of {flag}; {suggestion(word, names, f'use {either(names)}')}"
 
 
 def is_unsectioned(marks: tuple[Any, ...]) -> bool:

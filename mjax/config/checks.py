@@ -18,7 +18,7 @@ from mjax.config.datasets import DatasetMetadata, parse_blend, read_metadata, sp
 from mjax.config.marks import Only, field_marks
 from mjax.config.pattern import check_stages
 from mjax.config.run import BLENDS, Config, MeshConfig, differing_fields, read_settings, to_flag
-from mjax.errors import UsageError, either
+from mjax.errors import UsageError, either, name_arguments
 
 MAX_DIVISOR = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
 
@@ -45,6 +45,10 @@ def validate(config: Config, name: str = "this config") -> None:
     _check_data(config, name)
 
 
+validate_config = name_arguments()(validate)
+"""`mjax.validate`, whose sentences name fields instead of flags."""
+
+
 def _check_divides(flag: str, number: int, what: str, size: int, allowed: list[int] | None = None) -> None:
     if size % number:
         raise UsageError(f"{flag} {number} does not divide {what}; use {_join_numbers(allowed or _divisors(size))}")
@@ -69,9 +73,8 @@ def _check_shapes(config: Config) -> None:
             "--mesh.no-sequence-parallel"
         )
     if train.unroll == "on" and mesh.pipe > 1:
-        raise UsageError(
-            f"--train.unroll on fails with --mesh.pipe {mesh.pipe}: stages keep activations by slot; leave it out"
-        )
+        by_slot = "(stages save activations by slot)"
+        raise UsageError(f"--train.unroll on is not supported with --mesh.pipe {mesh.pipe} {by_slot}; remove it")
     if train.global_batch % mesh.data:
         raise UsageError(
             f"--train.global-batch {train.global_batch} does not divide over --mesh.data {mesh.data}; "
@@ -83,7 +86,7 @@ def _check_shapes(config: Config) -> None:
 
 
 def _check_axes(config: Config) -> None:
-    """Check that the axes `model`, `expert`, `replica` and `context` divide what they split."""
+    """Check that the axes `model`, `expert`, `replicate` and `context` divide what they split."""
     model, mesh = config.model, config.mesh
     if not model.splits(mesh.model):
         columns = model.columns()
@@ -94,20 +97,20 @@ def _check_axes(config: Config) -> None:
     if mesh.expert > 1:
         if not (experts := model.experts):
             raise UsageError(
-                f"--mesh.expert {mesh.expert} splits the experts of a mixture, and {model.title} has none; leave it out"
+                f"--mesh.expert {mesh.expert} needs a mixture of experts, and {model.title} is dense; remove it"
             )
         possible = _divisors(math.gcd(mesh.data, experts))
         for what, size in ((f"--mesh.data {mesh.data}", mesh.data), (f"{experts} experts", experts)):
             _check_divides("--mesh.expert", mesh.expert, what, size, possible)
-    if mesh.replica > 1:
+    if mesh.replicate > 1:
         if mesh.zero == 0:
             raise UsageError(
-                f"--mesh.replica {mesh.replica} copies the shards of ZeRO between groups, and --mesh.zero 0 makes "
-                "none; add --mesh.zero 3, or leave --mesh.replica out"
+                f"--mesh.replicate {mesh.replicate} copies the shards of ZeRO between groups, and --mesh.zero 0 makes "
+                "none; add --mesh.zero 3, or remove --mesh.replicate"
             )
         by_expert = f" / --mesh.expert {mesh.expert}" if mesh.expert > 1 else ""
         what = f"--mesh.data {mesh.data}{by_expert}: it is the number of groups"
-        _check_divides("--mesh.replica", mesh.replica, what, mesh.data // mesh.expert)
+        _check_divides("--mesh.replicate", mesh.replicate, what, mesh.data // mesh.expert)
     if mesh.context > 1:
         _check_context(config)
 
@@ -122,12 +125,12 @@ def _check_lora(config: Config) -> None:
         return
     rank = f"--lora.rank {model.lora_rank}"
     if not model.causal:
-        raise UsageError(f"{rank} is for a model that predicts the next token, not {model.title}; leave it out")
+        raise UsageError(f"{rank} is not supported for {model.title} (it predicts no next token); remove it")
     if config.precision.compute == "fp8":
-        raise UsageError(f"{rank} does not work with --precision.compute fp8; type --precision.compute bf16")
+        raise UsageError(f"{rank} is not supported with --precision.compute fp8; type --precision.compute bf16")
     if config.optimizer.name != "adamw":
         raise UsageError(
-            f"{rank} does not work with --optimizer.name {config.optimizer.name}; use --optimizer.name adamw"
+            f"{rank} is not supported with --optimizer.name {config.optimizer.name}; use --optimizer.name adamw"
         )
 
 
@@ -141,16 +144,16 @@ def _check_context(config: Config) -> None:
             f"use a --model.sequence that is a multiple of {parts}, or another --mesh.context"
         )
     heads = model.heads // mesh.model
-    if config.across == "heads" and heads % mesh.context:
+    if config.context_attention == "ulysses" and heads % mesh.context:
         possible = _join_numbers(_divisors(heads)[1:] or [1])
         raise UsageError(
             f"--mesh.context {mesh.context} does not divide the {heads} heads of a rank of --mesh.model {mesh.model}; "
-            f"use --mesh.context {possible}, or --mesh.context-attention gather"
+            f"use --mesh.context {possible}, or --mesh.context-attention allgather"
         )
-    if config.across == "gather" and model.attention == "cudnn":
+    if config.context_attention == "allgather" and model.attention == "cudnn":
         raise UsageError(
-            "--mesh.context-attention gather has queries of some positions and keys of all, and --model.attention "
-            "cudnn takes equal ones; use --model.attention flash, or --mesh.context-attention heads"
+            "--model.attention cudnn is not supported with --mesh.context-attention allgather (a rank has fewer "
+            "queries than keys); use --model.attention flash, or --mesh.context-attention ulysses"
         )
 
 
@@ -159,17 +162,17 @@ def check_offload(config: Config) -> None:
     mesh, train = config.mesh, config.train
     if train.recompute != "offload":
         return
-    given = "--train.recompute offload does not work with"
+    offload = "--train.recompute offload is not supported with"
     if mesh.pipe > 1:
         raise UsageError(
-            f"{given} --mesh.pipe {mesh.pipe}: stages keep activations by slot; use --train.recompute full"
+            f"{offload} --mesh.pipe {mesh.pipe} (stages save activations by slot); use --train.recompute full"
         )
     if train.unroll == "on":
         # Compiled for H100s, all copies to the host stood in the backward pass
         # (docs/results/log/2026-11-25-host-memory.md).
         raise UsageError(
-            f"{given} --train.unroll on: without a loop over the layers XLA copies their inputs to the host only in "
-            "the backward pass, which saves nothing; leave it out, or use --train.recompute full"
+            f"{offload} --train.unroll on (without a loop over the layers, XLA copies their inputs to the host in the "
+            "backward pass, which saves nothing); remove one of the two"
         )
 
 
@@ -204,9 +207,9 @@ def _check_schedules(config: Config) -> None:
     samples_before = BatchSizes.from_config(config).samples_before
     # Of conversations, some padding may fill the last batch.
     needed = samples_before(train.steps - 1) + 1 if config.data.conversations else samples_before(train.steps)
-    if config.data.samples is not None and config.data.samples < needed:
+    if (samples := config.data.train_samples) is not None and samples < needed:
         raise UsageError(
-            f"--data.samples {config.data.samples} is below the {needed} samples of all steps; leave it out or raise it"
+            f"--data.train-samples {samples} is below the {needed} samples of all steps; remove it or raise it"
         )
 
 
@@ -220,14 +223,14 @@ def _check_conditions(config: Config) -> None:
             other = "samples of" if mark.field == "samples" else f"--{mark.field}"
             raise UsageError(
                 f"{to_flag(name, value)} is for {other} {either(mark.values.split())}, and this run has {actual}; "
-                "leave it out"
+                "remove it"
             )
 
 
 def _check_data(config: Config, name: str) -> None:
     """Check that there are data, given in one of the two ways, and that blends are well-formed."""
     data = config.data
-    if data.mock or data.own:
+    if data.mock or data.custom:
         return
     if not data.path and not data.train_path:
         raise UsageError(
@@ -258,7 +261,7 @@ def check_batch_sizes(config: Config) -> None:
         return
     unit, end = mesh.data * train.micro_batch, train.global_batch
     of = f"data {mesh.data} × micro-batch {train.micro_batch}"
-    if mesh.chunks > 1:
+    if mesh.virtual_stages > 1:
         unit, of = unit * mesh.pipe, f"{of} × pipe {mesh.pipe}, for the interleaved pipeline"
     flag = f"--train.batch-rampup {' '.join(map(str, train.batch_rampup))}"
     start, increment, _ = train.batch_rampup
@@ -292,23 +295,24 @@ def check_devices(config: Config, available: int, name: str = "this config") -> 
 def _check_pipeline(config: Config) -> None:
     layers, mesh = config.model.layers, config.mesh
     if mesh.pipe == 1:
-        if mesh.chunks > 1:
-            raise UsageError(f"--mesh.chunks {mesh.chunks} needs a pipeline; set --mesh.pipe too, or --mesh.chunks 1")
+        if mesh.virtual_stages > 1:
+            given = f"--mesh.virtual-stages {mesh.virtual_stages}"
+            raise UsageError(f"{given} needs a pipeline; set --mesh.pipe too, or --mesh.virtual-stages 1")
         return
-    virtual = mesh.pipe * mesh.chunks
-    if layers % virtual:
-        below, above = layers // virtual * virtual, -(-layers // virtual) * virtual
+    stages = mesh.pipe * mesh.virtual_stages
+    if layers % stages:
+        below, above = layers // stages * stages, -(-layers // stages) * stages
         counts = f"{below} or {above}" if below else str(above)
-        chunks = f" × --mesh.chunks {mesh.chunks}" if mesh.chunks > 1 else ""
-        possible = [n for n in _divisors(layers) if n > 1 and layers % (n * mesh.chunks) == 0]
-        simplest = "--mesh.chunks 1" if mesh.chunks > 1 else "--mesh.pipe 1"
+        virtual = f" × --mesh.virtual-stages {mesh.virtual_stages}" if mesh.virtual_stages > 1 else ""
+        possible = [n for n in _divisors(layers) if n > 1 and layers % (n * mesh.virtual_stages) == 0]
+        simplest = "--mesh.virtual-stages 1" if mesh.virtual_stages > 1 else "--mesh.pipe 1"
         raise UsageError(
-            f"--mesh.pipe {mesh.pipe}{chunks} does not divide {layers} layers; use --model.layers {counts}, "
+            f"--mesh.pipe {mesh.pipe}{virtual} does not divide {layers} layers; use --model.layers {counts}, "
             f"or {f'--mesh.pipe {_join_numbers(possible)}' if possible else simplest}"
         )
     check_stages(config.model, mesh)
     for size in BatchSizes.from_config(config).sizes():
-        check_pipeline(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.chunks)
+        check_pipeline(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.virtual_stages)
 
 
 def _divisors(n: int) -> list[int]:

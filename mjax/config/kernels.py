@@ -65,7 +65,7 @@ def choose_kernel(
 def _choose(field: str, asked: str, fused: str, obstacle: str | None, otherwise: str) -> str:
     """The kernel that is asked for, or by rule the fused one where nothing rules it out."""
     if asked == fused and obstacle:
-        raise UsageError(f"--model.{field} {asked} cannot be used: {obstacle}; change that, or set it to auto")
+        raise UsageError(f"--model.{field} {asked} is not supported here ({obstacle}); change that, or set it to auto")
     if asked != "auto":
         return asked
     return otherwise if obstacle else fused
@@ -104,11 +104,11 @@ def ways_across(config: Config) -> list[str]:
         there = replace(config, mesh=replace(config.mesh, context_attention=way))
         if config.model.sequence % position_unit(there):
             return False
-        if way == "heads":
+        if way == "ulysses":
             return config.model.heads // config.mesh.model % config.mesh.context == 0
         return config.model.attention != "cudnn"
 
-    return [way for way in ("heads", "gather") if possible(way)]
+    return [way for way in ("ulysses", "allgather") if possible(way)]
 
 
 def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> str:
@@ -123,8 +123,10 @@ def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> st
 
 
 def with_kernels(config: Config, platform: str, capability: tuple[int, ...] = HOPPER) -> tuple[Config, list[str]]:
-    """`config` with the kernels that the rules choose, in `model.attention` and, in a mixture, `model.grouped`; and a
-    sentence for each slower one that `auto` has to use on a GPU.
+    """Set `model.attention` and, in a mixture, `model.moe_kernel` to the kernels that the rules choose.
+
+    Returns:
+      The config, and a sentence for each slower kernel that `auto` has to use on a GPU.
 
     Args:
       platform, capability: as for `choose_kernel`.
@@ -139,9 +141,9 @@ def with_kernels(config: Config, platform: str, capability: tuple[int, ...] = HO
         notes.append(f"attention: the slower kernel xla is used instead of cuDNN flash, because {obstacle}")
     if kernel == "cudnn" and documents:
         notes.append("attention: cuDNN gets the documents as a bias, as JAX has no public interface for their offsets")
-    if model.grouped:
+    if model.moe_kernel:
         grouped, obstacle = choose_grouped(config, platform, capability)
-        if model.grouped == "auto" and platform == "gpu" and obstacle:
+        if model.moe_kernel == "auto" and platform == "gpu" and obstacle:
             notes.append(
                 f"experts: their products run one tile after the other, because pallas cannot be used: {obstacle}"
             )
@@ -176,7 +178,7 @@ def with_unrolling(config: Config, on_gpu: bool) -> Config:
 
 def with_grouped(model: ModelConfig, kernel: str) -> ModelConfig:
     """The same model with this kernel for the products of its experts, if it has some."""
-    changes: dict[str, Any] = {"grouped": kernel} if model.grouped else {}
+    changes: dict[str, Any] = {"moe_kernel": kernel} if model.moe_kernel else {}
     return replace(model, **changes)
 
 
@@ -184,7 +186,7 @@ def choose_grouped(config: Config, platform: str, capability: tuple[int, ...] = 
     """The kernel of the products of experts chosen by the rule, and what rules out `pallas`.
 
     Args:
-      config: of a mixture of experts; `model.grouped` is the requested kernel.
+      config: of a mixture of experts; `model.moe_kernel` is the requested kernel.
       platform, capability: as for `choose_kernel`.
 
     Raises:
@@ -194,11 +196,11 @@ def choose_grouped(config: Config, platform: str, capability: tuple[int, ...] = 
     obstacle = _gpu_obstacle(platform, capability)
     if not obstacle and config.precision.compute == "fp64":
         obstacle = "it computes in bf16, fp16 or fp32 and --precision.compute is fp64"
-    odd = [size for size in (model.hidden, model.expert_width_in_use // config.mesh.model) if size % MIN_HEAD_WIDTH]
+    odd = [size for size in (model.hidden, model.expert_width // config.mesh.model) if size % MIN_HEAD_WIDTH]
     if not obstacle and odd:
         dims = f"an expert's matrix has a dim of {odd[0]} on a GPU"
         obstacle = f"it needs sizes that are multiples of {MIN_HEAD_WIDTH} and {dims}"
-    return _choose("grouped", model.grouped, "pallas", obstacle, "xla"), obstacle
+    return _choose("moe-kernel", model.moe_kernel, "pallas", obstacle, "xla"), obstacle
 
 
 def gpu_capability(device) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 import tyro
 
 from mjax.config.bounds import CountOrZero, Positive, Share
-from mjax.config.marks import TUNING, UNPLANNED
+from mjax.config.marks import TUNING, UNPLANNED, Synonyms
 
 
 def lora_flag(name: str):
@@ -21,11 +21,11 @@ def lora_flag(name: str):
 class LoRAConfig:
     """Adapters that are trained while the weights of the model are frozen."""
 
-    lora_rank: Annotated[CountOrZero, lora_flag("rank")] = 0
+    lora_rank: Annotated[CountOrZero, lora_flag("rank"), Synonyms("lora-r lora-rank")] = 0
     """Rank r of LoRA's adapters (arXiv 2106.09685), which are trained while the weights are frozen; 0: none."""
-    lora_alpha: Annotated[Positive | None, lora_flag("alpha"), UNPLANNED] = None
+    lora_alpha: Annotated[Positive | None, lora_flag("alpha"), UNPLANNED, Synonyms("lora-alpha")] = None
     """Adapters are multiplied by alpha / r; by default alpha is 2 r. rsLoRA (arXiv 2312.03732) is another alpha."""
-    lora_targets: Annotated[tuple[str, ...], lora_flag("targets")] = ("all",)
+    lora_targets: Annotated[tuple[str, ...], lora_flag("targets"), Synonyms("lora-target-modules")] = ("all",)
     """Linear layers that get an adapter: all, or some of q, k, v, out, gate, up, down; in a model of your own the names
     of its layers."""
     lora_dropout: Annotated[Share, TUNING, lora_flag("dropout"), UNPLANNED] = 0.0

@@ -8,6 +8,7 @@ A run folder holds one experiment. A field without a mark is part of it: to cont
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -40,8 +41,8 @@ class By:
 
 @dataclass(frozen=True)
 class Synonyms:
-    """Names that a field has in Megatron-LM, nanoGPT or Hugging Face: `fp16=fp16` is a switch for one value of it, and
-    the value of `epochs~` means something else."""
+    """Names that a field has in Megatron-LM, torchtitan, nanoGPT or Hugging Face, as `short_name` has them: `fp16=fp16`
+    is a switch for one value of it, and the value of `epochs~` means something else."""
 
     names: str
 
@@ -49,9 +50,14 @@ class Synonyms:
         """The value to type for `name` with a `given` one: empty where it means something else; None: no such name."""
         for known in self.names.split():
             known, equals, value = known.partition("=")
-            if known.rstrip("~") == name:
+            if short_name(known.rstrip("~")) == short_name(name):
                 return value if equals else "" if known.endswith("~") else given
         return None
+
+
+def short_name(name: str) -> str:
+    """A name without the parts in which other programs differ: 'tensor-model-parallel-size' → 'tensor-parallel'."""
+    return re.sub("^(use|enable|num|lr)-|-model(?=-parallel)|-(size|degree)$", "", name)
 
 
 FREE = Mark("free")
@@ -106,6 +112,9 @@ def _marks(cls: type) -> dict[str, tuple[Any, ...]]:
     return {name: marks for name, _, _, marks in section_fields(cls)}
 
 
+DTYPES = Synonyms(
+    "bf16=bf16 fp8=fp8 fp16=fp16 fp32=fp32 bfloat16=bf16 float8=fp8 float16=fp16 half=fp16 float32=fp32 float64=fp64"
+)
 RUN_SYNONYMS = Synonyms("load ckpt checkpoint-path resume-from-checkpoint checkpoint resume pretrained init-from")
 
 

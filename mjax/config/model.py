@@ -25,7 +25,7 @@ from mjax.config.bounds import Count, NotNegative, Share
 from mjax.config.lora import LoRAConfig
 from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, NEW_RUN, TUNING, UNPLANNED, By, Metric, Synonyms
 from mjax.config.pattern import LayerKind, Pattern
-from mjax.errors import UsageError, suggestion
+from mjax.errors import UsageError, either, suggestion
 
 C = TypeVar("C", bound="type[ModelConfig]")
 Arrays = dict[str, tuple[tuple[int, ...], str]]
@@ -36,9 +36,10 @@ Tuned = Annotated[NotNegative, TUNING]
 Rate = Annotated[Share, TUNING]
 HiddenDropout = Annotated[Rate, UNPLANNED, Synonyms("dropout resid-pdrop embd-pdrop")]
 AttentionDropout = Annotated[Rate, Synonyms("dropout attn-pdrop")]
-FeedForward = Annotated[Count | None, By("mlp_width"), ANY_FAMILY, Synonyms("ffn-hidden-size intermediate-size")]
+FeedForward = Annotated[Count | None, By("mlp_width"), ANY_FAMILY, Synonyms("ffn-hidden intermediate")]
 Gelu = Literal["gelu_tanh", "gelu_erf"]
-Attention = Literal["auto", "cudnn", "flash", "xla", "xla_blocks"]
+Kernels = Literal["auto", "cudnn", "flash", "xla", "xla_blocks"]
+Attention = Annotated[Kernels, Synonyms("attn-implementation~ attention-backend~ flash-attn~")]
 
 
 @dataclass(frozen=True)
@@ -63,23 +64,23 @@ class ModelConfig(LoRAConfig):
       window: tokens that a position sees, itself included; None: all up to its own.
       experts: of each layer that has some, which `mesh.expert` has to divide; 0 for a dense model.
       experts_per_token: that each token is routed to.
-      grouped: kernel of the products of experts.
+      moe_kernel: kernel of the products of experts.
     """
 
     kind: str = ""
     """Architecture of the model."""
-    layers: Annotated[Count, Synonyms("num-layers n-layer n-layers num-hidden-layers")] = 24
+    layers: Annotated[Count, Synonyms("layers n-layer n-layers hidden-layers")] = 24
     """Transformer layers."""
-    hidden: Annotated[Count, Synonyms("hidden-size n-embd d-model")] = 1024
+    hidden: Annotated[Count, Synonyms("hidden n-embd d-model")] = 1024
     """Width of the residual stream, h."""
-    heads: Annotated[Count, Synonyms("num-attention-heads n-head n-heads num-heads")] = 16
+    heads: Annotated[Count, Synonyms("attention-heads n-head n-heads heads")] = 16
     """Attention heads, n; the head size is hidden / heads."""
-    sequence: Annotated[Count, Synonyms("seq-length seq-len max-seq-length block-size context-length")] = 1024
+    sequence: Annotated[Count, Synonyms("seq-length seq-len max-seq-length block context-length")] = 1024
     """Tokens in a sample, s."""
     max_position_embeddings: Annotated[Count | None, By("max_positions"), ANY_FAMILY, Synonyms("n-positions")] = None
     """Positions of the model, which stay when it trains on shorter samples: rows of learned positions, and what exports
     say; as many as sequence when not given."""
-    vocabulary: Annotated[Count, NEW_RUN, Synonyms("vocab-size padded-vocab-size")] = 50257
+    vocabulary: Annotated[Count, NEW_RUN, Synonyms("vocab padded-vocab")] = 50257
     """Token ids the tokenizer can produce."""
     vocabulary_multiple: Annotated[Count, FILE_ONLY, NEW_RUN, ANY_FAMILY, Synonyms("make-vocab-size-divisible-by")] = (
         1024
@@ -87,7 +88,7 @@ class ModelConfig(LoRAConfig):
     """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
     init_std: Annotated[Tuned, FILE_ONLY, Synonyms("init-method-std initializer-range")] = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
-    attention: Annotated[Attention, FREE, NEW_RUN, ANY_FAMILY, Synonyms("attn-implementation")] = "auto"
+    attention: Annotated[Attention, FREE, NEW_RUN, ANY_FAMILY] = "auto"
     """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
     a CPU. flash has dropout and keeps no scores, and no GPU has run it yet."""
 
@@ -101,7 +102,7 @@ class ModelConfig(LoRAConfig):
     learned_positions: ClassVar[bool] = False
     biased_scores: ClassVar[bool] = False
     # Fields of some models. As a ClassVar they would hide these where a config derives from several parts.
-    head_dim = window = grouped = None
+    head_dim = window = moe_kernel = None
     attention_dropout = 0.0
     experts = experts_per_token = 0
 
@@ -241,11 +242,8 @@ def config_class(kind: Any, source: str) -> type[ModelConfig]:
       UsageError: there is none; `source` says where the name comes from.
     """
     if not isinstance(kind, str) or kind not in REGISTRY:
-        near = suggestion(kind, list(REGISTRY)) if isinstance(kind, str) else ""
-        raise UsageError(
-            f"{source}: there is no model {kind!r}{near}; there are {', '.join(REGISTRY)}; for a model of your own "
-            "type --config FILE.py, the file that registers it, or import that in Python"
-        )
+        custom = f"use {either(REGISTRY)}, or for a model of your own --config FILE.py, the file that registers it"
+        raise UsageError(f"{source}: there is no model {kind!r}; {suggestion(str(kind), REGISTRY, custom)}")
     return REGISTRY[kind]
 
 

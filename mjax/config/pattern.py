@@ -106,7 +106,7 @@ def check_stages(model, mesh) -> None:
     Raises:
       UsageError: they do not.
     """
-    runs, unit, stages = model.pattern.runs(model.layers), stage_unit(model), mesh.pipe * mesh.chunks
+    runs, unit, stages = model.pattern.runs(model.layers), stage_unit(model), mesh.pipe * mesh.virtual_stages
     if mesh.pipe > 1 and len(runs) > 1:
         groups = [(count * len(kinds), len(kinds)) for kinds, count in runs]
         parts = ", then ".join(f"{layers} in groups of {size}" if size > 1 else f"{layers}" for layers, size in groups)
@@ -117,8 +117,8 @@ def check_stages(model, mesh) -> None:
     if mesh.pipe > 1 and model.layers // stages % unit:
         raise UsageError(
             f"the layers of {model.title} repeat every {unit}, which does not divide the {model.layers // stages} "
-            "layers that a pipeline stage runs in a row; choose --model.layers, --mesh.pipe and --mesh.chunks so that "
-            "it does"
+            "layers that a pipeline stage runs in a row; choose other --model.layers, --mesh.pipe or "
+            "--mesh.virtual-stages"
         )
 
 

@@ -116,7 +116,8 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
             arguments[name] = value  # as most are, and to check a type takes time
             continue
         if name not in known:
-            raise UsageError(f"{source}: unknown field {prefix}{name}{suggestion(name, known)}")
+            near = suggestion(name, known, "")
+            raise UsageError(f"{source}: unknown field {prefix}{name}{near and f'; {near}'}")
         if dataclasses.is_dataclass(hints[name]):
             arguments[name] = build(hints[name], value, source, f"{prefix}{name}.")
         elif fits(value, hints[name]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import shlex
 import sys
 import traceback
@@ -19,10 +20,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import tyro
+
 from mjax.config import axes
 from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed, Share
 from mjax.config.marks import (
     BLEND,
+    DTYPES,
     FILE_ONLY,
     FREE,
     PER_PROCESS,
@@ -45,11 +49,16 @@ from mjax.config.model import (
 )
 from mjax.config.model_file import describe_change, read_model_file, refuse_unknown, source_file
 from mjax.config.plain_values import build, fits
-from mjax.errors import UsageError, check_folder, suggestion
-from mjax.utils.files import read_json, write_whole
+from mjax.errors import UsageError, check_folder, shorten_list, suggestion
+from mjax.utils.files import is_hub_name, read_json, write_whole
 
 Compute = Literal["bf16", "fp8", "fp16", "fp32", "fp64"]
+ComputeDtype = Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute"), DTYPES]
+"""Of commands that use a trained model."""
 Recompute = Literal["none", "selective", "full", "offload"]
+RECOMPUTE_SYNONYMS = Synonyms(
+    "recompute-activations=selective recompute-granularity gradient-checkpointing=full activation-checkpoint.mode"
+)
 WSD = Only("optimizer.schedule", "wsd")
 Schedule = Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"]
 TEXT = Only("samples", "text")
@@ -58,34 +67,38 @@ TEXT = Only("samples", "text")
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis of the mesh. Ranks of `model` should share a server, so keep it within one."""
+    """Devices along each axis of the mesh. Ranks of `model` should share a server, so keep it within one.
 
-    pipe: Annotated[Count, Synonyms("pipeline-model-parallel-size pipeline-parallel-size pipeline pp pp-size")] = 1
+    `--mesh.pp`, `dp`, `tp`, `ep` and `cp` are accepted for pipe, data, model, expert and context.
+    """
+
+    pipe: Annotated[Count, Synonyms("pipeline-parallel pp")] = 1
     """Pipeline stages, each with its share of the layers (1: no pipeline)."""
-    data: Annotated[Count, Synonyms("data-parallel-size dp dp-size num-gpus gpus")] = 1
+    data: Annotated[Count, Synonyms("data-parallel data-parallel-shard dp-shard dp gpus")] = 1
     """Data-parallel replicas."""
-    model: Annotated[Count, Synonyms("tensor-model-parallel-size tensor-parallel-size tp tp-size")] = 1
+    model: Annotated[Count, Synonyms("tensor-parallel tp")] = 1
     """Devices that share every layer's matrices (Megatron's tensor parallelism)."""
-    expert: Annotated[Count, Synonyms("expert-model-parallel-size expert-parallel-size ep ep-size")] = 1
+    expert: Annotated[Count, Synonyms("expert-parallel ep")] = 1
     """Data-parallel replicas that share the experts of a mixture: each has a part of them, and computes it for the
     tokens of all. It divides data."""
-    context: Annotated[Count, Synonyms("context-parallel-size cp cp-size context-parallel-degree")] = 1
+    context: Annotated[Count, Synonyms("context-parallel cp")] = 1
     """Devices that share every sequence (context parallelism): each has a part of its positions, and of all
     activations."""
-    context_attention: Annotated[Literal["auto", "heads", "gather"], Synonyms("cp-comm-type")] = "auto"
-    """Attention of a sequence over `context`: heads, each rank gets all positions of a part of the heads (all-to-all);
-    gather, each rank gets keys and values of all positions. auto: heads if their number allows it."""
+    context_attention: Annotated[Literal["auto", "ulysses", "allgather"], Synonyms("cp-comm-type~")] = "auto"
+    """Attention of a sequence over `context`. ulysses: each rank gets all positions of a part of the heads
+    (all-to-all); allgather: each rank gets keys and values of all positions; auto: ulysses if `context` divides the
+    heads of a rank."""
     sequence_parallel: Annotated[bool, Synonyms("sp")] = False
     """Also split LayerNorm, dropout and the residual stream over `model`, by tokens (arXiv 2205.05198): less memory for
     the same communication. It has no effect with `model` 1."""
-    schedule: Annotated[Literal["gpipe", "1f1b"], FILE_ONLY] = "1f1b"
-    """Order of forward and backward passes in the pipeline; with chunks above 1, 1f1b is interleaved."""
-    chunks: Annotated[Count, Synonyms("num-layers-per-virtual-pipeline-stage~")] = 1
-    """Chunks of layers per pipeline stage (virtual stages), V; they shrink the bubble V times."""
-    zero: Annotated[Literal[0, 1, 3], Synonyms("use-distributed-optimizer=1 zero-stage fsdp=3")] = 0
+    schedule: Annotated[Literal["gpipe", "1f1b"], FILE_ONLY, Synonyms("pipeline-parallel-schedule~")] = "1f1b"
+    """Order of forward and backward passes in the pipeline; with virtual_stages above 1, 1f1b is interleaved."""
+    virtual_stages: Annotated[Count, Synonyms("layers-per-virtual-pipeline-stage~ virtual-pipeline-parallel")] = 1
+    """Virtual stages of each pipeline rank, V (interleaved 1F1B, arXiv 2104.04473): the bubble is V times smaller."""
+    zero: Annotated[Literal[0, 1, 3], Synonyms("distributed-optimizer=1 zero-stage fsdp=3 torch-fsdp2=3")] = 0
     """Sharding over `data`: 0 none; 1 weights and moments between steps (ZeRO-1); 3 also weights during the step,
     gathered layer by layer (ZeRO-3, FSDP)."""
-    replica: Annotated[Count, Synonyms("num-distributed-optimizer-instances hsdp dp-replicate")] = 1
+    replicate: Annotated[Count, Synonyms("distributed-optimizer-instances dp-replicate data-parallel-replicate")] = 1
     """Groups of data-parallel replicas that each hold all weights (HSDP): ZeRO shards within a group, and groups
     exchange the gradients of their shards once a step. It divides data."""
 
@@ -104,7 +117,9 @@ class MeshConfig:
 class DataConfig:
     """Sources of samples."""
 
-    path: Annotated[tuple[str, ...], BLEND, PLANNED, Synonyms("data dataset data-dir data-file train-file")] = ()
+    path: Annotated[
+        tuple[str, ...], BLEND, PLANNED, Synonyms("data data-path dataset data-dir data-file train-file")
+    ] = ()
     """Prefixes of indexed datasets (PREFIX.bin and PREFIX.idx, written by `mjax prepare` or Megatron's
     preprocess_data): one dataset; several with a weight before each, such as 0.3 data/a 0.7 data/b, blended by weight;
     or several without weights, each used once, blended in proportion to their sizes."""
@@ -116,9 +131,9 @@ class DataConfig:
     """With train_path: a blend used for validation only."""
     mock: Annotated[bool, PLANNED, Synonyms("mock-data")] = False
     """Train on synthetic tokens instead of data.path; for measuring speed."""
-    own: Annotated[bool, FILE_ONLY] = False
+    custom: Annotated[bool, FILE_ONLY] = False
     """Batches come from the caller of `mjax.Trainer`, which sets this."""
-    samples: Count | None = None
+    train_samples: Count | None = None
     """Number of training samples for which the order is drawn; by default those of all steps. Megatron's sample order
     depends on it, so set it to lengthen a run later without changing the order. Of conversations, padding follows them
     in the last batch."""
@@ -154,7 +169,7 @@ class DataConfig:
         documents  the number of a token's document within the sample
         """
         types = {"tokens": "int32", "labels": "int32"}
-        if self.own or self.conversations or self.mask_eod_loss:
+        if self.custom or self.conversations or self.mask_eod_loss:
             types["loss_mask"] = "bool"
         if self.reset_positions or self.conversations:
             types["positions"] = "int32"
@@ -171,21 +186,23 @@ class OptimizerConfig:
     """The optimizer and its learning rate. Weight decay applies to matrices and embeddings, never to biases or
     LayerNorm."""
 
-    name: Annotated[Literal["adamw", "muon"], PLANNED] = "adamw"
+    name: Annotated[Literal["adamw", "muon"], PLANNED, Synonyms("optimizer~ optim~")] = "adamw"
     """adamw, or muon: orthogonalised momentum for the matrices of the layers, and AdamW for everything else
     (embeddings, heads, norms, biases)."""
 
     learning_rate: Annotated[NotNegative, RATE, Synonyms("lr peak-lr max-lr")] = 1.5e-4
     """Peak learning rate."""
-    min_learning_rate: Annotated[NotNegative, RATE, Synonyms("min-lr")] = 1e-5
+    min_learning_rate: Annotated[NotNegative, RATE, Synonyms("min-lr min-lr-factor~")] = 1e-5
     """Learning rate at the end of the schedule."""
-    schedule: Annotated[Schedule, RATE, Synonyms("lr-decay-style lr-scheduler lr-scheduler-type decay-lr~")] = "cosine"
+    schedule: Annotated[Schedule, RATE, Synonyms("decay-style scheduler scheduler-type decay-lr~")] = "cosine"
     """Shape of the decay after warm-up (wsd: warm-up, stable, decay)."""
-    warmup_steps: Annotated[CountOrZero, RATE, Synonyms("lr-warmup-iters warmup-iters warmup warmup-ratio~")] = 0
+    warmup_steps: Annotated[
+        CountOrZero, RATE, Synonyms("warmup-iters warmup-steps warmup warmup-ratio~ warmup-fraction~")
+    ] = 0
     """Steps of linear warm-up."""
-    decay_steps: Annotated[Count | None, RATE, Synonyms("lr-decay-iters lr-decay-steps")] = None
+    decay_steps: Annotated[Count | None, RATE, Synonyms("decay-iters decay-steps decay-ratio~")] = None
     """Step at which min_learning_rate is reached; by default train.steps."""
-    wsd_decay_steps: Annotated[Count | None, RATE, WSD, Synonyms("lr-wsd-decay-iters")] = None
+    wsd_decay_steps: Annotated[Count | None, RATE, WSD, Synonyms("wsd-decay-iters")] = None
     """wsd only: length of the final decay, in steps; by default a tenth of decay_steps."""
     wsd_decay: Annotated[Literal["exponential", "linear", "minus_sqrt"], RATE, WSD] = "exponential"
     """wsd only: shape of the final decay; minus_sqrt is 1 − √p after a part p of it (arXiv 2405.18392)."""
@@ -197,7 +214,7 @@ class OptimizerConfig:
     """Decay of the second moment."""
     epsilon: Annotated[float, Bounds(gt=0, such_as="1e-8"), FILE_ONLY, Synonyms("adam-eps adam-epsilon eps")] = 1e-8
     """Added to the square root of the second moment; with 0 a weight without gradient would become 0 / 0."""
-    clip_norm: Annotated[NotNegative, Synonyms("clip-grad grad-clip gradient-clip-val max-grad-norm")] = 1.0
+    clip_norm: Annotated[NotNegative, Synonyms("clip-grad grad-clip gradient-clip-val max-grad-norm max-norm")] = 1.0
     """Largest global L2 norm of the gradient; 0: no clipping."""
 
 
@@ -206,7 +223,9 @@ class PrecisionConfig:
     """Dtypes of the computation. Parameters and moments are always float32, as are the sums in LayerNorm, softmax,
     cross entropy and gradients."""
 
-    compute: Annotated[Compute, Synonyms("fp16=fp16 bf16=bf16 fp8=fp8 dtype mixed-precision")] = "bf16"
+    compute: Annotated[
+        Compute, DTYPES, Synonyms("fp8-format=fp8 dtype torch-dtype mixed-precision mixed-precision-param~")
+    ] = "bf16"
     """Dtype of activations and matrix products. fp8 is bf16 with the products of the layers' linear layers in float8,
     in training; fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs JAX_ENABLE_X64=1 in the
     environment."""
@@ -220,26 +239,26 @@ class PrecisionConfig:
 class TrainConfig:
     """Length of training, batches and recomputation."""
 
-    steps: Annotated[Count, FREE, Synonyms("train-iters max-iters max-steps epochs~ num-train-epochs~")] = 300_000
+    steps: Annotated[Count, FREE, Synonyms("train-iters max-iters max-steps epochs~ train-epochs~ train-samples~")] = (
+        300_000
+    )
     """Number of optimizer steps; an epoch is the tokens of the data / (global batch × sequence) steps."""
     tokens: Annotated[str | None, FREE, Synonyms("train-tokens total-tokens max-tokens")] = None
     """Instead of steps: training tokens, such as 300B or 1.5T (K, M, B, T: thousands to trillions), rounded up to whole
     steps of the global batch with its ramp-up. The run's config.json has the steps."""
-    global_batch: Annotated[Count, Synonyms("batch-size global-batch-size gradient-accumulation-steps~")] = 512
+    global_batch: Annotated[Count, Synonyms("batch global-batch gradient-accumulation-steps~")] = 512
     """Sequences per step over all devices; with a ramp-up, those of the last steps."""
-    batch_rampup: Annotated[tuple[int, int, int] | None, Synonyms("rampup-batch-size")] = None
-    """START INCREMENT SAMPLES, as Megatron's --rampup-batch-size: begin with START sequences per step and add INCREMENT
+    batch_rampup: Annotated[
+        tuple[int, int, int] | None, tyro.conf.arg(metavar="START INCREMENT SAMPLES"), Synonyms("rampup-batch")
+    ] = None
+    """Megatron's --rampup-batch-size, such as 16 16 100000: begin with START sequences per step and add INCREMENT
     at a time, in equal portions of the first SAMPLES samples, up to global_batch."""
-    taken: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
+    batch_history: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
     """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
     data, tokens and learning rate continue from their samples. A run writes it; it has no flag."""
-    micro_batch: Annotated[
-        Count, FREE, SEARCHED, Synonyms("batch-size micro-batch-size per-device-train-batch-size")
-    ] = 8
+    micro_batch: Annotated[Count, FREE, SEARCHED, Synonyms("batch micro-batch local-batch per-device-train-batch")] = 8
     """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
-    recompute: Annotated[
-        Recompute, FREE, SEARCHED, Synonyms("recompute-activations=selective gradient-checkpointing=full")
-    ] = "none"
+    recompute: Annotated[Recompute, FREE, SEARCHED, RECOMPUTE_SYNONYMS] = "none"
     """Recomputation in the backward pass: none; the attention core and cheap element-wise work; or whole layers.
     offload: as full, with the layers' inputs in host memory until the backward pass; in a loop over the layers, not in
     a pipeline."""
@@ -274,21 +293,21 @@ class HealthConfig:
     """When a run counts as unhealthy, and what happens then. A step is unhealthy if it is skipped because of non-finite
     values, or if its loss is far above the running mean."""
 
-    spike: Literal["announce", "skip", "rewind", "ignore"] = "announce"
-    """Response to a loss spike, six standard deviations above the mean of 100 steps: announce reports it; skip drops
-    the update of that batch; rewind goes back to the last good checkpoint and skips the batches that led to the spike;
-    ignore takes no loss for one."""
+    spike: Literal["warn", "skip", "rollback", "ignore"] = "warn"
+    """Response to a loss spike, six standard deviations above the mean of 100 steps: warn reports it; skip drops
+    the update of that batch; rollback goes back to the last good checkpoint and skips the batches before the spike;
+    ignore: no loss is a spike."""
 
 
 @dataclass(frozen=True)
 class LogConfig:
     """Logging and display."""
 
-    interval: Annotated[Count, Synonyms("every log-every log-interval logging-steps")] = 1
+    interval: Annotated[Count, Synonyms("every log-every log-interval logging-steps log-freq")] = 1
     """Steps between lines of metrics.jsonl and TensorBoard scalars."""
-    tensorboard: Annotated[bool, FILE_ONLY, PER_PROCESS, Synonyms("tensorboard-dir")] = True
+    tensorboard: Annotated[bool, FILE_ONLY, PER_PROCESS, Synonyms("tensorboard-dir tensorboard logging-dir")] = True
     """Write TensorBoard scalars into the run folder."""
-    wandb: Annotated[str | None, PER_PROCESS, Synonyms("wandb-project wandb")] = None
+    wandb: Annotated[str | None, PER_PROCESS, Synonyms("wandb-project wandb report-to~")] = None
     """Weights & Biases project to log to (needs the wandb package)."""
     trackio: Annotated[str | None, PER_PROCESS] = None
     """Trackio project to log to (needs the trackio package)."""
@@ -328,18 +347,18 @@ class Config:
         return self.model.samples or "examples"
 
     @property
-    def across(self) -> Literal["heads", "gather"] | None:
+    def context_attention(self) -> Literal["ulysses", "allgather"] | None:
         """The way attention sees the positions of other ranks of `context`; None: a rank has whole sequences."""
         if self.mesh.context == 1:
             return None
         if self.mesh.context_attention != "auto":
             return self.mesh.context_attention
-        return "gather" if self.model.heads // self.mesh.model % self.mesh.context else "heads"
+        return "allgather" if self.model.heads // self.mesh.model % self.mesh.context else "ulysses"
 
     @property
     def sequence_chunks(self) -> int:
         """Chunks of a sequence, of which a rank of `context` has two where attention gathers; else 1."""
-        return 2 * self.mesh.context if self.across == "gather" else 1
+        return 2 * self.mesh.context if self.context_attention == "allgather" else 1
 
     def batch_arrays(self) -> Arrays:
         """The arrays of a batch: shape of one sample, [s] or [], and dtype."""
@@ -393,7 +412,7 @@ def load_user_model(given: str | None, run: Path, print_line: Callable[[str], No
     kind = model_kind(model)
     if given is not None:
         if not has_user_model(run):
-            raise UsageError(f"--config {given} has no effect on {run}, which holds {model.title}; leave it out")
+            raise UsageError(f"--config {given} has no effect on {run}, which holds {model.title}; remove it")
         _execute(_config_file(given))
         if kind not in REGISTRY:
             known = read_model_file(run)
@@ -428,10 +447,13 @@ def _execute(file: Path) -> types.ModuleType:
         raise
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        field = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        new = next((names[field[1]] for names in RENAMED.values() if field and field[1] in names), None)
+        now = f"; {field[1]} is now {new}" if new else ""
         line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else (lines or [None])[-1]
         raise UsageError(
             f"{file}{f', line {line},' if line else ''} raises {type(error).__name__}: "
-            f"{error.msg if isinstance(error, SyntaxError) else error}; "
+            f"{error.msg if isinstance(error, SyntaxError) else error}{now}; "
             f"fix the file, python {shlex.quote(str(file))} "
             "shows the traceback"
         ) from error
@@ -443,9 +465,15 @@ def _config_file(name: str) -> Path:
     here, known = Path(name if name.endswith(".py") else f"{name}.py"), available_configs()
     files = [] if name.endswith(".py") else [folder / here for folder in config_folders()]
     files = [file for file in (*files, here) if file.is_file()]
+    if (Path(name) / "config.json").is_file():
+        raise UsageError(f"{name} is a run folder; type --run {name}, or --config {name}/config.json for a new run")
     if not files:
-        kind = f"file {name}" if name.endswith(".py") else f"{name!r}{suggestion(name, known)}"
-        raise UsageError(f"there is no config {kind}; give a path to a .py file, or one of: {', '.join(known)}")
+        if name.endswith(".py"):
+            raise UsageError(
+                f"there is no config file {name}; give the path of one, or a name that `mjax configs` lists"
+            )
+        near = suggestion(name, known, "give a name or the path of a .py file:")
+        raise UsageError(f"there is no config {name}; {near} `mjax configs` lists all {len(known)}")
     if files[-1] == here and not here.samefile(files[0]):
         raise UsageError(f"--config {name} is {files[0]} or ./{here}; type --config ./{here} for the one that is here")
     return files[0]
@@ -471,7 +499,7 @@ def from_dict(values: dict[str, Any], source: str = "config.json") -> Config:
 def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], type[ModelConfig]]) -> Config:
     if not isinstance(values, dict) or not isinstance(values.get("model", {}), dict):
         return build(Config, values, source)  # which refuses it
-    values = _without_removed(values, source)
+    values = _upgrade(values, source)
     model = {"kind": "gpt", **values.get("model", {})}
     rest = {name: value for name, value in values.items() if name != "model"}
     config, cls = build(Config, rest, source), class_of(model)
@@ -483,6 +511,25 @@ def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], ty
         raise UsageError(f"{error}; {cls.__name__} is that of {file}") from None
 
 
+RENAMED = {
+    "mesh": {"chunks": "virtual_stages", "replica": "replicate"},
+    "model": {
+        "tied": "tie_embeddings", "rope_share": "rotary_percent", "rope_original": "rope_original_length",
+        "full_attention_every": "global_attention_interval", "query_scalar": "query_pre_attn_scalar",
+        "expert_width": "moe_ffn_hidden", "shared_width": "shared_expert_ffn_hidden", "grouped": "moe_kernel",
+        "dense_layers": "first_dense_layers", "expert_interval": "moe_layer_freq", "router_groups": "router_n_groups",
+        "router_top_groups": "router_topk_groups", "balance_loss": "aux_loss_coef", "balance_over": "aux_loss_scope",
+        "balance_bias": "router_bias_update_rate", "answers": "num_labels",
+    },
+    "data": {"own": "custom", "samples": "train_samples"},
+    "train": {"taken": "batch_history"},
+}  # fmt: skip
+RENAMED_VALUES = {
+    "mesh.context_attention": {"heads": "ulysses", "gather": "allgather"},
+    "mesh.schedule": {"zb-h1": "1f1b"},
+    "health.spike": {"announce": "warn", "rewind": "rollback"},
+}
+"""Fields and values of mjax 0.2.0, with their names since. To be removed, with `REMOVED`, after mjax 0.4."""
 REMOVED = {
     "model.lora_rslora": False,
     "data.validation_tail": False,
@@ -499,18 +546,25 @@ REMOVED = {
 """Fields that the config of a run of 0.2.0 has, with the value that holds now."""
 
 
-def _without_removed(values: dict[str, Any], source: str) -> dict[str, Any]:
-    """The sections of a config without `REMOVED`; what means the same today is translated.
+def _upgrade(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return the sections of a config with the fields of today.
 
     Raises:
-      UsageError: such a field has another value.
+      UsageError: one of the fields `REMOVED` has another value.
     """
-    values = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
-    mesh, model, health = (
-        section if isinstance(section := values.get(name), dict) else {} for name in ("mesh", "model", "health")
-    )
-    if mesh.get("schedule") == "zb-h1":
-        mesh["schedule"] = "1f1b"
+    sections = {name: dict(section) for name, section in values.items() if isinstance(section, dict)}
+    model, health = sections.get("model", {}), sections.get("health", {})
+    cls = REGISTRY.get(str(model.get("kind")))
+    taken = {knob.name for knob in dataclasses.fields(cls)} if cls else set()  # by a model of your own
+    for section, names in RENAMED.items():
+        fields = sections.get(section, {})
+        for old, new in names.items():
+            if old in fields and new not in fields and (section != "model" or old not in taken):
+                fields[new] = fields.pop(old)
+    for name, renamed in RENAMED_VALUES.items():
+        section, _, knob = name.partition(".")
+        if (old := str(sections.get(section, {}).get(knob))) in renamed:
+            sections[section][knob] = renamed[old]
     if health.get("spike_deviations") == 0.0:
         health |= {"spike": "ignore", "spike_deviations": 6.0}
     rank, alpha = model.get("lora_rank"), model.get("lora_alpha")
@@ -518,12 +572,12 @@ def _without_removed(values: dict[str, Any], source: str) -> dict[str, Any]:
         model |= {"lora_alpha": (2 * rank if alpha is None else alpha) * rank**0.5, "lora_rslora": False}
     for name, only in REMOVED.items():
         section, _, knob = name.partition(".")
-        if isinstance(values.get(section), dict) and (value := values[section].pop(knob, only)) != only:
+        if (value := sections.get(section, {}).pop(knob, only)) != only:
             raise UsageError(
                 f"{source}: {name} is {value!r}, and since mjax 0.2.0 it is always {only!r}; "
                 "remove it there to continue with that"
             )
-    return values
+    return values | sections
 
 
 def save_config(config: Config, file: Path) -> None:
@@ -556,8 +610,26 @@ def read_settings(file: Path) -> Config:
 
 
 def _read_values(file: Path) -> Any:
-    missing = "a run folder holds the config.json that `mjax train` wrote"
-    return read_json(file, "restore it, or start a new run with --name", missing)
+    if not file.exists():
+        raise UsageError(describe_missing_run(file.parent))
+    return read_json(file, "restore it, or start a new run with --name")
+
+
+def describe_missing_run(folder: Path) -> str:
+    """The sentence about a folder that is no run, with the run that was meant or those that exist."""
+    problem = "is not a run folder: it has no config.json" if folder.exists() else "does not exist"
+    if is_hub_name(folder):
+        convert = f"`hf download {folder} --local-dir {folder.name}` and `mjax convert from-hf {folder.name} RUN`"
+        return f"{folder} does not exist, and no model is downloaded by its name; type {convert}"
+    for near in (Path("runs") / folder, *folder.parents):
+        if (near / "config.json").is_file():
+            step = f" --step {folder.name}" if folder.name.isdigit() else ""
+            return f"{folder} {problem}; did you mean {near}{step}?"
+    place = folder if folder.is_dir() else folder.parent
+    runs = sorted(file.parent.name for file in place.glob("*/checkpoints"))
+    shown = f"runs in {place}: {', '.join(shorten_list(runs, 8))}" if runs else "give a run folder such as runs/demo"
+    step = f", and --step {folder.name} for its checkpoint" if folder.name.isdigit() else ""
+    return f"{folder} {problem}; {suggestion(folder.name, runs, shown + step, f'{place}/{{}}')}"
 
 
 def differing_fields(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:

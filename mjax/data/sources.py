@@ -67,8 +67,8 @@ def open_data(config: Config, before_drawing: Callable[[int], None] = lambda sam
     """
     data, model, train = config.data, config.model, config.train
     if model.samples is None:
-        raise UsageError(f"{KIND_FLAG} {model_kind(model)} is not for pre-training; leave it out, or use mjax finetune")
-    if data.own:
+        raise UsageError(f"{KIND_FLAG} {model_kind(model)} is not for pre-training; remove it, or use mjax finetune")
+    if data.custom:
         fix = "continue it there, or start from its weights with --init"
         raise UsageError(f"this run was trained on batches of a program (mjax.Trainer); {fix}")
     evaluates = train.eval_interval > 0

@@ -32,7 +32,7 @@ CHECKS = {
 }
 """The module of mjax/doctor of each check; `all-reduce` is its function check_all_reduce."""
 FOUNDATION = "devices"  # the checks of other modules than `host` need it
-SILENT = "--limit 600 where a machine is slow to start; else the driver or the file system hangs: sudo dmesg | tail"
+SILENT = "--timeout 600 where a machine is slow to start; else the driver or the file system hangs: sudo dmesg | tail"
 MEMORY_IN_USE = "nvidia-smi shows who holds a GPU's memory, another doctor perhaps: wait, or set CUDA_VISIBLE_DEVICES"
 ANSWER = "mjax.doctor.checks:answer"
 """The function that a child calls."""

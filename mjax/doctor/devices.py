@@ -174,7 +174,7 @@ def check_all_reduce(facts: MachineInfo) -> Finding | None:
     rows = np.arange(1, ranks + 1)[:, None]  # rank r holds r + 1
     by_rank = NamedSharding(mesh, P(MODEL))
     x = jax.jit(lambda: jnp.asarray(rows, dtype) * jnp.ones((1, count), dtype), out_shardings=by_rank)()
-    reduce = jax.jit(jax.shard_map(mappings.leave, mesh=mesh, in_specs=P(MODEL), out_specs=P()))
+    reduce = jax.jit(jax.shard_map(mappings.reduce_from_region, mesh=mesh, in_specs=P(MODEL), out_specs=P()))
     total, expected = reduce(x), ranks * (ranks + 1) // 2
     low, high = float(total.min()), float(total.max())
     if not (low == high == expected):

@@ -140,12 +140,12 @@ def check_experts(facts: MachineInfo) -> list[Finding]:
       UsageError: it does not support the config.
     """
     config, device = facts.config, jax.local_devices()[0]
-    if config is None or not config.model.grouped:
+    if config is None or not config.model.moe_kernel:
         return []
     kernel, obstacle = choose_grouped(config, device.platform, gpu_capability(device))
     products = expert_products(kernel, config.precision.compute)
-    findings = judge([products], [device], "--model.grouped xla, and report it")
-    return findings + _slower(config.model.grouped, device, obstacle)
+    findings = judge([products], [device], "--model.moe-kernel xla, and report it")
+    return findings + _slower(config.model.moe_kernel, device, obstacle)
 
 
 def _slower(asked: str, device: jax.Device, obstacle: str | None) -> list[Finding]:
@@ -192,7 +192,7 @@ def expert_products(kernel: str, compute: str) -> Operation:
     experts = np.repeat([0, 2, 0], [100, 7, 60])
 
     def run(x, kernels):
-        groups, rows = grouped.group(jnp.asarray(experts), 3, grouped.ROWS[kernel])
+        groups, rows = grouped.assign_rows(jnp.asarray(experts), 3, grouped.ROWS[kernel])
         buffer = jnp.zeros((len(groups.of_tile) * groups.rows, 64), x.dtype).at[rows].set(x)
         return grouped.grouped_matmul(buffer, kernels, groups, kernel)[rows]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypedDict
 
 import tyro
 
@@ -20,7 +20,7 @@ from mjax.config.bounds import Count, NotNegative, Seed, Share, check_bounds
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
 from mjax.config.model import Attention
 from mjax.config.plain_values import read
-from mjax.config.run import Recompute
+from mjax.config.run import ComputeDtype, Recompute
 from mjax.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 class FinetuneArguments:
     """Fine-tune a pre-trained BERT for a labelled task, with several seeds, and keep the best checkpoint."""
 
-    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"]), RUN_SYNONYMS]
+    examples: ClassVar = ("mjax finetune --run runs/bert_336m --task mnli --train train.tsv --validation dev.tsv",)
+
+    run: Annotated[Path, RUN_SYNONYMS]
     """Folder of the pre-trained run, such as runs/bert_336m: its config.json, tokenizer and newest checkpoint are used,
     without its heads."""
     task: str
@@ -41,7 +43,7 @@ class FinetuneArguments:
     validation: Annotated[tuple[str, ...], Synonyms("val-data validation-file")]
     """Validation files, evaluated after each epoch to choose the best one."""
     output: Annotated[Path | None, Synonyms("save output-dir out-dir save-dir")] = None
-    """Folder for the results; by default CHECKPOINT-TASK, for an address in the current folder. An existing one is
+    """Folder for the results; by default RUN-TASK, for an address in the current folder. An existing one is
     continued."""
     step: int | None = None
     """Checkpoint to start from; by default the newest intact one."""
@@ -49,13 +51,13 @@ class FinetuneArguments:
     """Number of seeds, which differ in head, order of examples and dropout. The papers report the median of five."""
     seed: Annotated[Seed, Synonyms("random-seed")] = 1234
     """First seed; the others follow it."""
-    epochs: Annotated[Count | None, Synonyms("num-epochs num-train-epochs")] = None
+    epochs: Annotated[Count | None, Synonyms("epochs train-epochs")] = None
     """Number of epochs; by default as in the paper's recipe for the task, like all that follow."""
-    batch: Annotated[Count | None, Synonyms("batch-size global-batch-size train-batch-size")] = None
+    batch: Annotated[Count | None, Synonyms("batch global-batch train-batch")] = None
     """Examples per step, over all devices."""
     learning_rate: Annotated[NotNegative | None, Synonyms("lr")] = None
     """Peak learning rate, with linear decay to 0."""
-    warmup: Annotated[Share | None, Synonyms("lr-warmup-fraction warmup-ratio")] = None
+    warmup: Annotated[Share | None, Synonyms("warmup-fraction warmup-ratio")] = None
     """Share of the steps with linear warm-up from 0."""
     weight_decay: Annotated[NotNegative | None, Synonyms("wd")] = None
     """Decoupled weight decay, for matrices and embeddings."""
@@ -66,7 +68,7 @@ class FinetuneArguments:
     """Examples per forward pass of a data-parallel replica; by default all of its share, in a pipeline one."""
     recompute: Annotated[Recompute, tyro.conf.arg(name="train.recompute")] = "none"
     """Activations that the backward pass recomputes, as in training."""
-    compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
+    compute: ComputeDtype = None
     """Dtype of activations and matmuls; by default as in pre-training."""
     attention: Annotated[Attention, tyro.conf.arg(name="model.attention")] = "auto"
     """Attention kernel, as in training."""
@@ -106,7 +108,7 @@ def resolve_recipe(arguments: FinetuneArguments, saved: Config, print_line: Call
     positions = saved.model.max_positions
     if arguments.sequence is not None and arguments.sequence > positions:
         given = f"--sequence {arguments.sequence} is longer than the {positions} positions of the model"
-        raise UsageError(f"{given} in {arguments.checkpoint}; use at most {positions}")
+        raise UsageError(f"{given} in {arguments.run}; use at most {positions}")
     flags = {name: getattr(arguments, name) for name in Recipe.__dataclass_fields__}
     recipe = replace(DEFAULTS[arguments.task], **{name: value for name, value in flags.items() if value is not None})
     data = arguments.mesh.data
@@ -188,7 +190,7 @@ def read_request(arguments: FinetuneArguments, recipe: Recipe, examples: int, co
       compute: dtype of activations and matmuls.
     """
     return {
-        "checkpoint": str(arguments.checkpoint),
+        "checkpoint": str(arguments.run),
         "step": arguments.step,
         "task": arguments.task,
         "train": list(arguments.train),

@@ -13,7 +13,7 @@ from mjax.config.marks import Synonyms
 class Sampling:
     """Sampling options, and the number of tokens."""
 
-    tokens: Annotated[Count, Synonyms("max-length max-new-tokens num-tokens max-tokens")] = 128
+    tokens: Annotated[Count, Synonyms("max-length max-new-tokens tokens max-tokens")] = 128
     """Maximum number of tokens to generate."""
     temperature: Annotated[NotNegative, Synonyms("temp")] = 0.8
     """Divides the logits: below 1 likely tokens become likelier; 0 always takes the most likely one."""

@@ -41,7 +41,7 @@ from mjax.data.tokenizers import (
     tokenizer_from_folder,
     utf8,
 )
-from mjax.errors import UsageError, count_lines
+from mjax.errors import UsageError, split_lines
 from mjax.utils.files import parse_json
 
 TEMPLATE = "chat_template.jinja"
@@ -96,7 +96,7 @@ class Chat:
         self.file = folder / TEMPLATE
         if not self.file.is_file():
             raise UsageError(
-                f"{flag}: {folder} has no chat template; leave it out, put the model's {TEMPLATE} there, or teach the "
+                f"{flag}: {folder} has no chat template; remove it, put the model's {TEMPLATE} there, or teach the "
                 "model to chat with `mjax sft`"
             )
         source = self.file.read_bytes().decode("utf-8", errors="replace")
@@ -232,7 +232,7 @@ def read_conversations(text: str) -> list[tuple[list[Message], list | None]]:
     try:
         values = [json.loads(text)]
     except (ValueError, RecursionError):
-        lines = [line for line in count_lines(text) if line.strip()]
+        lines = [line for line in split_lines(text) if line.strip()]
         values = [parse_json(line, f"line {number} of stdin", fix) for number, line in enumerate(lines, start=1)]
     conversations = []
     for value in values:
@@ -260,14 +260,14 @@ class Trained:
     Attributes:
       turns: all turns of the assistant, or the last.
       reasoning: whether its reasoning is trained, too.
-      longest: tokens that a conversation may have; None: any number.
-      too_long: whether a longer one is dropped or cut.
+      max_length: tokens that a conversation may have; None: any number.
+      overflow: whether a longer one is dropped or truncated.
     """
 
     turns: Literal["all", "last"] = "all"
     reasoning: bool = True
-    longest: int | None = None
-    too_long: Literal["drop", "cut"] = "drop"
+    max_length: int | None = None
+    overflow: Literal["drop", "truncate"] = "drop"
 
 
 class UntrainableConversation(Exception):
@@ -411,7 +411,7 @@ def find_trained_spans(
     if OPENED.search(header) and trained.reasoning and _reasoning(messages[answers[-1]]) not in text:
         raise UntrainableConversation(
             f"the chat template leaves out the reasoning of message {answers[-1] + 1}, which it asks the model for; "
-            "give one that writes it (--template FILE), or train on the answers alone (--no-reasoning)"
+            "give one that writes it (--chat-template FILE), or train on the answers alone (--no-reasoning)"
         )
     written = [[messages[number]] for number in answers] if len(answers) == len(spans) else [messages] * len(spans)
     return text, list(_remove_untrained(text, spans, written, trained.reasoning))
@@ -433,7 +433,7 @@ def _check_weights(messages: Sequence[Message], turns: Sequence[int], generated:
     if any(messages[number].get("weight") == 0 for number in turns):
         raise UntrainableConversation(
             f"the chat template marks {len(generated)} parts of {len(turns)} turns of the assistant, so that those "
-            "of weight 0 cannot be told; give a template that marks each turn: --template FILE"
+            "of weight 0 cannot be told; give a template that marks each turn: --chat-template FILE"
         )
 
 
@@ -474,9 +474,9 @@ def _turn(chat: Chat, before: str, through: str, number: int, text: str, last: b
 
 
 def _disagrees(number: int, last: bool) -> str:
-    where, fix = "if other messages follow", "train on the last turn only: --turns last"
+    where, fix = "if other messages follow", "train on the last turn only: --train-on last"
     if last:
-        where, fix = "without its header", "give a template that marks it by {% generation %}: --template FILE"
+        where, fix = "without its header", "give a template that marks it by {% generation %}: --chat-template FILE"
     return (
         f"the chat template renders message {number + 1} differently {where}, so that what the assistant wrote cannot "
         f"be told; {fix}"
@@ -535,9 +535,9 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
         raise UntrainableConversation(
             "all of its tokens would be trained, those of the user, too; does the template mark them?"
         )
-    most = trained.longest or len(ids)
+    most = trained.max_length or len(ids)
     cut = len(ids) > most
-    if cut and (trained.too_long == "drop" or not any(marks[1:most])):
+    if cut and (trained.overflow == "drop" or not any(marks[1:most])):
         return None
     stops = None if cut else chat.end_id(text[: spans[-1][1]])
     return Encoded(ids[:most], marks[:most], size, cut, stops)

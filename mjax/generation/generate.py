@@ -154,7 +154,7 @@ def list_layers(config: Config, layout: Layout, weights: CausalModel) -> Layers:
 
 def cache_axes(config: Config) -> tuple[str, ...]:
     """Axes of the mesh along which each rank has a cache of its own: one of its layers, heads or positions."""
-    return (*[PIPE] * (config.mesh.pipe > 1), MODEL, *[CONTEXT] * (config.across is not None))
+    return (*[PIPE] * (config.mesh.pipe > 1), MODEL, *[CONTEXT] * (config.context_attention is not None))
 
 
 def _used_spec(storage: Storage) -> P:
@@ -226,7 +226,7 @@ class PipelineLayers(NamedTuple):
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> list:
         """That of each chunk of this stage."""
-        chunks = self.config.mesh.chunks
+        chunks = self.config.mesh.virtual_stages
         chunk = self.blocks if chunks == 1 else jax.tree.map(itemgetter(0), self.blocks)
         empty = self._chunk_layers(chunk).empty_cache(sequences, slots, dtype)
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (chunks, *leaf.shape)), empty)
@@ -240,7 +240,7 @@ class PipelineLayers(NamedTuple):
         def stage(chunk, x, cached):
             return self._chunk_layers(chunk).decode(x, context, cached, lengths)
 
-        return pipeline_decode(mesh.pipe, mesh.chunks, stage, self.blocks, x, cached)
+        return pipeline_decode(mesh.pipe, mesh.virtual_stages, stage, self.blocks, x, cached)
 
 
 # --- On the devices ---------------------------------------------------------------------------------------------------
@@ -266,14 +266,14 @@ class _State(NamedTuple):
     cached: Cache
 
 
-NOTHING, END = -2, -1
+NO_TOKEN, END = -2, -1
 """In place of a token: the text had ended before, or ends here."""
 
 
 def _read(config: Config, layout: Layout, slots: int, weights: CausalModel, prompts: Array, lengths: Array) -> _State:
     """Inside `shard_map`: read the prompts."""
     logits, cached = decoding.prefill(
-        weights, prompts, lengths, slots, list_layers(config, layout, weights), config.across
+        weights, prompts, lengths, slots, list_layers(config, layout, weights), config.context_attention
     )
     tokens = jnp.pad(prompts, [(0, 0), (0, slots - prompts.shape[1])])
     none_ended = jnp.zeros(lengths.shape, bool)
@@ -286,7 +286,7 @@ def _write(
     """Inside `shard_map`: take up to `steps` steps, until all sequences have ended.
 
     Returns:
-      The state, and for each sequence the last token that was written, END or NOTHING.
+      The state, and for each sequence the last token that was written, END or NO_TOKEN.
     """
     layers, sequences = list_layers(config, layout, weights), jnp.arange(state.lengths.shape[0])
 
@@ -301,11 +301,11 @@ def _write(
         lengths = state.lengths + grows
         # A sequence that has ended reads its last token again, so that every index is in range; the result is not used.
         logits, cached = decoding.decode(weights, tokens[sequences, lengths - 1], state.cached, lengths - 1, layers)
-        written = jnp.where(grows, drawn, jnp.where(state.ended, NOTHING, END))
+        written = jnp.where(grows, drawn, jnp.where(state.ended, NO_TOKEN, END))
         ended = at_eod | (lengths >= request["limits"])
         return _State(tokens, lengths, ended, at_eod, logits, cached), written, left - 1
 
-    start = state, jnp.full_like(state.lengths, NOTHING), steps
+    start = state, jnp.full_like(state.lengths, NO_TOKEN), steps
     return jax.lax.while_loop(lambda carry: ~carry[0].ended.all() & (carry[2] > 0), step, start)[:2]
 
 
@@ -354,7 +354,7 @@ class Generator:
         on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
         weights = weight_specs(config, layout)
         # Whatever the caches of the layers are, the global array is that of all ranks along its first dim.
-        cached = Cache(P(cache_axes(config)), P(CONTEXT) if config.across else P())
+        cached = Cache(P(cache_axes(config)), P(CONTEXT) if config.context_attention else P())
         state = _State(P(), P(), P(), P(), P(), cached)
 
         def read(slots: int, *arguments) -> _State:
@@ -362,7 +362,7 @@ class Generator:
             return on_mesh(work, in_specs=(weights, P(), P()), out_specs=state)(*arguments)
 
         def all_logits(weights: CausalModel, ids: Array):
-            return decoding.all_logits(weights, ids, list_layers(config, layout, weights), config.across)
+            return decoding.all_logits(weights, ids, list_layers(config, layout, weights), config.context_attention)
 
         self._weights = jax.jit(
             on_mesh(partial(inference_weights, config, layout), in_specs=(layout.specs,), out_specs=weights)
@@ -460,10 +460,10 @@ class Generator:
             state, written = self._write(weights, request, state, np.int32(1))
             tokens = [] if last is None else np.asarray(last).tolist()
             for index, token in enumerate(tokens):
-                if token != NOTHING:
+                if token != NO_TOKEN:
                     listener(index, positions[index], None if token == END else token)
                     positions[index] += 1
-            if tokens and max(tokens) == NOTHING:
+            if tokens and max(tokens) == NO_TOKEN:
                 return state
             last = written
 
@@ -478,11 +478,11 @@ class Generator:
         model = self.config.model
         most = most or model.sequence - 1
         if not prompts:
-            raise UsageError("there is no prompt; add --prompt TEXT")
+            raise UsageError("there is no prompt; give one or more")
         for number, prompt in enumerate(prompts, start=1):
             which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
             if len(prompt) == 0:
-                raise UsageError(f"{which} is empty; give --prompt at least one token to continue")
+                raise UsageError(f"{which} is empty; give at least one token to continue")
             if len(prompt) > most:
                 needs = ", one of which the continuation needs" if most < model.sequence else ""
                 raise UsageError(

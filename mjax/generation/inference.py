@@ -156,7 +156,7 @@ def inference_config(
     if model.causal:
         model = replace(model, sequence=model.max_positions)
     samples = train.micro_batch * mesh.data * (MICRO_BATCHES_A_STAGE * mesh.pipe if mesh.pipe > 1 else 1)
-    train = replace(train, global_batch=samples, batch_rampup=None, taken=())
+    train = replace(train, global_batch=samples, batch_rampup=None, batch_history=())
     model, data = replace(model, attention=attention), DataConfig(mock=True)  # no training data are read
     config = replace(config, model=model, mesh=mesh, precision=precision, data=data, train=train)
     validate(config)

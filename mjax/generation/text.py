@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mjax.config import MeshConfig
 from mjax.data.tokenizers import end_token_ids
-from mjax.errors import UsageError, name_arguments
+from mjax.errors import UsageError, check_options, name_arguments
 from mjax.generation import Sampling
 from mjax.generation.generate import Continuation, Generator, Prepared
 from mjax.generation.inference import OpenRun, inference_config, open_run, read_run, run_tokenizer
@@ -196,8 +196,7 @@ def generate_texts(
     if (prompts is None) == (ids is None):
         raise UsageError("give generate either prompts or ids")
     known = [field.name for field in fields(Sampling)]
-    if unknown := sampling.keys() - known:
-        raise UsageError(f"generate has no option {min(unknown)!r}; of sampling it has {', '.join(known)}")
+    check_options("generate", sampling, known)
     chosen = Sampling(**sampling)
     opened, generator, weights = _open_generator(run, step, mesh, compute)
     if ids is not None:
@@ -206,6 +205,8 @@ def generate_texts(
         return generator.generate(weights, repeated, chosen, end_token_ids(opened.folder / "tokenizer", eod))
     library = run_tokenizer(opened.folder, opened.config.model, tokenizer, 'tokenizer="KIND:FILES"')
     prompts = (prompts,) if isinstance(prompts, str) else prompts
+    if wrong := [prompt for prompt in prompts if not isinstance(prompt, str)]:
+        raise UsageError(f"prompts has {wrong[0]!r}, which is not text; give ids for token ids, a list for each text")
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
     encoded = [library.prompt(prompt) for prompt in repeated]
     ends = end_token_ids(opened.folder / "tokenizer", library.eod, tokenizer)

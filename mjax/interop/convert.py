@@ -159,7 +159,7 @@ def class_settings(model: ModelConfig) -> dict:
     """The settings of config.json for the number of classes of a head; a run does not have their names."""
     if getattr(model, "head", None) != "classification":
         return {}
-    names = [f"LABEL_{number}" for number in range(model.answers)]  # transformers' default names
+    names = [f"LABEL_{number}" for number in range(model.num_labels)]  # transformers' default names
     return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
 
 
@@ -209,7 +209,7 @@ def scale_positions(model: ModelConfig, given: str | None, source: str) -> Model
         return model
     positions = model.max_positions
     if not hasattr(model, "rope_scaling"):
-        raise UsageError(f"--rope {given} is for rotary positions and {source} is {model.title} without; leave it out")
+        raise UsageError(f"--rope {given} is for rotary positions and {source} is {model.title} without; remove it")
     if model.rope_scaling != "none":
         scaled = f"{model.rope_scaling}:{model.rope_factor:g}, {positions:,} of them"
         raise UsageError(f"--rope {given}: {source} already has rotary positions with {scaled}; leave --rope out")
@@ -223,7 +223,7 @@ def scale_positions(model: ModelConfig, given: str | None, source: str) -> Model
         use = f"use a factor such as {kind}:{max(2, round(min(factor, 64)))}"
         raise UsageError(f"--rope {given} makes {longer:,.10g} positions; it must be a whole number below 2^31: {use}")
     original = None if kind == "linear" else positions
-    scaling: dict[str, Any] = {"rope_scaling": kind, "rope_factor": factor, "rope_original": original}
+    scaling: dict[str, Any] = {"rope_scaling": kind, "rope_factor": factor, "rope_original_length": original}
     return dataclasses.replace(model, sequence=int(longer), max_position_embeddings=int(longer), **scaling)
 
 

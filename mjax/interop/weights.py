@@ -209,7 +209,7 @@ def _check_missing(
     if missing and not draw_heads:
         heads = ", ".join(family.heads[head] for head in absent)
         lost = f"{join_shortened(list(missing))}, all of {heads}; its encoder is complete"
-        raise UsageError(f"{source} lacks the tensor {lost}, so add --draw-heads to give these random weights")
+        raise UsageError(f"{source} lacks the tensor {lost}, so add --init-missing-heads to give these random weights")
 
 
 def _check_copy(family: Family, tensors: Tensors, copy: str, original: str, place: TensorPlace, source: str) -> None:

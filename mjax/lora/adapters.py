@@ -30,10 +30,10 @@ from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 from mjax.parallel import mappings
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, local_columns
-from mjax.parallel.products import Rows, enter, linear
+from mjax.parallel.linear import Rows, column_parallel_input, linear
 from mjax.parallel.random import DropoutKey, dropout, dropout_tokens
-from mjax.parallel.tokens import TokenLayout
-from mjax.parallel.weights import COLUMNS, IN, INPUTS, LAYER, OUT, OUTPUTS, PART, ROWS, parameter
+from mjax.parallel.token_layout import TokenLayout
+from mjax.parallel.weights import COLUMNS, IN, INPUTS, LAYER, OUT, OUTPUTS, PART, ROWS, make_param
 
 Linear = ColumnParallelLinear | RowParallelLinear
 
@@ -67,7 +67,7 @@ class ColumnAdapter(Adapter):
         of its own."""
         if key is None or not self.dropout:
             return entered
-        return enter(dropout_tokens(x, self.dropout, key, tokens), (), tokens)[0]
+        return column_parallel_input(dropout_tokens(x, self.dropout, key, tokens), (), tokens)[0]
 
     def __call__(
         self, outputs: Sequence[Float[Array, "bs ..."]], x: Float[Array, "bs h"], layer: ColumnParallelLinear
@@ -161,7 +161,7 @@ def _row_adapter(key: Array, layer: RowParallelLinear, config: ModelConfig, _, d
 def _matrix(key: Array, layers, shape, dims, initializer=jax.nn.initializers.zeros, *, dtype, **marks) -> nnx.Param:
     """A matrix of an adapter, in all stacked `layers`; by default zero."""
     shape, dims = (*layers, *shape), ((LAYER,) * len(layers) + dims)
-    return parameter(key, initializer, shape, dims, dtype, muon=False, **marks)
+    return make_param(key, initializer, shape, dims, dtype, muon=False, **marks)
 
 
 def _kernel_sizes(layer: Linear) -> list[tuple[int, ...]]:

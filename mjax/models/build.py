@@ -27,7 +27,7 @@ def abstract_weights(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], P]
 
 @lru_cache(maxsize=64)
 def matrix_dims(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Rows and columns, as in `matrices.MatrixLayout`, of every weight that is a matrix or a stack of them, by name."""
+    """`weights.matrix_dims` of every weight that is a matrix or a stack of them, by name."""
     matrices = zip(abstract_weights(config), muon_matrices(_trace_model(config)), strict=True)
     return {name: matrix for name, matrix in matrices if matrix}
 

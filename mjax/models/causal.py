@@ -18,7 +18,7 @@ from mjax.parallel import mappings
 from mjax.parallel.chunked_cross_entropy import chunked_cross_entropy
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.layers import VocabParallelEmbedding
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.token_layout import TokenLayout
 
 
 class Output(NamedTuple):

@@ -20,7 +20,7 @@ from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
 from mjax.models.protocol import Context
 from mjax.parallel import mappings
-from mjax.parallel.tokens import Across, TokenLayout
+from mjax.parallel.token_layout import ContextAttention, TokenLayout
 
 if TYPE_CHECKING:
     from mjax.models.causal import CausalModel
@@ -49,16 +49,16 @@ class Cache(NamedTuple):
 
 
 def all_logits(
-    model: CausalModel, ids: Int[Array, "b s"], layers: Layers, across: Across | None = None
+    model: CausalModel, ids: Int[Array, "b s"], layers: Layers, context_attention: ContextAttention | None = None
 ) -> Float[Array, "b s v"]:
     """Logits of the next token after every position of whole texts, as `prefill` reads them; replicated over
     `model` and `context`."""
-    x, tokens, _ = _read(model, ids, jnp.full(len(ids), ids.shape[1]), ids.shape[1], layers, across)
-    logits = tokens.split_sequences(mappings.all_gather(model.logits(x, tokens), MODEL, -1))
-    if across:  # each rank has some of the positions
+    x, tokens, _ = _read(model, ids, jnp.full(len(ids), ids.shape[1]), ids.shape[1], layers, context_attention)
+    logits = tokens.split_sequences(mappings.all_gather_invariant(model.logits(x, tokens), MODEL, -1))
+    if context_attention:  # each rank has some of the positions
         whole = jnp.zeros((*ids.shape, logits.shape[-1]), logits.dtype)
         whole = mappings.vary(whole, mappings.varying_axes(logits)).at[:, tokens.position_ids()].set(logits)
-        logits = mappings.sum_over(whole, frozenset({CONTEXT}))
+        logits = mappings.psum(whole, frozenset({CONTEXT}))
     return logits
 
 
@@ -68,12 +68,12 @@ def prefill(
     lengths: Int[Array, " b"],
     slots: int,
     layers: Layers,
-    across: Across | None = None,
+    context_attention: ContextAttention | None = None,
 ) -> tuple[Float[Array, "b v"], Cache]:
     """Read whole prompts at once into a cache.
 
-    The slot in the cache is the position. With `across` every rank of `context` reads a part of the positions, as
-    in training, and keeps it; of the slots behind the prompts each has an equal part, too.
+    The slot in the cache is the position. With `context_attention` every rank of `context` reads and stores a part of
+    the positions, as in training, and an equal part of the slots behind the prompts.
 
     Args:
       prompts: padded on the right with any valid id.
@@ -81,18 +81,18 @@ def prefill(
       slots: size of the cache over all ranks of `context`, at least s; both are multiples of
         `Config.sequence_chunks` and of that axis.
       layers: of this model.
-      across: how attention sees the positions of other ranks of `context`; None: every rank reads all of them.
+      context_attention: how attention sees the positions of other ranks of `context`; None: each reads all of them.
 
     Returns:
       Logits of the token after each prompt, replicated over `model` and `context`, and the cache.
     """
-    x, tokens, cached = _read(model, prompts, lengths, slots, layers, across)
+    x, tokens, cached = _read(model, prompts, lengths, slots, layers, context_attention)
     position_ids, more = tokens.position_ids(), (slots - prompts.shape[1]) * tokens.positions // prompts.shape[1]
-    first = prompts.shape[1] + (more * mappings.rank(CONTEXT) if across else 0)
+    first = prompts.shape[1] + (more * mappings.rank(CONTEXT) if context_attention else 0)
     is_last = position_ids == (lengths - 1)[:, None]
     last = tokens.split_sequences(x).sum(1, where=is_last[..., None])  # of one, so exact
-    if across:
-        last = mappings.sum_over(last, frozenset({CONTEXT}))
+    if context_attention:
+        last = mappings.psum(last, frozenset({CONTEXT}))
     every = jnp.concatenate([position_ids, first + jnp.arange(more, dtype=jnp.int32)])
     return _row(model, last), Cache(cached, every)
 
@@ -103,11 +103,11 @@ def _read(
     lengths: Int[Array, " b"],
     slots: int,
     layers: Layers,
-    across: Across | None,
+    context_attention: ContextAttention | None,
 ) -> tuple[Float[Array, "t h"], TokenLayout, Any]:
     """This rank's positions of whole texts after the layers, which positions they are, and the cache with them."""
-    ranks = mappings.size(CONTEXT) if across else 1
-    context = Context(TokenLayout(ids.shape[0], ids.shape[1] // ranks, across=across))
+    ranks = mappings.size(CONTEXT) if context_attention else 1
+    context = Context(TokenLayout(ids.shape[0], ids.shape[1] // ranks, context_attention=context_attention))
     x = model.embed({"tokens": ids[:, context.tokens.position_ids()]}, context)
     x, cached = layers.decode(x, context, layers.empty_cache(len(ids), slots // ranks, x.dtype), lengths)
     return x, context.tokens, cached
@@ -135,7 +135,7 @@ def decode(
 
 def _row(model: CausalModel, x: Float[Array, "b h"]) -> Float[Array, "b v"]:
     """Logits of one position of each sequence, replicated over `model`."""
-    return mappings.all_gather(model.logits(x, TokenLayout(x.shape[0], 1)), MODEL, -1)
+    return mappings.all_gather_invariant(model.logits(x, TokenLayout(x.shape[0], 1)), MODEL, -1)
 
 
 # --- The keys and values of attention ---
@@ -202,7 +202,7 @@ def attend_cached(
         scores = scores + penalty.reshape(scores.shape)
     visible = mask.visible(lengths[:, None], slots)
     scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)[:, None, None]
-    scores = jnp.exp(scores - mappings.maximum(scores.max(-1, keepdims=True), tuple(over)))
-    scores = (scores / mappings.sum_over(scores.sum(-1, keepdims=True), over)).astype(q.dtype)
-    attended = mappings.sum_over(jnp.einsum("bkgs,bksd->bkgd", scores, cached.values), over)
+    scores = jnp.exp(scores - mappings.pmax(scores.max(-1, keepdims=True), tuple(over)))
+    scores = (scores / mappings.psum(scores.sum(-1, keepdims=True), over)).astype(q.dtype)
+    attended = mappings.psum(jnp.einsum("bkgs,bksd->bkgd", scores, cached.values), over)
     return attended.reshape(*q.shape[:-1], v.shape[-1]), cached

@@ -25,7 +25,7 @@ from mjax.config.model import ModelConfig
 from mjax.config.pattern import PLAIN, LayerKind
 from mjax.lora.adapters import add_adapters
 from mjax.parallel.random import DropoutKey, dropout_tokens
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.token_layout import TokenLayout
 
 Batch = dict[str, Array]
 
@@ -63,12 +63,12 @@ class Context:
 
     def with_layer(self, number: Array | int, kind: LayerKind = PLAIN) -> Context:
         """The context of a layer, numbered from 1; 0 is the embedding."""
-        key = None if self.key is None else self.key.fold(number)
+        key = None if self.key is None else self.key.fold_in(number)
         return replace(self, key=key, kind=kind, layer=number)
 
     def layer_key(self, site: int) -> DropoutKey | None:
         """The masks of one of the sites of a layer (`parallel/random.py`)."""
-        return None if self.key is None else self.key.fold(site)
+        return None if self.key is None else self.key.fold_in(site)
 
     def dropout(self, x: Float[Array, "t h"], rate: float, site: int) -> Float[Array, "t h"]:
         """Dropout of the stream with the masks of a site."""
@@ -79,7 +79,7 @@ class Context:
 class Model(Protocol):
     """A language model, an `nnx.Module`.
 
-    Outside `shard_map` it has whole weights with their PartitionSpecs (`weights.parameter`); inside `shard_map` the
+    Outside `shard_map` it has whole weights with their PartitionSpecs (`weights.make_param`); inside `shard_map` the
     same pytree has this device's shards, and its methods compute with those.
 
     Attributes:

@@ -38,7 +38,7 @@ from mjax.config.pattern import LayerKind, Stack, layer_stacks
 from mjax.models.block import Sums, with_sums
 from mjax.models.protocol import Context
 from mjax.parallel.weights import add_layer_dim
-from mjax.parallel.zero import all_but_gathered_weights
+from mjax.parallel.zero import save_all_but_gathered_weights
 
 # Residuals to keep, by `train.recompute`; None leaves the choice to autodiff. The names:
 #   qkv       queries, keys and values before norms and rotary positions    mlp_up   of the MLP, before its activation
@@ -154,7 +154,7 @@ def _layer(context: Context, recompute: str, gather: Callable | None, unroll: bo
 
     if SAVED[recompute] is None and gather is None:
         return layer
-    policy = all_but_gathered_weights if SAVED[recompute] is None else _policy(recompute)
+    policy = save_all_but_gathered_weights if SAVED[recompute] is None else _policy(recompute)
     return jax.checkpoint(layer, prevent_cse=unroll, policy=policy, static_argnums=0)
 
 

@@ -6,11 +6,11 @@
 The scale follows from the largest magnitude in the array as it is, not in earlier steps, and all ranks that hold a part
 of the array agree on it. As a power of two it changes no digit of a value, only which of the very small ones are
 rounded to fewer digits or to zero: below 2^-14 of the largest in e4m3, below 2^-30 in e5m2. So another scale, because
-another mesh or micro-batch puts other tokens together, hardly changes a product. It also makes `quantize` exact for
-arrays that are in float8 already, so that they may travel as such.
+another mesh or micro-batch puts other tokens together, hardly changes a matmul. It also makes `quantize` exact for
+arrays that are in float8 already, so that these can be sent in float8.
 
-Products multiply what `dequantize` gives. On a GPU XLA compiles that to a product of the float8 values (cuBLASLt), with
-float32 sums; elsewhere the product has the dtype of the stream, in which the same values are exact.
+Matmuls multiply the result of `dequantize`. On a GPU XLA compiles that to a matmul of the float8 values (cuBLASLt),
+with float32 sums; elsewhere the matmul has the dtype of the stream, in which the same values are exact.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from jaxtyping import Array, Float, UInt8
 
 from mjax.config.axes import MODEL, axes_sharing_weights
 from mjax.parallel import mappings
-from mjax.parallel.overlap import blockwise_sum, to_at_least_float32
+from mjax.parallel.autodiff import blockwise_sum, to_at_least_float32
 
 FORWARD = jnp.float8_e4m3fn
 """Of activations and weights: 4 significant bits, up to 448."""
 BACKWARD = jnp.float8_e5m2
 """Of gradients: 3 significant bits, up to 57,344."""
 EXPONENTS = (-60, 60)
-"""Of a scale: the product of two is a float32."""
+"""Bounds of a scale's exponent: the product of two scales is a float32."""
 
 
 @jax.tree_util.register_dataclass
@@ -42,9 +42,9 @@ class Float8:
     """An array in float8.
 
     Attributes:
-      bits: the values. (What `jax.checkpoint` keeps for the backward pass, it rounds to the dtype that it has;
-        in e4m3 that turns all values above 240, which an IEEE type of 4 exponent bits would not have, into NaN.)
-      scale: a power of two; the same on every rank that holds a part of the array: [], or for stacked arrays one for
+      bits: the values as integers. (`jax.checkpoint` rounds what it saves to its dtype; in e4m3 that turns all values
+        above 240, which an IEEE type of 4 exponent bits would not have, into NaN.)
+      scale: a power of two; the same on every rank that has a part of the array: [], or for stacked arrays one for
         each (`weight_scales`), with as many dims as the values.
       dtype: of the values.
     """
@@ -60,15 +60,15 @@ class Float8:
 
     @property
     def values(self) -> Array:
-        """In float8."""
+        """The values in float8."""
         return jax.lax.bitcast_convert_type(self.bits, self.dtype)
 
 
 def quantize(x: Array, dtype, scale: Array | None = None) -> Float8:
-    """`x` in float8; NaN and infinities stay visible, as NaN or infinity.
+    """`x` in float8; NaN and infinities stay NaN or infinity.
 
     Args:
-      scale: from `tensor_scale`; by default that of this array, agreed between the ranks that hold its parts.
+      scale: from `tensor_scale`; by default that of this array over the ranks that have its parts.
     """
     scale = tensor_scale(x, dtype, (MODEL, *axes_sharing_weights())) if scale is None else scale
     wide = to_at_least_float32(x)
@@ -77,14 +77,14 @@ def quantize(x: Array, dtype, scale: Array | None = None) -> Float8:
 
 def weight_scales(x: Float[Array, ...], dtype, axes: tuple[str, ...], stacked: int) -> Float[Array, ...]:
     """The scale of each of the arrays that are stacked along the first `stacked` dims of `x`."""
-    one = partial(tensor_scale, dtype=dtype, axes=axes)
+    scale = partial(tensor_scale, dtype=dtype, axes=axes)
     for _ in range(stacked):
-        one = jax.vmap(one)
-    return one(x)
+        scale = jax.vmap(scale)
+    return scale(x)
 
 
 def dequantize(x: Float8, dtype) -> Array:
-    """The array that `x` stands for, exactly."""
+    """The array scale · values, exactly."""
     return x.values.astype(dtype) * x.scale.astype(dtype)
 
 
@@ -97,13 +97,13 @@ def tensor_scale(x: Float[Array, ...], dtype, axes: tuple[str, ...] = ()) -> Flo
     """The scale of `x` in a float8 dtype.
 
     Args:
-      axes: mesh axes whose ranks hold parts of the array, if it varies over them.
+      axes: mesh axes whose ranks have parts of the array, if it varies over them.
     """
     axes = tuple(axis for axis in axes if axis in mappings.varying_axes(x))
-    largest = mappings.maximum(blockwise_sum(jnp.abs(x), jnp.max).max().astype(jnp.float32), axes)
+    largest = mappings.pmax(blockwise_sum(jnp.abs(x), jnp.max).max().astype(jnp.float32), axes)
     # With largest = m · 2^e and the dtype's limit = M · 2^E: the smallest k with largest ≤ limit · 2^k. No division is
     # rounded. For zero and for what is not finite e is 0.
-    most, limit = math.frexp(float(jnp.finfo(dtype).max))
+    max_fraction, max_exponent = math.frexp(float(jnp.finfo(dtype).max))
     fraction, exponent = jnp.frexp(largest)
-    exponent = jnp.where(fraction == 0, limit, exponent)
-    return jnp.ldexp(jnp.float32(1), jnp.clip(exponent - limit + (fraction > most), *EXPONENTS))
+    exponent = jnp.where(fraction == 0, max_exponent, exponent)
+    return jnp.ldexp(jnp.float32(1), jnp.clip(exponent - max_exponent + (fraction > max_fraction), *EXPONENTS))

@@ -4,11 +4,11 @@ A weight is a whole matrix with a PartitionSpec. Inside `shard_map` the module s
 
     ColumnParallelLinear   A = [A_1 … A_p]            y_i = f(x) A_i            no communication forward
     RowParallelLinear      A = [A_1; …; A_p]          y = g(x_1 A_1 + … + x_p A_p) + b
-    VocabParallelEmbedding E = [E_1; …; E_p] by rows  x = g(lookup of the ids that this rank owns)
+    VocabParallelEmbedding E = [E_1; …; E_p] by rows  x = g(lookup of the ids of this rank's rows)
 
 A column-parallel layer followed by a row-parallel one costs one all-reduce forward (g) and one backward (f), or, with
 sequence parallelism, an all-gather and a reduce-scatter of the tokens each way. Activations are rows, one per token;
-`Tokens` describes them, and selects the form of f and g.
+`TokenLayout` describes them and implements f and g (`gather_rows`, `reduce_rows`).
 """
 
 from __future__ import annotations
@@ -22,26 +22,33 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.products import enter, flatten_rows, leave, linear, linear_with_bias, scores
+from mjax.parallel.linear import (
+    column_parallel_input,
+    linear,
+    linear_with_bias,
+    row_parallel_input,
+    row_parallel_output,
+    vocab_parallel_logits,
+)
 from mjax.parallel.random import DropoutKey
-from mjax.parallel.sums import add_bias, lookup
-from mjax.parallel.tokens import TokenLayout
-from mjax.parallel.weights import COLUMNS, IN, OUT, PART, ROWS, TOKEN, is_frozen, parameter
+from mjax.parallel.reductions import add_bias, lookup
+from mjax.parallel.token_layout import TokenLayout
+from mjax.parallel.weights import COLUMNS, IN, OUT, PART, ROWS, TOKEN, is_frozen, make_param
 
 
-def normal(std: float):
+def normal_init(std: float):
     """Initializer N(0, std)."""
     return jax.nn.initializers.normal(std)
 
 
 class ColumnParallelLinear(nnx.Module):
-    """y = x A + b with A split by columns: A = [A_1 … A_p], so rank i computes its own columns y_i.
+    """y = x A + b with A split by columns: A = [A_1 … A_p], so rank i computes its columns y_i.
 
-    The output may have several dims, such as (3, heads, head size) for a fused QKV; `split` says which of them is
-    split; dims before it number separate matrices, which `parts` names. If that has fewer columns than there are
-    ranks, each rank computes one, the same as its neighbours. `unfused` says that the parts along the first dim are
-    separate outputs (`columns`): each is computed by a product of its own, so that nothing has to be copied out of
-    the whole.
+    The output may have several dims, such as (3, heads, head size) for a fused QKV. `split` is the number of the dim
+    that is split; dims before it number separate matrices, which `parts` names. If the split dim has fewer columns than
+    there are ranks, each rank computes one, the same as its neighbors. With `unfused` the parts along the first dim are
+    separate outputs (`apply_column_parallel`): each has its own matmul, so that none has to be copied out of a larger
+    output.
     """
 
     adapter: Any = None
@@ -61,59 +68,53 @@ class ColumnParallelLinear(nnx.Module):
     ):
         self.columns, self.split, self.unfused, self.parts = out[split], split, unfused, parts
         dims = (PART,) * split + (COLUMNS,) + (OUT,) * (len(out) - split - 1)
-        self.kernel = parameter(key, normal(std), (width, *out), (IN, *dims), dtype, float8=True)
-        self.bias = parameter(key, jax.nn.initializers.zeros, out, dims, dtype) if bias else None
+        self.kernel = make_param(key, normal_init(std), (width, *out), (IN, *dims), dtype, float8=True)
+        self.bias = make_param(key, jax.nn.initializers.zeros, out, dims, dtype) if bias else None
 
     def __call__(
         self, x: Float[Array, "t h"], tokens: TokenLayout, key: DropoutKey | None = None
     ) -> Float[Array, " bs *out"]:
-        """Map this rank's rows of the stream to the whole output, with out[split] / p, varying over `model`; `key` is
-        that of the adapter's dropout masks."""
-        kernel, bias = self.weights()
-        entered, (kernel,) = enter(x, (kernel,), tokens, self.frozen)  # f
-        y = linear(kernel, entered, frozen=self.frozen)  # x A_i
-        y = y if bias is None else add_bias(y, bias)  # + b_i
-        if self.adapter is None:
-            return y
-        return self.adapter([y], self.adapter.input(x, entered, tokens, key), self)[0]
+        """Map this rank's rows of the stream to the whole output, with out[split] / p, varying over `model`; `key`
+        draws the adapter's dropout masks."""
+        return apply_column_parallel(x, tokens, self, whole=True, key=key)[0]
 
     @property
     def frozen(self) -> bool:
         """True if the kernel is not trained."""
         return is_frozen(self.kernel)
 
-    def weights(self) -> tuple[Array, Array | None]:
+    def local_weights(self) -> tuple[Array, Array | None]:
         """The columns of kernel and bias that this rank computes with."""
         bias = None if self.bias is None else local_columns(self.bias[...], self.columns, self.split)
         return local_columns(self.kernel[...], self.columns, self.split + 1), bias
 
 
-def columns(
+def apply_column_parallel(
     x: Float[Array, "t h"],
     tokens: TokenLayout,
     *layers: ColumnParallelLinear,
     whole: bool = False,
     key: DropoutKey | None = None,
 ) -> tuple[Float[Array, "bs ..."], ...]:
-    """Return the outputs of column-parallel layers with the same input, as each would by itself, with f applied once.
+    """Return the outputs of column-parallel layers with the same input; f is applied once.
 
-    A layer with `unfused` has one output for each of its parts, unless it is wanted `whole`.
+    A layer with `unfused` has one output for each of its parts, or with `whole` one for all.
     """
-    kernels, biases = zip(*(layer.weights() for layer in layers), strict=True)
-    entered, kernels = enter(x, kernels, tokens, layers[0].frozen)
+    kernels, biases = zip(*(layer.local_weights() for layer in layers), strict=True)
+    rows, kernels = column_parallel_input(x, kernels, tokens, layers[0].frozen)  # f
     adapter = next((layer.adapter for layer in layers if layer.adapter is not None), None)
-    adapted = None if adapter is None else adapter.input(x, entered, tokens, key)
+    adapter_rows = None if adapter is None else adapter.input(x, rows, tokens, key)
     outputs = []
     for layer, kernel, bias in zip(layers, kernels, biases, strict=True):
         by_part = layer.unfused and not whole
-        parts = linear_with_bias(entered, kernel, bias, 1, layer.frozen, by_part)
-        outputs += parts if layer.adapter is None else layer.adapter(parts, adapted, layer)
+        parts = linear_with_bias(rows, kernel, bias, 1, layer.frozen, by_part)  # x A_i + b_i
+        outputs += parts if layer.adapter is None else layer.adapter(parts, adapter_rows, layer)
     return tuple(outputs)
 
 
 def local_columns(weight: Array, columns: int, dim: int) -> Array:
-    """The columns of a weight that this rank computes with: those that it holds, or one of them where there are fewer
-    `columns` than ranks and each rank holds them all."""
+    """The columns of a weight that this rank computes with: its shard, or one column where there are fewer `columns`
+    than ranks and each rank has them all."""
     ranks = mappings.size(MODEL)
     if weight.shape[dim] * ranks == columns:
         return weight
@@ -123,7 +124,7 @@ def local_columns(weight: Array, columns: int, dim: int) -> Array:
 
 
 class RowParallelLinear(nnx.Module):
-    """y = x A + b with A split by rows: rank i holds x_i and A_i, and g sums the products.
+    """y = x A + b with A split by rows: rank i holds x_i and A_i, and g sums x_i A_i.
 
     The input may have several dims, such as (heads, head size); the first of them is split.
     """
@@ -133,22 +134,22 @@ class RowParallelLinear(nnx.Module):
 
     def __init__(self, key: Array, into: tuple[int, ...], width: int, std: float, dtype, bias: bool = True):
         dims = (ROWS, *(IN,) * (len(into) - 1), OUT)
-        self.kernel = parameter(key, normal(std), (*into, width), dims, dtype, float8=True)
-        self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (OUT,), dtype) if bias else None
+        self.kernel = make_param(key, normal_init(std), (*into, width), dims, dtype, float8=True)
+        self.bias = make_param(key, jax.nn.initializers.zeros, (width,), (OUT,), dtype) if bias else None
 
     def __call__(
         self, x: Float[Array, " bs *into"], tokens: TokenLayout, key: DropoutKey | None = None
     ) -> Float[Array, "t h"]:
-        y = linear(self.kernel[...], flatten_rows(x, tokens), x.ndim - 1, is_frozen(self.kernel))  # x_i A_i
+        y = linear(self.kernel[...], row_parallel_input(x, tokens), x.ndim - 1, is_frozen(self.kernel))  # x_i A_i
         y = y if self.adapter is None else y + self.adapter(x, tokens, key)
-        y = leave(y, tokens)  # g
+        y = row_parallel_output(y, tokens)  # g
         return y if self.bias is None else add_bias(y, self.bias[...])  # before the sum it would be added p times
 
 
 class VocabParallelEmbedding(nnx.Module):
     """Token embedding split by vocabulary rows, used at both ends of the model (tied weights).
 
-    Rank i owns the ids from i·v/p up to (i + 1)·v/p, looks those up, gives zeros for the others, and g sums.
+    Rank i has the rows of the ids from i·v/p up to (i + 1)·v/p. It looks those up, other ids are zeros, and g sums.
 
     Rows from `vocabulary` on are padding that makes the table divisible: they get the lowest possible score, so that a
     loss does not depend on their number. (Megatron includes them in the softmax, and trains the model to avoid them.)
@@ -156,13 +157,13 @@ class VocabParallelEmbedding(nnx.Module):
 
     def __init__(self, key: Array, vocabulary: int, rows: int, width: int, std: float, dtype):
         self.vocabulary, self.rows = vocabulary, rows
-        self.table = parameter(key, normal(std), (rows, width), (TOKEN, OUT), dtype)
+        self.table = make_param(key, normal_init(std), (rows, width), (TOKEN, OUT), dtype)
 
     def __call__(self, ids: Int[Array, "b s"], tokens: TokenLayout) -> Float[Array, "t h"]:
         """Embed `ids`, the same on every rank of `model`, and return this rank's rows of the stream."""
         table = self.table[...]
-        local, owned = local_rows(ids.reshape(-1), table.shape[0])
-        return tokens.leave(jnp.where(owned[:, None], lookup(table, local), 0))
+        local, is_local = to_local_ids(ids.reshape(-1), table.shape[0])
+        return tokens.reduce_rows(jnp.where(is_local[:, None], lookup(table, local), 0))
 
     def logits(
         self, x: Float[Array, "t h"], tokens: TokenLayout, bias: Float[Array, " v_local"] | None = None
@@ -170,24 +171,25 @@ class VocabParallelEmbedding(nnx.Module):
         """Score this rank's rows against every row of the table, plus `bias`; varies over `model`."""
         table = self.table[...]
         bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
-        return drop_padding(scores(x, table, bias, tokens, is_frozen(self.table)), self.rank_tokens(table))
+        logits = vocab_parallel_logits(x, table, bias, tokens, is_frozen(self.table))
+        return mask_padding(logits, self.local_vocabulary(table))
 
-    def rank_tokens(self, table: Float[Array, "v_local h"]) -> Int[Array, ""] | None:
+    def local_vocabulary(self, table: Float[Array, "v_local h"]) -> Int[Array, ""] | None:
         """The number of this rank's rows that are tokens; at most 0 if all are padding, None if none are."""
         if self.vocabulary == self.rows:
             return None
         return self.vocabulary - mappings.rank(MODEL) * table.shape[0]
 
 
-def drop_padding(scores: Float[Array, "t v"], tokens: Int[Array, ""] | None) -> Float[Array, "t v"]:
-    """Scores with the lowest possible ones in all columns but the first `tokens`; None: all are tokens."""
+def mask_padding(logits: Float[Array, "t v"], tokens: Int[Array, ""] | None) -> Float[Array, "t v"]:
+    """Set all columns but the first `tokens` to the lowest number of the dtype; None: all are tokens."""
     if tokens is None:
-        return scores
-    return jnp.where(jnp.arange(scores.shape[-1]) < tokens, scores, jnp.finfo(scores.dtype).min)
+        return logits
+    return jnp.where(jnp.arange(logits.shape[-1]) < tokens, logits, jnp.finfo(logits.dtype).min)
 
 
-def local_rows(ids: Int[Array, " t"], rows: int) -> tuple[Int[Array, " t"], Bool[Array, " t"]]:
-    """Ids as row numbers of this rank's `rows` rows (0 where another rank owns them), and whether it owns them."""
+def to_local_ids(ids: Int[Array, " t"], rows: int) -> tuple[Int[Array, " t"], Bool[Array, " t"]]:
+    """Ids as row numbers of this rank's `rows` rows, 0 where another rank has the row; and whether this one has it."""
     local = ids - mappings.rank(MODEL) * rows
-    owned = (local >= 0) & (local < rows)
-    return jnp.where(owned, local, 0), owned
+    is_local = (local >= 0) & (local < rows)
+    return jnp.where(is_local, local, 0), is_local

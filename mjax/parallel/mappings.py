@@ -9,20 +9,22 @@ opens a region in which activations differ from rank to rank, and closes it agai
          backward: sum over ranks            backward: nothing
 
 f is a cast of the type, whose transpose is the all-reduce, and g a sum. Each is the transpose of the other, so autodiff
-writes the backward pass, and the types refuse a region that is opened twice or never closed. They do not catch a region
-that is closed twice, which multiplies by the number of ranks: `leave` checks for that.
+writes the backward pass. The types reject a region that is opened twice or never closed. They accept a region that is
+closed twice, which multiplies by the number of ranks: `reduce_from_region` checks for that.
 
 With sequence parallelism the tokens between two regions are split over `model` as well (arXiv 2205.05198, section
 4.2.2). f becomes an all-gather of the tokens and g a reduce-scatter; again each is the transpose of the other, and an
-all-reduce is one of each, so the same number of bytes is sent.
+all-reduce is one of each, so the same number of bytes is sent. Megatron's functions (core/tensor_parallel/mappings.py):
 
-                      f forward        f backward        g forward         g backward
-    replicated        nothing          all-reduce        all-reduce        nothing
-    split by tokens   all-gather       reduce-scatter    reduce-scatter    all-gather
+    here                           in Megatron                                  forward          backward
+    copy_to_region          f      copy_to_tensor_model_parallel_region         nothing          all-reduce
+    reduce_from_region      g      reduce_from_tensor_model_parallel_region     all-reduce       nothing
+    all_gather_tokens       f      gather_from_sequence_parallel_region         all-gather       reduce-scatter
+    reduce_scatter_tokens   g      reduce_scatter_to_sequence_parallel_region   reduce-scatter   all-gather
 
 For `data` and `pipe` there is one rule: weights are cast to varying, or gathered from shards, before differentiation,
 so that every device accumulates its own gradient, which is summed once afterwards. Activations move from stage to stage
-of the pipeline by `to_next_stage` and their gradients back by `to_previous_stage`.
+of the pipeline by `send_to_next_stage` and their gradients back by `send_to_previous_stage`.
 """
 
 from __future__ import annotations
@@ -47,21 +49,17 @@ def varying_axes(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
     return jax.typeof(x).mat.varying
 
 
-def rank(axis: str) -> Int[Array, ""]:
-    """Index of this device on `axis`, varying over it."""
+def rank(axis: Axes) -> Int[Array, ""]:
+    """Index of this device on an axis, or on several together, varying over them."""
     return lax.axis_index(axis)
 
 
-def replica() -> Int[Array, ""]:
+def data_parallel_rank() -> Int[Array, ""]:
     """Index of this device's samples of the batch, varying over the axes that split it."""
-    first, *others = axes_splitting("batch")
-    number = rank(first)
-    for axis in others:
-        number = number * size(axis) + rank(axis)
-    return number
+    return rank(axes_splitting("batch"))
 
 
-def parts() -> int:
+def num_batch_shards() -> int:
     """Number of parts of the batch: devices along all axes that split its samples or their positions."""
     return math.prod(map(size, axes_sharing_weights()))
 
@@ -80,51 +78,39 @@ def vary(x: Shaped[Array, "*dims"], axes: frozenset[str]) -> Shaped[Array, "*dim
 # --- Over the model axis ----------------------------------------------------------------------------------------------
 
 
-def enter(x: Shaped[Array, "*dims"], axis: str = MODEL) -> Shaped[Array, "*dims"]:
+def copy_to_region(x: Shaped[Array, "*dims"], axis: str = MODEL) -> Shaped[Array, "*dims"]:
     """f: open a region in which values differ along `axis`; replicated → varying. Its transpose is the all-reduce.
 
     Raises:
       ValueError: `x` already varies over `axis`, so a region was left open.
     """
     if axis in varying_axes(x):
-        raise ValueError(
-            f"enter() takes a value that is the same on every rank of `{axis}`; this one varies: a leave() is missing"
-        )
+        raise ValueError(f"copy_to_region() of a value that varies over `{axis}`: a reduce_from_region() is missing")
     return lax.pcast(x, axis, to="varying")
 
 
-def leave(partial: Shaped[Array, "*dims"], axis: str = MODEL) -> Shaped[Array, "*dims"]:
+def reduce_from_region(partial: Shaped[Array, "*dims"], axis: str = MODEL) -> Shaped[Array, "*dims"]:
     """g: close a region by summing the partial results of all ranks. Its transpose is the identity.
 
     Raises:
       ValueError: `partial` is already the same on every rank, so the sum would multiply it by the number of ranks.
     """
     if axis not in varying_axes(partial):
-        raise ValueError(
-            f"leave() takes partial sums that vary over `{axis}`; this value is already the same on every rank"
-        )
+        raise ValueError(f"reduce_from_region() of a value that is already the same on every rank of `{axis}`")
     return lax.psum(partial, axis)
 
 
-def maximum(x: Shaped[Array, "*dims"], axis: Axes = MODEL) -> Shaped[Array, "*dims"]:
-    """Maximum over the ranks of an axis, or of several; carries no gradient."""
-    return lax.pmax(lax.stop_gradient(x), axis) if axis else x
-
-
-# --- Over the model axis, with tokens split over it -------------------------------------------------------------------
-
-
-def gather_tokens(x: Shaped[Array, " t *dims"], axis: str = MODEL) -> Shaped[Array, " bs *dims"]:
-    """f of sequence parallelism: every rank's rows, one after the other. Its transpose is `scatter_tokens`."""
+def all_gather_tokens(x: Shaped[Array, " t *dims"], axis: str = MODEL) -> Shaped[Array, " bs *dims"]:
+    """f of sequence parallelism: concatenate the rows of all ranks. Its transpose is `reduce_scatter_tokens`."""
     if axis not in varying_axes(x):
-        raise ValueError(f"gather_tokens() takes rows that are split over `{axis}`; these are the same on every rank")
+        raise ValueError(f"all_gather_tokens() of rows that are the same on every rank of `{axis}`")
     return lax.all_gather(x, axis, axis=0, tiled=True)
 
 
-def scatter_tokens(partial: Shaped[Array, " bs *dims"], axis: str = MODEL) -> Shaped[Array, " t *dims"]:
-    """g of sequence parallelism: sum the partial results and keep this rank's rows. Its transpose: `gather_tokens`."""
+def reduce_scatter_tokens(partial: Shaped[Array, " bs *dims"], axis: str = MODEL) -> Shaped[Array, " t *dims"]:
+    """g of sequence parallelism: sum partial results, return this rank's rows. Its transpose is `all_gather_tokens`."""
     if axis not in varying_axes(partial):
-        raise ValueError(f"scatter_tokens() takes partial sums that vary over `{axis}`; these are already complete")
+        raise ValueError(f"reduce_scatter_tokens() of rows that are already complete on every rank of `{axis}`")
     return lax.psum_scatter(partial, axis, scatter_dimension=0, tiled=True)
 
 
@@ -146,7 +132,7 @@ def _chunk_rank(chunk: int, ranks: int) -> int:
 
 
 def mask_to_first_context_rank(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
-    """`x` on rank 0 of `context` and 0 on the others: for what every rank has and a sum over ranks counts once."""
+    """`x` on rank 0 of `context` and 0 on the others, so that a sum over ranks counts a replicated value once."""
     return jnp.where(rank(CONTEXT) == 0, x, jnp.zeros_like(x)) if size(CONTEXT) > 1 else x
 
 
@@ -160,48 +146,52 @@ def mask_count_to_first_context_rank(count: int) -> Int[Array, ""] | int:
 # --- Over pipe --------------------------------------------------------------------------------------------------------
 
 
-def to_next_stage(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
+def send_to_next_stage(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     """Send `x` to the next stage and receive from the previous one; the last sends to the first."""
     stages = size(PIPE)
     return lax.ppermute(x, PIPE, [(stage, (stage + 1) % stages) for stage in range(stages)])
 
 
-def to_previous_stage(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
-    """The reverse of `to_next_stage`, and its transpose."""
+def send_to_previous_stage(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
+    """The reverse of `send_to_next_stage`, and its transpose."""
     stages = size(PIPE)
     return lax.ppermute(x, PIPE, [(stage, (stage - 1) % stages) for stage in range(stages)])
 
 
-def from_first_stage(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
+def broadcast_from_first_stage(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     """The value of stage 0, on every stage."""
     return lax.psum(jnp.where(rank(PIPE) == 0, x, jnp.zeros_like(x)), PIPE)
 
 
-# --- Shards of weights, and sums of gradients -------------------------------------------------------------------------
+# --- Over any axes: weights, gradients, metrics -----------------------------------------------------------------------
 
 
-def gather_shards(shard: Array, axis: Axes, dim: int) -> Array:
+def all_gather(shard: Array, axis: Axes, dim: int) -> Array:
     """All-gather the shards of an axis, or of several, the first outermost, along `dim`; the result is typed as varying
     over them, so that its gradient stays on its rank."""
     return lax.all_gather(shard, axis, axis=dim % shard.ndim, tiled=True)
 
 
-def all_gather(shard: Array, axis: Axes, dim: int) -> Array:
-    """Like `gather_shards`, but typed as replicated over `axis`: for programs without gradients."""
+def all_gather_invariant(shard: Array, axis: Axes, dim: int) -> Array:
+    """Like `all_gather`, but typed as replicated over `axis` (`lax.all_gather_invariant`): without a gradient."""
     return lax.all_gather(shard, axis, axis=dim % shard.ndim, tiled=True, to="invarying")
 
 
 def reduce_scatter(x: Array, axis: Axes, dim: int) -> Array:
-    """Sum `x` over the ranks of `axis` and keep this rank's shard along `dim`: the transpose of `gather_shards`."""
+    """Sum `x` over the ranks of `axis` and return this rank's shard along `dim`: the transpose of `all_gather`."""
     return lax.psum_scatter(x, axis, scatter_dimension=dim % x.ndim, tiled=True)
 
 
 def all_to_all(x: Array, axis: str, split: int, join: int) -> Array:
-    """All-to-all: from a part of dim `join` of everything to the whole of it for this rank's part of dim `split`; with
-    the two swapped, back."""
+    """Exchange shards along dim `join` for shards along dim `split`; its inverse has the two dims swapped."""
     return lax.all_to_all(x, axis, split_axis=split, concat_axis=join, tiled=True)
 
 
-def sum_over(x: Shaped[Array, "*dims"], axes: frozenset[str]) -> Shaped[Array, "*dims"]:
+def psum(x: Shaped[Array, "*dims"], axes: frozenset[str]) -> Shaped[Array, "*dims"]:
     """Sum over the ranks of all `axes`; the identity if there are none."""
     return lax.psum(x, tuple(sorted(axes))) if axes else x
+
+
+def pmax(x: Shaped[Array, "*dims"], axis: Axes = MODEL) -> Shaped[Array, "*dims"]:
+    """Maximum over the ranks of an axis, or of several; carries no gradient."""
+    return lax.pmax(lax.stop_gradient(x), axis) if axis else x

@@ -1,7 +1,7 @@
-"""The mesh: devices laid out along the axes pipe × replica × data × expert × context × model (`axes.py`).
+"""The mesh: devices laid out along the axes pipe × replicate × data × expert × context × model (`axes.py`).
 
 `model` is the innermost axis, so the devices that exchange activations in every layer are neighbours, on one server and
-its NVLink; replicas along `data` communicate once per step and may be far apart (arXiv 2104.04473, section 3.4).
+its NVLink; replicas along `data` communicate once per step, over the network (arXiv 2104.04473, section 3.4).
 
     8 GPUs as data 2 × model 4:     data 0: GPU 0 1 2 3     data 1: GPU 4 5 6 7
                                     model:      0 1 2 3                 0 1 2 3
@@ -16,8 +16,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig, axes
+from mjax.errors import UsageError
 
-ROWS = axes.axes_splitting("batch")
+BATCH_AXES = axes.axes_splitting("batch")
 """Axes over which the samples of a batch are split."""
 
 
@@ -29,21 +30,24 @@ def batch_specs(arrays: Mapping[str, tuple[tuple[int, ...], str]], positions: in
       positions: s; an array whose last dim is another one is not split by positions.
     """
 
-    def one(shape: tuple[int, ...]) -> P:
+    def array_spec(shape: tuple[int, ...]) -> P:
         if shape[-1:] != (positions,):
-            return P(ROWS)
-        return P(ROWS, *[None] * (len(shape) - 1), axes.CONTEXT)
+            return P(BATCH_AXES)
+        return P(BATCH_AXES, *[None] * (len(shape) - 1), axes.CONTEXT)
 
-    return {name: one(tuple(shape)) for name, (shape, _) in arrays.items()}
+    return {name: array_spec(tuple(shape)) for name, (shape, _) in arrays.items()}
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh over `devices` (all by default), in the order in which JAX lists them.
 
     Raises:
-      ValueError: there are fewer devices than the mesh needs.
+      UsageError: there are fewer devices than the mesh needs.
     """
     devices = jax.devices() if devices is None else devices
+    if len(devices) < config.devices:
+        mesh = f"the mesh needs {config.devices} devices ({axes.describe_mesh(config)}); there are {len(devices)}"
+        raise UsageError(f"{mesh}: give smaller axes, or call mjax.simulate({config.devices}) first")
     sizes = axes.sizes(config)
     # Auto outside, manual inside shard_map: by default make_mesh would type arrays with explicit shardings.
     return jax.make_mesh(

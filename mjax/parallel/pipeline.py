@@ -1,17 +1,17 @@
 """The interpreter of a schedule table: one scan over ticks, for every schedule.
 
-A stage reads its column of the table (`schedules.py`). In every tick it stores the messages that arrived, runs at most
-one forward and one backward pass, each under a conditional, and sends the results:
+A stage reads its column of the table (`pipeline_schedules.py`). In every tick it stores the messages that arrived, runs
+at most one forward and one backward pass, each under a conditional, and sends the results:
 
     tick t    ┌ store ┐  ┌──────── F ────────┐  ┌────────────── B ──────────────┐  ┌ send ┐
               messages   first: embedding       last: head, loss, their gradient   y → next stage
-                         layers; keep residuals layers' gradient                   dx → previous
+                         layers; save residuals layers' gradient                   dx → previous
                                                 first: gradient of the embedding
 
-**Residuals are kept in a ring buffer.** F differentiates its layers with `jax.vjp`. The result is a pytree: its arrays
+**A ring buffer stores residuals.** F differentiates its layers with `jax.vjp`. The result is a pytree: its arrays
 are the residuals, which F writes into a slot of the buffer and B reads back, and its structure is the backward program.
-Weights among them are recognised and not copied. So recomputation inside a stage is up to the model: what its
-`jax.checkpoint` drops never reaches the buffer.
+Weights among them are recognized and not copied. So recomputation inside a stage is up to the model: the buffer stores
+only what its `jax.checkpoint` saves.
 
 **Collectives over `model` inside a conditional are sound**, and collectives over `data` too: all ranks of such a group
 are on the same stage, read the same column and take the same branch. Collectives over `pipe` would hang. So everything
@@ -30,9 +30,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mjax.config.axes import PIPE
-from mjax.parallel import mappings, scopes
-from mjax.parallel.schedules import Schedule
-from mjax.parallel.sums import Means, means_and_gradients, tree_add, tree_index, weights_in_loss
+from mjax.parallel import mappings, named_scopes
+from mjax.parallel.pipeline_schedules import PipelineSchedule
+from mjax.parallel.reductions import Means, loss_cotangents, tree_add, tree_index
 from mjax.parallel.weights import combine, partition_trainable, trainable_only
 
 Weights = Any  # a pytree of arrays
@@ -44,8 +44,8 @@ class StageProgram:
 
     Attributes:
       embed: (shared weights, micro-batch) → the stream before the first layer [t, h].
-      layers: (layers of a chunk, stream, micro-batch, index of the virtual stage) → the stream after them, and their
-        parts of the means by name, [] each.
+      layers: (layers of a chunk, stream, micro-batch, index of the virtual stage) → the stream after these layers, and
+        their parts of the means by name, [] each.
       head: (shared weights, stream, micro-batch) → parts of means by name, [] each.
       loss_weights: by name the weight of a mean in the loss, which is differentiated.
     """
@@ -57,7 +57,7 @@ class StageProgram:
 
 
 def pipeline_gradients(
-    schedule: Schedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches, accumulator
+    schedule: PipelineSchedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches, accumulator
 ):
     """Means and gradients of all micro-batches, inside `shard_map`.
 
@@ -77,10 +77,10 @@ def pipeline_gradients(
     stage = _Stage(schedule, program, shared, blocks, micro_batches, accumulator)
     state = _State(
         received=(stage.message, stage.message),
-        activations=buffer(schedule.activation_slots + 1, stage.message),
-        gradients=buffer(schedule.gradient_slots + 1, stage.message),
-        outputs=buffer(schedule.output_slots + 1, stage.message),
-        residuals=[buffer(schedule.residual_slots, kind) for kind in stage.residual_types],
+        activations=make_buffer(schedule.activation_slots + 1, stage.message),
+        gradients=make_buffer(schedule.gradient_slots + 1, stage.message),
+        outputs=make_buffer(schedule.output_slots + 1, stage.message),
+        residuals=[make_buffer(schedule.residual_slots, like) for like in stage.residual_types],
         aux=stage.zeros(stage.layer_means),
         sums=_Sums(
             means=stage.zeros(stage.mean_types),
@@ -92,29 +92,29 @@ def pipeline_gradients(
     return state.sums.means | state.aux, state.sums.shared, state.sums.blocks
 
 
-def pipeline_sums(schedule: Schedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches):
+def pipeline_sums(schedule: PipelineSchedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches):
     """The sum over all micro-batches of the results of `head` and the layers on this device, for a `schedule` with
     forward passes only; arguments as for `pipeline_gradients`."""
     shared, blocks, micro_batches = vary_over_pipe((shared, blocks, micro_batches))
     stage = _Stage(schedule, program, shared, blocks, micro_batches)
 
     def tick(carry, row):
-        arrived, activations, total, aux = carry
+        received, activations, total, aux = carry
         slot = row["forward"]
-        activations = put(activations, row["receive_activation"], arrived)
+        activations = write_slot(activations, row["receive_activation"], received)
 
         def forward(x, total, aux):
             micro_batch = stage.micro_batch(slot)
             y, new = program.layers(stage.chunk(slot), stage.input(slot, x), micro_batch, slot["virtual_stage"])
             with_head = lambda total: tree_add(total, program.head(shared, y, micro_batch))  # noqa: E731
-            total = branch(scopes.F_LAST, slot["last"], with_head, total)
+            total = branch(named_scopes.F_LAST, slot["last"], with_head, total)
             return y, total, tree_add(aux, new)
 
-        y, *sums = branch(scopes.F, slot["on"], forward, activations[slot["message"]], total, aux)
-        with jax.named_scope(scopes.PIPELINE):
-            return (mappings.to_next_stage(y), activations, *sums), None
+        y, *sums = branch(named_scopes.F, slot["on"], forward, activations[slot["message"]], total, aux)
+        with jax.named_scope(named_scopes.PIPELINE):
+            return (mappings.send_to_next_stage(y), activations, *sums), None
 
-    activations = buffer(schedule.activation_slots + 1, stage.message)
+    activations = make_buffer(schedule.activation_slots + 1, stage.message)
     start = stage.message, activations, stage.zeros(stage.mean_types), stage.zeros(stage.layer_means)
     _, _, total, aux = lax.scan(tick, start, _column(schedule))[0]
     return total | aux if aux else total
@@ -141,7 +141,7 @@ class _State(NamedTuple):
 
     Attributes:
       received: an activation and a gradient [t, h] that have just arrived.
-      activations, gradients: those that wait, [slots, t, h].
+      activations, gradients: received and not yet used, [slots, t, h].
       outputs: on the last stage, outputs of its last layers that the head has not used yet, [slots, t, h].
       residuals: of each forward in flight, [slots, …] each.
       aux: parts of means from the layers.
@@ -162,7 +162,7 @@ class _Stage:
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: PipelineSchedule,
         program: StageProgram,
         shared: Weights,
         blocks: Weights,
@@ -185,111 +185,109 @@ class _Stage:
         """The layers of a slot's chunk, with one layer dim."""
         return tree_index(self.blocks, slot["chunk"]) if self.schedule.chunks > 1 else self.blocks
 
-    def input(self, slot: dict, arrived: Array) -> Array:
+    def input(self, slot: dict, received: Array) -> Array:
         """The input of a slot's layers."""
         embed = lambda _: self.program.embed(self.shared, self.micro_batch(slot))  # noqa: E731
-        return branch(scopes.F_FIRST, slot["first"], embed, arrived)
+        return branch(named_scopes.F_FIRST, slot["first"], embed, received)
 
     # --- The passes ---------------------------------------------------------------------------------------------------
 
     def tick(self, state: _State, row: dict) -> tuple[_State, None]:
         """One row of the table."""
         # Stored first: a write after the reads would make XLA copy both buffers in every tick.
-        activations = put(state.activations, row["receive_activation"], state.received[0])
-        gradients = put(state.gradients, row["receive_gradient"], state.received[1])
+        activations = write_slot(state.activations, row["receive_activation"], state.received[0])
+        gradients = write_slot(state.gradients, row["receive_gradient"], state.received[1])
         f, b = row["forward"], row["backward"]
         carry = activations[f["message"]], state.outputs, state.residuals, state.aux
-        y, outputs, residuals, aux = branch(scopes.F, f["on"], partial(self._forward, f), *carry)
+        y, outputs, residuals, aux = branch(named_scopes.F, f["on"], partial(self._forward, f), *carry)
         backward = partial(self._backward, b, outputs, residuals)
-        dx, sums = branch(scopes.B, b["on"], backward, gradients[b["message"]], state.sums)
-        with jax.named_scope(scopes.PIPELINE):
-            received = mappings.to_next_stage(y), mappings.to_previous_stage(dx)
+        dx, sums = branch(named_scopes.B, b["on"], backward, gradients[b["message"]], state.sums)
+        with jax.named_scope(named_scopes.PIPELINE):
+            received = mappings.send_to_next_stage(y), mappings.send_to_previous_stage(dx)
         return _State(received, activations, gradients, outputs, residuals, aux, sums), None
 
-    def _forward(self, slot: dict, arrived: Array, outputs: Array, residuals: list[Array], aux: Means):
-        """F: writes the stream after the layers, and the residuals, into their slots."""
-        y, means, new, backward = self._differentiate(
-            self.chunk(slot), self.input(slot, arrived), self.micro_batch(slot), slot["virtual_stage"]
-        )
-        assert backward[1] == self.backward[1], "layers keep the same residuals in every tick"
-        residuals = [put(buffer, slot["residual"], value) for buffer, value in zip(residuals, new, strict=True)]
-        return y, put(outputs, slot["output"], y), residuals, tree_add(aux, means)
+    def _forward(self, slot: dict, received: Array, outputs: Array, residuals: list[Array], aux: Means):
+        """F: write the stream after the layers, and the residuals, into their slots."""
+        x, micro_batch = self.input(slot, received), self.micro_batch(slot)
+        y, means, new, backward = self._differentiate(self.chunk(slot), x, micro_batch, slot["virtual_stage"])
+        assert backward[1] == self.backward[1], "layers save the same residuals in every tick"
+        residuals = [write_slot(buffer, slot["residual"], value) for buffer, value in zip(residuals, new, strict=True)]
+        return y, write_slot(outputs, slot["output"], y), residuals, tree_add(aux, means)
 
-    def _backward(self, slot: dict, outputs: Array, residuals: list[Array], arrived: Array, sums: _Sums):
-        """B: the gradient of the stage's input; those of weights are added to the sums."""
+    def _backward(self, slot: dict, outputs: Array, residuals: list[Array], received: Array, sums: _Sums):
+        """B: return the gradient of the stage's input, and add those of weights to the sums."""
         micro_batch = self.micro_batch(slot)
         residuals = [buffer[slot["residual"]] for buffer in residuals]
 
-        def head(_, means, to_shared):
+        def head(_, means, dshared):
             y = outputs[slot["output"]]
             run = lambda shared, y: self.program.head(shared, y, micro_batch)  # noqa: E731
-            metrics, (new, dy) = means_and_gradients(self.program.loss_weights, run, self.shared, y)
-            return dy, tree_add(means, metrics), tree_add(to_shared, new)
+            metrics, pullback = jax.vjp(run, self.shared, y)
+            new, dy = pullback(loss_cotangents(self.program.loss_weights, metrics))
+            return dy, tree_add(means, metrics), tree_add(dshared, new)
 
-        dy, means, to_shared = branch(scopes.B_LAST, slot["last"], head, arrived, sums.means, sums.shared)
-        to_chunk, dx = self._pull_back(self.chunk(slot), residuals, dy)
+        dy, means, dshared = branch(named_scopes.B_LAST, slot["last"], head, received, sums.means, sums.shared)
+        dchunk, dx = self._pull_back(self.chunk(slot), residuals, dy)
 
-        def embedding(to_shared):
+        def embedding(dshared):
             _, pullback = jax.vjp(lambda shared: self.program.embed(shared, micro_batch), self.shared)
-            return tree_add(to_shared, pullback(dx)[0])
+            return tree_add(dshared, pullback(dx)[0])
 
-        to_shared = branch(scopes.B_FIRST, slot["first"], embedding, to_shared)
-        return dx, _Sums(means, to_shared, self._add_to_chunk(sums.blocks, to_chunk, slot))
+        dshared = branch(named_scopes.B_FIRST, slot["first"], embedding, dshared)
+        return dx, _Sums(means, dshared, self._add_to_chunk(sums.blocks, dchunk, slot))
 
     # --- From F to B --------------------------------------------------------------------------------------------------
 
     def zeros(self, types):
         """Zeros for accumulating values of these types, in the accumulator's dtype."""
-        return jax.tree.map(lambda kind: zeros_like(kind, self.accumulator), types)
+        return jax.tree.map(lambda like: zeros_like(like, self.accumulator), types)
 
     def _trace_layers(self):
         """The types of the residuals of a forward pass and of the layers' parts of means; and the backward program."""
         programs = []
 
         def forward(chunk, x):
-            _, means, residuals, backward = self._differentiate(
-                chunk, x, tree_index(self.micro_batches, 0), jnp.int32(0)
-            )
+            micro_batch = tree_index(self.micro_batches, 0)
+            _, means, residuals, backward = self._differentiate(chunk, x, micro_batch, jnp.int32(0))
             programs.append(backward)
             return residuals, means
 
         return *jax.eval_shape(forward, self.chunk({"chunk": 0}), self.message), *programs
 
     def _differentiate(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array):
-        """The stream after the layers, their parts of means, and the derivative of both in two parts: its residuals;
-        and the backward program, the structure of the result of `jax.vjp` and which weight each of its leaves is
-        (None: a residual)."""
-        own, frozen = partition_trainable(chunk)
+        """The stream after the layers, their parts of means, and the derivative of both in two parts: the residuals;
+        and the backward program, the structure of the result of `jax.vjp` and for each of its leaves the index of a
+        weight (None: a residual)."""
+        trainable, frozen = partition_trainable(chunk)
 
-        def layers(weights, x):
-            return self.program.layers(combine(weights, frozen), x, micro_batch, virtual_stage)
+        def layers(trainable, x):
+            return self.program.layers(combine(trainable, frozen), x, micro_batch, virtual_stage)
 
-        (y, means), pullback = jax.vjp(layers, own, x)
+        (y, means), pullback = jax.vjp(layers, trainable, x)
         leaves, structure = jax.tree.flatten(pullback)
         weights = jax.tree.leaves(chunk)
-        which = [next((i for i, weight in enumerate(weights) if leaf is weight), None) for leaf in leaves]
-        residuals = [leaf for leaf, weight in zip(leaves, which, strict=True) if weight is None]
-        return y, means, residuals, (structure, which)
+        indices = [next((i for i, weight in enumerate(weights) if leaf is weight), None) for leaf in leaves]
+        residuals = [leaf for leaf, index in zip(leaves, indices, strict=True) if index is None]
+        return y, means, residuals, (structure, indices)
 
     def _pull_back(self, chunk: Weights, residuals: list[Array], dy: Array):
-        """The derivative of the layers, reassembled and applied to `dy`, the gradient of their output."""
-        structure, which = self.backward
+        """Reassemble the derivative of the layers and apply it to `dy`, the gradient of their output."""
+        structure, indices = self.backward
         weights, residuals = jax.tree.leaves(chunk), iter(residuals)
-        leaves = [next(residuals) if index is None else weights[index] for index in which]
-        loss_weights = weights_in_loss(self.program.loss_weights, self.layer_means)
-        return jax.tree.unflatten(structure, leaves)((dy, loss_weights))
+        leaves = [next(residuals) if index is None else weights[index] for index in indices]
+        dmeans = loss_cotangents(self.program.loss_weights, self.layer_means)
+        return jax.tree.unflatten(structure, leaves)((dy, dmeans))
 
     def _add_to_chunk(self, sums: Weights, new: Weights, slot: dict) -> Weights:
         """Add the gradients of one chunk to those of the stage."""
         if self.schedule.chunks == 1:
             return tree_add(sums, new)
         index = slot["chunk"]
-        return jax.tree.map(
-            lambda total, gradient: put(total, index, total[index] + gradient.astype(total.dtype)), sums, new
-        )
+        add = lambda total, gradient: write_slot(total, index, total[index] + gradient.astype(total.dtype))  # noqa: E731
+        return jax.tree.map(add, sums, new)
 
 
-def _column(schedule: Schedule) -> dict:
+def _column(schedule: PipelineSchedule) -> dict:
     """This stage's column of the table: for each kind of operation its fields, int32 [ticks]."""
     stage = mappings.rank(PIPE)
 
@@ -308,32 +306,33 @@ def _column(schedule: Schedule) -> dict:
 
 
 def branch(name: str, condition: Array, then: Callable, *operands):
-    """The result of `then`, or the operands: values that only pass through belong in them, since XLA copies the others.
+    """`then(*operands)` if the condition is 1, else the operands. XLA copies all others, so that values that only pass
+    through are operands.
 
     `name` labels the conditional in the traced program.
     """
 
-    def otherwise(*operands):
+    def pass_through(*operands):
         return operands if len(operands) > 1 else operands[0]
 
     with jax.named_scope(name):
-        return lax.switch(condition, [otherwise, then], *operands)
+        return lax.switch(condition, [pass_through, then], *operands)
 
 
-def put(buffer: Array, slot: Array, value) -> Array:
+def write_slot(buffer: Array, slot: Array, value) -> Array:
     """`buffer` [slots, …] with `value` in a slot."""
     value = mappings.vary(jnp.asarray(value), mappings.varying_axes(buffer))  # a residual may be a NumPy constant
     return lax.dynamic_update_index_in_dim(buffer, value, slot, 0)
 
 
-def zeros_like(kind, dtype=None) -> Array:
-    """Zeros with the shape, dtype and varying axes of `kind`."""
-    return mappings.vary(jnp.zeros(kind.shape, dtype or kind.dtype), mappings.varying_axes(kind))
+def zeros_like(like, dtype=None) -> Array:
+    """Zeros with the shape, dtype and varying axes of an array or a ShapeDtypeStruct."""
+    return mappings.vary(jnp.zeros(like.shape, dtype or like.dtype), mappings.varying_axes(like))
 
 
-def buffer(slots: int, kind) -> Array:
-    """Zeros for `slots` arrays like `kind`, varying over stages."""
-    return mappings.vary(jnp.zeros((slots, *kind.shape), kind.dtype), mappings.varying_axes(kind) | {PIPE})
+def make_buffer(slots: int, like) -> Array:
+    """Zeros for `slots` arrays like `like`, varying over stages."""
+    return mappings.vary(jnp.zeros((slots, *like.shape), like.dtype), mappings.varying_axes(like) | {PIPE})
 
 
 def vary_over_pipe(tree):
@@ -341,7 +340,7 @@ def vary_over_pipe(tree):
     return jax.tree.map(lambda leaf: mappings.vary(leaf, frozenset({PIPE})), tree)
 
 
-# --- Generation: stages that run one after the other ------------------------------------------------------------------
+# --- Generation: one stage after the other ----------------------------------------------------------------------------
 
 
 def pipeline_decode(
@@ -352,11 +351,11 @@ def pipeline_decode(
     x: Array,
     caches,
 ) -> tuple[Array, Any]:
-    """Run one stage after the other, for text generation.
+    """Run the stages one after the other, for text generation.
 
     Args:
       stages, chunks: P and V.
-      layers: (layers of a chunk, stream, cache of the chunk) → (stream after them, new cache).
+      layers: (layers of a chunk, stream, cache of the chunk) → (stream after these layers, new cache).
       blocks: this stage's layers, as for `pipeline_gradients`.
       x: the stream before the first layer, the same on every stage.
       caches: caches of the chunks, a pytree with a leading dim of this stage's chunks.
@@ -366,16 +365,16 @@ def pipeline_decode(
     """
     blocks, x, caches = vary_over_pipe((blocks, x, caches))
 
-    def turn(carry, number):
+    def run_virtual_stage(carry, number):
         chunk = number // stages
 
         def run_chunk(x, caches):
             x, cache = layers(blocks if chunks == 1 else tree_index(blocks, chunk), x, tree_index(caches, chunk))
-            return x, jax.tree.map(lambda buffer, value: put(buffer, chunk, value), caches, cache)
+            return x, jax.tree.map(lambda buffer, value: write_slot(buffer, chunk, value), caches, cache)
 
         is_local = (mappings.rank(PIPE) == number % stages).astype(jnp.int32)
         x, caches = branch("turn", is_local, run_chunk, *carry)
-        return (mappings.to_next_stage(x), caches), None
+        return (mappings.send_to_next_stage(x), caches), None
 
-    (x, caches), _ = lax.scan(turn, (x, caches), jnp.arange(stages * chunks))
-    return mappings.from_first_stage(x), caches
+    (x, caches), _ = lax.scan(run_virtual_stage, (x, caches), jnp.arange(stages * chunks))
+    return mappings.broadcast_from_first_stage(x), caches

@@ -1,11 +1,11 @@
-"""Weights, and what each says of itself: its card.
+"""Weights and their metadata.
 
-`parameter` makes a weight of the whole model, and `dims` names what each of its dims is. From the names follow how the
-mesh splits the weight, whether it belongs to stacked layers, its layout in other software's files, the matrices that
-Muon and LoRA see, and whether weight decay applies. So nothing outside an architecture knows a weight by its name.
+`make_param` makes a weight of the whole model, and `dims` names each of its dims. From the names follow how the mesh
+splits the weight, whether it belongs to stacked layers, its layout in other software's files, the matrices of Muon and
+LoRA, and whether weight decay applies. So no code outside an architecture depends on a weight's name.
 
     weight of                       shape           dims
-    q, k and v in one product       [h, 3, n, d]    in    part  columns  out
+    q, k and v in one matmul        [h, 3, n, d]    in    part  columns  out
     attention's output              [n, d, h]       rows  in    out
     a gated MLP's gate and up       [h, 2, f]       in    part  columns
     those of experts                [E, h, 2, f]    expert  in  part  columns
@@ -35,7 +35,7 @@ SPLIT = {EXPERT: axes.EXPERT, TOKEN: axes.MODEL, ROWS: axes.MODEL, COLUMNS: axes
 Dims = tuple[str | None, ...]
 
 
-def parameter(
+def make_param(
     key: Array | None,
     initializer,
     shape: tuple[int, ...],
@@ -47,10 +47,10 @@ def parameter(
     keep_fp32: bool = False,
     grad_partial_over_model: bool = False,
 ) -> nnx.Param:
-    """A weight of the whole model.
+    """Make a weight of the whole model.
 
     Args:
-      dims: what each dim is, of `DIMS`.
+      dims: the name of each dim, of `DIMS`.
       muon: whether Muon may train it, if it has inputs and outputs (`matrix_dims`).
       float8, keep_fp32, grad_partial_over_model: as in `zero.Storage`.
 
@@ -64,9 +64,9 @@ def parameter(
     return nnx.Param(initializer(key, shape, dtype), out_sharding=spec, eager_sharding=False, dims=dims, **marks)
 
 
-def _weight_dims(weight: nnx.Param, rank: int) -> Dims:
-    """The dims of a weight of this rank: by default a vector is an output, and of others nothing is known."""
-    return weight.get_metadata().get("dims") or ((OUT,) if rank == 1 else (None,) * rank)
+def _weight_dims(weight: nnx.Param, ndim: int) -> Dims:
+    """The dims of a weight with `ndim` dims; by default OUT for a vector, and None for each dim of another weight."""
+    return weight.get_metadata().get("dims") or ((OUT,) if ndim == 1 else (None,) * ndim)
 
 
 def add_layer_dim(stacked: nnx.Module) -> nnx.Module:
@@ -78,7 +78,7 @@ def add_layer_dim(stacked: nnx.Module) -> nnx.Module:
 
 
 def read_dims(weights) -> list[Dims]:
-    """For each leaf of `weights` what its dims are; None: unknown."""
+    """For each leaf of `weights` the names of its dims; None: unknown."""
     return [_weight_dims(weight, jax.tree.leaves(weight)[0].ndim) for weight in _parameters(weights)]
 
 
@@ -88,14 +88,13 @@ def are_stacked(weights) -> list[bool]:
 
 
 def weight_metadata(weights, name: str) -> list:
-    """For each leaf of `weights`, in the order of `jax.tree.leaves`: what its `nnx.Param` has under this name, or
+    """For each leaf of `weights`, in the order of `jax.tree.leaves`, this entry of its `nnx.Param`'s metadata, or
     None."""
     return [weight.get_metadata().get(name) for weight in _parameters(weights)]
 
 
 def leaf_name(path: tuple) -> str:
-    """The dotted name of a tree path: 'blocks.mlp.up.kernel', without the slot in which an NNX variable keeps its
-    array."""
+    """The dotted name of a tree path: 'blocks.mlp.up.kernel', without the `.value` of an NNX variable."""
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
@@ -104,7 +103,7 @@ def _parameters(weights) -> list[nnx.Param]:
     return [weight for weight in leaves if jax.tree.leaves(weight)]
 
 
-# --- What follows from dims -------------------------------------------------------------------------------------------
+# --- Matrices and weight decay, from dims -----------------------------------------------------------------------------
 
 
 def matrix_dims(dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -114,12 +113,12 @@ def matrix_dims(dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def muon_matrices(weights) -> list[tuple[tuple[int, ...], tuple[int, ...]] | None]:
-    """For each leaf of `weights`: `matrix_dims` it, or None if Muon does not train it."""
-    cards = zip(read_dims(weights), weight_metadata(weights, "muon"), strict=True)
-    return [None if muon is False else matrix_dims(dims) for dims, muon in cards]
+    """For each leaf of `weights` its `matrix_dims`, or None if Muon does not train it."""
+    marks = zip(read_dims(weights), weight_metadata(weights, "muon"), strict=True)
+    return [None if muon is False else matrix_dims(dims) for dims, muon in marks]
 
 
-def decays(dims: Dims) -> bool:
+def has_weight_decay(dims: Dims) -> bool:
     """Whether weight decay applies: to matrices and embeddings, not to biases and the scales of norms."""
     return None in dims or not ({*OUTPUTS}.isdisjoint(dims) or {*INPUTS, TOKEN, POSITION}.isdisjoint(dims))
 
@@ -133,18 +132,18 @@ def is_frozen(weight: nnx.Param) -> bool:
 
 
 def partition_trainable(weights) -> tuple:
-    """The weights that are trained and those that are frozen: two trees like that of all of them, each with None in
-    place of the others; `combine` is the reverse. Also for a tree of something else in place of each weight."""
+    """Split a tree of weights, or of one value for each weight, into the trained and the frozen part; each has None in
+    place of the other's leaves. `combine` is the reverse."""
     leaves, structure = jax.tree.flatten(weights)
-    each = list(zip(leaves, map(bool, weight_metadata(weights, "frozen")), strict=True))
-    return tuple(structure.unflatten(leaf if of == frozen else None for leaf, of in each) for frozen in (False, True))
+    marks = list(zip(leaves, map(bool, weight_metadata(weights, "frozen")), strict=True))
+    return tuple(structure.unflatten(leaf if mark == part else None for leaf, mark in marks) for part in (False, True))
 
 
 def trainable_only(weights):
-    """The weights that are trained, with None in place of those that are frozen."""
+    """The trained weights, with None in place of the frozen ones."""
     return partition_trainable(weights)[0]
 
 
-def combine(one, other):
-    """All weights from the two trees of `partition_trainable`."""
-    return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None)
+def combine(trainable, frozen):
+    """Merge the two trees of `partition_trainable`."""
+    return jax.tree.map(lambda a, b: b if a is None else a, trainable, frozen, is_leaf=lambda leaf: leaf is None)

@@ -3,17 +3,17 @@
 A weight of the model names the axes it is split over *during the computation*: `model`, and `expert` for those of
 experts. Between steps it may be split further, and its moments with it:
 
-    weights of the layers     their layer dim over `pipe`: a stage holds its own layers
+    weights of the layers     their layer dim over `pipe`: a stage has its layers only
     all other weights         also over `pipe`, if there is one: the embedding is used at both ends of the pipeline,
                               but its master weights and moments exist once rather than once per stage
-    with `mesh.zero` 1 or 3   everything over the replicas that hold it (arXiv 1910.02054): `data`, `expert` and
+    with `mesh.zero` 1 or 3   everything over the replicas that have it (arXiv 1910.02054): `data`, `expert` and
                               `context`, or of the experts of a mixture, which `expert` splits already, the others;
-                              but never over `replica`, whose groups have copies (HSDP, arXiv 2304.11277)
+                              but never over `replicate`, whose groups have copies (HSDP, arXiv 2304.11277)
 
 Shards become weights at one of two points. ZeRO-1 gathers everything at the start of the step, in the compute dtype.
 ZeRO-3, or FSDP, gathers a layer's weights inside the loop over layers, and again in the backward pass, so that no
-device ever holds more than one layer; it treats embeddings, the final LayerNorm and weights that `data` does not divide
-like ZeRO-1. Weights that are multiplied in float8 travel in float8. Either way the gradient of a shard is
+device ever has more than one layer; it treats embeddings, the final LayerNorm and weights that `data` does not divide
+like ZeRO-1. Weights that are multiplied in float8 are sent in float8. Either way the gradient of a shard is
 reduce-scattered in float32.
 
       float32 shards ── cast ── all-gather ──▶ weights ──▶ loss
@@ -33,10 +33,10 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig, axes
 from mjax.config.axes import EXPERT, MODEL, PIPE
-from mjax.parallel import float8, mappings, scopes
+from mjax.parallel import float8, mappings, named_scopes
+from mjax.parallel.autodiff import linear_call
 from mjax.parallel.float8 import Float8
 from mjax.parallel.mappings import Gathers
-from mjax.parallel.overlap import linear_map
 from mjax.parallel.weights import are_stacked, leaf_name, weight_metadata
 
 REPLICAS = axes.axes_sharing_weights()
@@ -44,7 +44,7 @@ REPLICAS = axes.axes_sharing_weights()
 
 @dataclass(frozen=True)
 class Storage:
-    """The storage of one weight, and the gathers that make it whole for the computation.
+    """The storage of one weight, and the all-gathers that make it whole for the computation.
 
     Attributes:
       spec: PartitionSpec of the master weight and its moments.
@@ -52,10 +52,10 @@ class Storage:
         layer dims.
       gather_per_layer: cast and gathered, and its gradient summed over the replicas, layer by layer rather than at the
         start of the step and at its end.
-      grad_partial_over_model: whether every rank of `model` holds the whole weight and computes another part of its
+      grad_partial_over_model: whether every rank of `model` has the whole weight and computes a different part of its
         gradient.
-      float8: whether its products are in float8 where those of the run are: then it may be gathered so.
-      keep_fp32: whether the computation has it in the dtype of the master weights.
+      float8: whether its matmuls are in float8 if the run's are; then it may be gathered in float8.
+      keep_fp32: whether the computation uses it in the dtype of the master weights.
       stacked: whether its first dim, or its first two with chunks, are layers.
     """
 
@@ -73,47 +73,45 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
 
     Args:
       shapes: the model as given by `jax.eval_shape`.
-      specs: the model's own PartitionSpecs, over `model` and `expert`.
+      specs: the model's PartitionSpecs, over `model` and `expert`.
       mesh: sizes of the axes, chunks and ZeRO stage.
 
     Returns:
       A tree like `shapes` of `Storage`.
     """
-    marks = [weight_metadata(shapes, name) for name in ("grad_partial_over_model", "float8", "keep_fp32")]
-    cards = zip(are_stacked(shapes), *marks, strict=True)
+    metadata = [weight_metadata(shapes, name) for name in ("grad_partial_over_model", "float8", "keep_fp32")]
+    marks = zip(are_stacked(shapes), *metadata, strict=True)
 
-    def one(leaf, spec: P) -> Storage:
-        stacked, partial, float8, keep_fp32 = map(bool, next(cards))
-        return replace(
-            plan_weight_storage(stacked, leaf.shape, spec, mesh, partial), float8=float8, keep_fp32=keep_fp32
-        )
+    def plan_leaf(leaf, spec: P) -> Storage:
+        stacked, partial, float8, keep_fp32 = map(bool, next(marks))
+        storage = plan_weight_storage(stacked, leaf.shape, spec, mesh, partial)
+        return replace(storage, float8=float8, keep_fp32=keep_fp32)
 
-    return jax.tree.map(one, shapes, specs)
+    return jax.tree.map(plan_leaf, shapes, specs)
 
 
 def split_into_virtual_stages(model, mesh: MeshConfig):
     """The model with its layers as [V, l / V, …] if a stage has V chunks."""
-    if mesh.chunks == 1:
+    if mesh.virtual_stages == 1:
         return model
-
     leaves, structure = jax.tree.flatten(model)
     weights = zip(leaves, are_stacked(model), strict=True)
     return structure.unflatten(
-        weight.reshape(mesh.chunks, -1, *weight.shape[1:]) if stacked else weight for weight, stacked in weights
+        weight.reshape(mesh.virtual_stages, -1, *weight.shape[1:]) if stacked else weight for weight, stacked in weights
     )
 
 
 def layer_dims(mesh: MeshConfig) -> int:
     """Leading dims of the weights of stacked layers: [l, …], or [V, l / V, …] with V chunks.
 
-    Stage i of a pipeline with V chunks holds the i-th part of each chunk's layers (arXiv 2104.04473, section 2.2). With
-    the chunks made by a reshape, layers stay in order, and each stage's part is an ordinary shard of dim 1.
+    Stage i of a pipeline with V chunks has the i-th part of each chunk's layers (arXiv 2104.04473, section 2.2). A
+    reshape makes the chunks, so layers stay in order, and each stage's part is an ordinary shard of dim 1.
     """
-    return 1 if mesh.chunks == 1 else 2
+    return 1 if mesh.virtual_stages == 1 else 2
 
 
 def compute_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
-    """The module's `spec` of a weight on a mesh: a dim with fewer parts than `model` has ranks, such as key-value
+    """Adapt the module's `spec` of a weight to a mesh: a dim with fewer parts than `model` has ranks, such as key-value
     heads, is whole on each of them, and experts are whole on a mesh that does not split them."""
     entries = (None,) * (len(shape) - len(spec)) + tuple(spec)  # a chunk dim is not in the model's spec
 
@@ -126,8 +124,7 @@ def compute_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
 def plan_weight_storage(
     stacked: bool, shape: tuple[int, ...], spec: P, mesh: MeshConfig, partial: bool = False
 ) -> Storage:
-    """The storage of a weight with this whole shape and its module's `spec`; `stacked` and `partial` as in
-    `Storage`."""
+    """The storage of a weight of this whole shape and its module's `spec`; `stacked`, `partial` as in `Storage`."""
     layers = layer_dims(mesh) if stacked else 0
     computed = compute_spec(shape, spec, mesh)
     partial = mesh.model > 1 and (partial or (MODEL in spec and MODEL not in computed))
@@ -147,32 +144,32 @@ def plan_weight_storage(
 
 
 def _divisible_dim(shape, split_by, sizes: dict[str, int], names: tuple[str, ...], first: int) -> int | None:
-    """The first dim that `names` can split inside the axes that already split it: its rows stay contiguous."""
+    """The first dim that `names` can split further, inside the axes that split it: its rows stay contiguous."""
     ranks = math.prod(sizes[axis] for axis in names)
     local = [rows // math.prod(sizes[axis] for axis in outer) for rows, outer in zip(shape, split_by, strict=True)]
     return next((dim for dim in range(first, len(shape)) if local[dim] % ranks == 0), None)
 
 
 def add_to_shards(model, whole: dict[str, Array], plan, mesh: MeshConfig):
-    """This device's shards in `model`, plus its shards of `whole`: arrays by name of the weight, the same on every
-    device, with layers as [l, …]. Weights without one stay as they are."""
+    """Add to this device's shards in `model` its shards of `whole`: arrays by name of the weight, the same on every
+    device, with layers as [l, …]. Other weights are unchanged."""
 
-    def one(path: tuple, shard: Array, storage: Storage) -> Array:
+    def add_shard(path: tuple, shard: Array, storage: Storage) -> Array:
         added = remaining.pop(leaf_name(path), None)
         if added is None:
             return shard
-        if mesh.chunks > 1 and storage.stacked:
-            added = added.reshape(mesh.chunks, -1, *added.shape[1:])
+        if mesh.virtual_stages > 1 and storage.stacked:
+            added = added.reshape(mesh.virtual_stages, -1, *added.shape[1:])
         return shard + local_shard(added.astype(shard.dtype), storage.spec)
 
     remaining = dict(whole)
-    model = jax.tree_util.tree_map_with_path(one, model, plan)
+    model = jax.tree_util.tree_map_with_path(add_shard, model, plan)
     assert not remaining, f"the model has no weight {', '.join(remaining)}"
     return model
 
 
 def local_shard(whole: Array, spec: P) -> Array:
-    """This device's shard, as `spec` says, of an array that every device has: the reverse of gathering it. Of several
+    """This device's shard with this `spec` of an array that every device has: the reverse of gathering it. Of several
     axes that split a dim the first is outermost, as in every PartitionSpec."""
     for dim, split_by in enumerate(spec):
         for axis in (split_by,) if isinstance(split_by, str) else split_by or ():
@@ -181,39 +178,39 @@ def local_shard(whole: Array, spec: P) -> Array:
     return whole
 
 
-@jax.named_scope(scopes.WEIGHTS)
+@jax.named_scope(named_scopes.WEIGHTS)
 def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False):
-    """The weights of the computation in `dtype`, inside `shard_map`; those gathered in the loop stay shards.
+    """Gather the weights of the computation in `dtype`, inside `shard_map`; those gathered per layer stay shards.
 
-    With `uses_float8` those of linear layers are gathered in float8, and have the values that these layers would round
-    them to.
+    With `in_float8` those of linear layers are gathered in float8, with the values to which these layers would round
+    them.
 
     They vary over every axis over which their gradients are summed after the backward pass
     (`axes.gradient_sum_axes`), and over `model` where its ranks have parts of the gradient: else the backward pass
     would sum these layer by layer.
     """
 
-    def one(shard: Array, storage: Storage) -> Array:
+    def gather(shard: Array, storage: Storage) -> Array:
         summed = axes.gradient_sum_axes(mesh) | ({MODEL} if storage.grad_partial_over_model else frozenset())
         if storage.gather_per_layer:  # over these axes their gradients are summed layer by layer
             return mappings.vary(shard, summed - {*axes.sharding()})
         return mappings.vary(materialize_weight(shard, storage, dtype, in_float8, layer_dims(mesh)), summed)
 
-    return jax.tree.map(one, model, plan)
+    return jax.tree.map(gather, model, plan)
 
 
 def materialize_weight(
-    shard: Array, storage: Storage, dtype, in_float8: bool = False, stacked: int = 0, gather=mappings.gather_shards
+    shard: Array, storage: Storage, dtype, in_float8: bool = False, stacked: int = 0, gather=mappings.all_gather
 ) -> Array:
-    """The weight of the computation from the shard that is stored: cast, then gathered.
+    """Cast the stored shard of a weight, and all-gather it for the computation.
 
     Args:
       shard: of the master weight, in float32 or wider.
       storage: of the weight.
       dtype: compute dtype.
-      in_float8: round a weight of linear layers to float8 before it is sent: half the bytes. The layers round it to
-        the same values, which a second time changes nothing.
-      stacked: leading dims, along which every layer's weight has its own scale in float8.
+      in_float8: round a weight of linear layers to float8 before it is sent: half the bytes. The layers round it
+        again, to the same values.
+      stacked: leading dims, along which every layer's weight has a separate scale in float8.
       gather: (shard, axes, dim) → gathered.
     """
     weight = shard if storage.keep_fp32 else shard.astype(dtype)
@@ -231,61 +228,60 @@ def materialize_weight(
 def gather_for_inference(model, plan, dtype):
     """Like `gather_weights`, for a program without gradients: the weights are typed as replicated."""
 
-    def one(shard: Array, storage: Storage) -> Array:
+    def gather(shard: Array, storage: Storage) -> Array:
         storage = replace(storage, gathers=()) if storage.gather_per_layer else storage
-        return materialize_weight(shard, storage, dtype, gather=mappings.all_gather)
+        return materialize_weight(shard, storage, dtype, gather=mappings.all_gather_invariant)
 
-    return jax.tree.map(one, model, plan)
+    return jax.tree.map(gather, model, plan)
 
 
 def layer_gather(plan, dtype, inference: bool = False, in_float8: bool = False) -> Callable | None:
-    """The function that turns the stored shards of one layer into its weights, or None if `gather_weights` did that.
+    """The function that gathers one layer's weights from its stored shards; None if `gather_weights` gathered all.
 
     Args:
       plan: `Storage` of the stacked layers.
       dtype: compute dtype.
       inference: for weights of `gather_for_inference`.
-      in_float8: gather the weights of linear layers in float8, which round them to it.
+      in_float8: as in `gather_weights`.
     """
     if not any(storage.gather_per_layer for storage in jax.tree.leaves(plan)):
         return None
 
-    def one(storage: Storage, shard: Array) -> Array:
+    def gather(storage: Storage, shard: Array) -> Array:
         if not storage.gather_per_layer:
             return shard
         if inference:
-            return materialize_weight(shard, storage, dtype, gather=mappings.all_gather)
+            return materialize_weight(shard, storage, dtype, gather=mappings.all_gather_invariant)
         return _gather_layer(shard, storage, dtype, in_float8)
 
-    return lambda layer: jax.tree.map(one, plan, layer)
+    return lambda layer: jax.tree.map(gather, plan, layer)
 
 
-# Written out for the dtype of the backward pass: the transpose of a bf16 gather would sum the gradients in bf16.
+# A custom backward pass, for its dtype: the transpose of a bf16 gather would sum the gradients in bf16.
 def _gather_layer(shard: Array, storage: Storage, dtype, in_float8: bool) -> Array:
     """A layer's weight, varying over all replicas."""
     stored = mappings.varying_axes(shard)
 
-    @jax.named_scope(scopes.WEIGHTS)
+    @jax.named_scope(named_scopes.WEIGHTS)
     def gather(shard, _):
         return mappings.vary(materialize_weight(shard, storage, dtype, in_float8), frozenset(REPLICAS))
 
     def transpose(gradient, _):
-        return _sum_layer(gradient.astype(jnp.promote_types(dtype, jnp.float32)), storage.gathers, stored)
+        return _reduce_layer_gradient(gradient.astype(jnp.promote_types(dtype, jnp.float32)), storage.gathers, stored)
 
-    return linear_map(gather, transpose, shard)
+    return linear_call(gather, transpose, shard)
 
 
-@jax.named_scope(scopes.GRADIENT)
-def _sum_layer(gradient: Array, gathers: Gathers, stored: frozenset[str]) -> Array:
-    """The part that this device stores of the sum over the replicas that hold a layer's weight, varying over
-    `stored`."""
+@jax.named_scope(named_scopes.GRADIENT)
+def _reduce_layer_gradient(gradient: Array, gathers: Gathers, stored: frozenset[str]) -> Array:
+    """Reduce a layer's gradient over its replicas; return this device's shard, varying over `stored`."""
     for names, dim in gathers:  # at most one: layers are gathered over `data`, never over `pipe`
         gradient = mappings.reduce_scatter(gradient, names, dim)
-    return mappings.sum_over(gradient, mappings.varying_axes(gradient) - stored)
+    return mappings.psum(gradient, mappings.varying_axes(gradient) - stored)
 
 
-def all_but_gathered_weights(primitive, *_, **parameters) -> bool:
-    """Policy of `jax.checkpoint`: keep what autodiff needs, except weights gathered by `_gather_layer`."""
+def save_all_but_gathered_weights(primitive, *_, **parameters) -> bool:
+    """Policy of `jax.checkpoint`: save what autodiff needs, except weights gathered by `_gather_layer`."""
     if primitive.name != "custom_vjp_call":
         return True
     body = parameters["call_jaxpr"]
@@ -293,20 +289,20 @@ def all_but_gathered_weights(primitive, *_, **parameters) -> bool:
     return not any(e.primitive.name == "all_gather" and {*REPLICAS} & {*e.params["axis_name"]} for e in equations)
 
 
-@jax.named_scope(scopes.GRADIENT)
+@jax.named_scope(named_scopes.GRADIENT)
 def reduce_gradients(gradients, model, plan):
-    """Sum every gradient over the ranks that hold a part of it, and keep the shard that is stored on this device.
+    """Sum every gradient over the ranks that have a part of it, and return the shard that this device stores.
 
-    After all micro-batches and in the dtype of the gradients (float32). Layers that are gathered one by one have been
-    summed by `_sum_layer`. The rule: scatter along the dims that were gathered, then sum over the axes on which the
+    After all micro-batches and in the dtype of the gradients (float32). `_reduce_layer_gradient` has summed layers that
+    are gathered one by one. The rule: scatter along the dims that were gathered, then sum over the axes on which the
     gradient still varies and its weight does not. That covers data parallelism, the weights between regions under
     sequence parallelism, and the embedding at both ends of a pipeline.
     """
 
-    def one(gradient: Array, shard: Array, storage: Storage) -> Array:
+    def reduce(gradient: Array, shard: Array, storage: Storage) -> Array:
         if not storage.gather_per_layer:
             for names, dim in reversed(storage.gathers):
                 gradient = mappings.reduce_scatter(gradient, names, dim)
-        return mappings.sum_over(gradient, mappings.varying_axes(gradient) - mappings.varying_axes(shard))
+        return mappings.psum(gradient, mappings.varying_axes(gradient) - mappings.varying_axes(shard))
 
-    return jax.tree.map(one, gradients, model, plan)
+    return jax.tree.map(reduce, gradients, model, plan)

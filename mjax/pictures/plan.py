@@ -15,15 +15,15 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from mjax.cluster.hardware import Gpu
-from mjax.parallel import scopes
-from mjax.parallel.schedules import Schedule, Slots
+from mjax.parallel import named_scopes
+from mjax.parallel.pipeline_schedules import PipelineSchedule, Slots
 from mjax.pictures.figures import INK, PALETTE, SOFT_INK, add_heading, save
 from mjax.utils.figures import GIB, human_bytes
 
 KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
 PARTS = (
-    *(scopes.LAYER, scopes.EMBEDDING, scopes.HEAD, scopes.WEIGHTS, scopes.GRADIENT),
-    *(scopes.PIPELINE, scopes.OPTIMIZER, scopes.LOSS, ""),
+    *(named_scopes.LAYER, named_scopes.EMBEDDING, named_scopes.HEAD, named_scopes.WEIGHTS, named_scopes.GRADIENT),
+    *(named_scopes.PIPELINE, named_scopes.OPTIMIZER, named_scopes.LOSS, ""),
 )
 HATCHES = {"": "", "forward": "", "backward": "///", "recomputation": "..."}
 TOO_MUCH = "#B00020"
@@ -129,13 +129,13 @@ def _bars(rows: Mapping[str, Sequence[Piece]], totals: Sequence[tuple[str, str]]
 
 
 def _describe_piece(part: str, phase: str) -> str:
-    if part == scopes.WEIGHTS and not phase:
+    if part == named_scopes.WEIGHTS and not phase:
         return "weights, at the start of the step"
     return ", ".join(filter(None, (part or "elsewhere", phase)))
 
 
 def _style(part: str, phase: str) -> dict[str, str]:
-    hatch = "xx" if part == scopes.WEIGHTS and not phase else HATCHES[phase]
+    hatch = "xx" if part == named_scopes.WEIGHTS and not phase else HATCHES[phase]
     return {"facecolor": PALETTE[PARTS.index(part)], "hatch": hatch, "edgecolor": "white"}
 
 
@@ -148,7 +148,7 @@ COLORS = {"forward": PALETTE[0], "backward": PALETTE[2]}
 IDLE = "#DCDCDC"
 
 
-def draw_schedule(schedule: Schedule, file: Path | BinaryIO, forward: float = 1.0, backward: float = 2.0) -> None:
+def draw_schedule(schedule: PipelineSchedule, file: Path | BinaryIO, forward: float = 1, backward: float = 2) -> None:
     """Draw a pipeline schedule: one row a stage, time to the right, every box a pass of one micro-batch.
 
     Args:
@@ -189,7 +189,7 @@ def draw_schedule(schedule: Schedule, file: Path | BinaryIO, forward: float = 1.
     save(figure, file)
 
 
-def describe_bubble(schedule: Schedule, forward: float, backward: float) -> str:
+def describe_bubble(schedule: PipelineSchedule, forward: float, backward: float) -> str:
     """The bubble as computed from the table, with the formula that it equals, if there is one."""
     bubble = schedule.bubble(forward, backward)
     stages, micro_batches, chunks = schedule.stages, schedule.micro_batches, schedule.chunks
@@ -198,13 +198,13 @@ def describe_bubble(schedule: Schedule, forward: float, backward: float) -> str:
     return f"{bubble:.1%} of the ideal time{formula if exact else ''}"
 
 
-def describe_in_flight(schedule: Schedule) -> str:
+def describe_in_flight(schedule: PipelineSchedule) -> str:
     """Micro-batches that the first and the last stage hold at most."""
     last = schedule.stages - 1
     return f"{schedule.max_in_flight(0)} on stage 0, {schedule.max_in_flight(last)} on stage {last}"
 
 
-def display_name(schedule: Schedule) -> str:
+def display_name(schedule: PipelineSchedule) -> str:
     """The schedule's name in its paper."""
     name = {"gpipe": "GPipe", "1f1b": "1F1B", "forward": "Forward only"}[schedule.name]
     return name + ", interleaved" * (schedule.chunks > 1)

@@ -1,4 +1,4 @@
-"""What `mjax plan` finds and says: the search of --devices, --longest, --days, and whether a config fits.
+"""What `mjax plan` finds and says: the search of --devices, --max-sequence-on, --days, and whether a config fits.
 
 Each refusal of a number of GPUs names one that works; what does not fit is refused with the cheapest changes that make
 it fit (`search.changes_that_fit`), also before training.
@@ -95,10 +95,8 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
     """
     for name in keep:
         if name not in search.SEARCHED:
-            raise UsageError(
-                f"--keep {name}: the search does not change it{suggestion(name, list(search.SEARCHED))}; "
-                f"use any of {', '.join(search.SEARCHED)}"
-            )
+            near = suggestion(name, search.SEARCHED, f"use any of {', '.join(search.SEARCHED)}")
+            raise UsageError(f"--fix {name} is not a field of the search; {near}")
     if devices > gpus_per_node and devices % gpus_per_node:
         below = devices // gpus_per_node * gpus_per_node
         raise UsageError(
@@ -133,7 +131,7 @@ def refuse_too_big(
     advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {MAX_DEVICES:,} is enough either"
     what = f"takes {least / GIB:.1f} GiB of {result.capacity / GIB:.1f}, of which {HEADROOM:.0%} stay free"
     if 1 - least / result.capacity >= HEADROOM:
-        what, advice = "needs more host memory than there is", "leave out --keep train.recompute"
+        what, advice = "needs more host memory than there is", "leave out --fix train.recompute"
     raise UsageError(
         f"none of {result.tried:,} ways to run {name} on {result.devices} × {gpu} fits: the smallest, "
         f"{describe(nearest)}, {what}; {advice}"
@@ -148,7 +146,7 @@ def enough_devices(
     Only candidates with one sequence per micro-batch, full recomputation and one chunk are tried: those that need least
     memory.
     """
-    thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.chunks": 1}
+    thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.virtual_stages": 1}
     fixed = {name: value for name, value in thrifty.items() if name not in keep}
     small, count = search.with_values(config, fixed), 2 * devices
     while count <= MAX_DEVICES:
@@ -221,11 +219,12 @@ def _cells(candidate: Candidate) -> dict[str, Any]:
     days, hours = _cost(candidate)
     # The two slowest parts besides the matmuls.
     parts = sorted((-seconds, name) for name, seconds in time.parts.items() if seconds > 0 and name != "matmul")
-    chunks = f" × {mesh.chunks}" if mesh.chunks > 1 else ""
+    virtual = f" × {mesh.virtual_stages}" if mesh.virtual_stages > 1 else ""
+    over_context = f" ({config.context_attention})" if config.context_attention else ""
     return {
-        "pipe": mesh.pipe, "data": mesh.data, "groups": mesh.replica, "expert": mesh.expert,
-        "context": f"{mesh.context} ({config.across})" if config.across else "1", "model": mesh.model,
-        "schedule": f"{mesh.schedule}{chunks}" if mesh.pipe > 1 else "-", "micro-batch": train.micro_batch,
+        "pipe": mesh.pipe, "data": mesh.data, "groups": mesh.replicate, "expert": mesh.expert,
+        "context": f"{mesh.context}{over_context}", "model": mesh.model,
+        "schedule": f"{mesh.schedule}{virtual}" if mesh.pipe > 1 else "-", "micro-batch": train.micro_batch,
         "recompute": train.recompute, "seq. par.": "yes" if mesh.splits_tokens else "-", "ZeRO": mesh.zero or "-",
         "loss chunks": train.loss_chunks if train.loss_chunks > 1 else "-", "s/step": f"{time.mean:.3g}",
         "TFLOP/s": f"{time.model_tflops:.0f}", "MFU": f"{time.mfu:.1%}",
@@ -272,7 +271,7 @@ def run_longest(config: Config, name: str, devices: int, gpu: Gpu, calibration: 
         shown = {column: cells[column] for column in ("recompute", "context", "model", "GiB", "MFU")}
         rows.append(shown | {"positions": f"{positions:,}", "tokens/s a GPU": f"{speed:,.0f}"})
     if not values:
-        raise UsageError(f"{name} does not fit on {devices} × {gpu.name} with any length; use --longest {2 * devices}")
+        raise UsageError(f"no sequence of {name} fits on {devices} × {gpu.name}; try --max-sequence-on {2 * devices}")
     plan = {"gpu": gpu.name, "devices": devices, "found": values}
     return Section(f"Longest sequence on {devices:,} × {gpu.name}", plan, _table(rows))
 

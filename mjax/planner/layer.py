@@ -61,7 +61,7 @@ from mjax.config.model import ModelConfig
 from mjax.config.pattern import layer_stacks
 from mjax.models.parts.flash import FLASH_STAND_IN
 from mjax.models.stack import run_blocks, runs_in
-from mjax.parallel.grouped import ROWS, tiles_at_most
+from mjax.parallel.grouped import ROWS, max_tiles
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.weights import are_stacked, combine, partition_trainable, weight_metadata
@@ -189,7 +189,7 @@ class Traced:
             model=config.mesh.model,
             expert=config.mesh.expert,
             context=config.mesh.context,
-            context_attention=config.across or "auto",
+            context_attention=config.context_attention or "auto",
             sequence_parallel=config.mesh.splits_tokens,
         )
         return cls(_drop_dropout_and_barriers(config.model), _list_arrays(config.data), config.precision.compute, mesh)
@@ -198,7 +198,7 @@ class Traced:
     def scores(self) -> tuple[int, int]:
         """The last dims of attention's scores: positions of a rank's queries, and of their keys."""
         sequence, mesh = self.model.sequence, self.mesh
-        return sequence // (mesh.context if mesh.context_attention == "gather" else 1), sequence
+        return sequence // (mesh.context if mesh.context_attention == "allgather" else 1), sequence
 
     def config(self, kernel: str, recompute: str) -> Config:
         """A config for one sample on each rank, with this kernel of attention or the stand-in of the fused ones."""
@@ -216,7 +216,7 @@ def expert_rows(of: Traced, samples: int) -> int:
     if not (experts := of.model.experts):
         return 0
     tokens = of.mesh.expert * samples * of.model.sequence // of.mesh.context
-    tiles = tiles_at_most(of.model.experts_per_token * tokens, experts // of.mesh.expert, ROWS["pallas"], tokens)
+    tiles = max_tiles(of.model.experts_per_token * tokens, experts // of.mesh.expert, ROWS["pallas"], tokens)
     return tiles * ROWS["pallas"]
 
 

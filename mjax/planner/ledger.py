@@ -6,8 +6,9 @@ the pipeline counts as often as the schedule's table says, stage by stage. Unuse
 pipeline's backward pass traces the embedding once more, but needs only its derivative. A loop of unknown length with a
 collective in it is refused.
 
-The source of a collective is read from the names that the step puts on its equations (`parallel/scopes.py`), which JAX
-carries through differentiation; `find_source` does the same with a name in the metadata of a compiled program.
+The source of a collective is read from the names that the step puts on its equations (`parallel/named_scopes.py`),
+which JAX carries through differentiation; `find_source` does the same with a name in the metadata of a compiled
+program.
 
 Bytes are those of ring algorithms, the minimum: of a tensor of k bytes on n ranks each rank sends 2 (n − 1) / n · k in
 an all-reduce, (n − 1) / n · k in an all-gather, a reduce-scatter or an all-to-all (k is the whole tensor), and k in a
@@ -29,9 +30,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from mjax.config import Config
 from mjax.config.axes import NAMES
-from mjax.parallel import scopes
+from mjax.parallel import named_scopes
 from mjax.parallel.mesh import abstract_mesh
-from mjax.parallel.schedules import Schedule, find_schedule
+from mjax.parallel.pipeline_schedules import PipelineSchedule, find_schedule
 from mjax.planner.layer import trace_once
 from mjax.planner.program import collective_axes, inner_jaxprs
 from mjax.step.step import build_program
@@ -61,7 +62,7 @@ class Collective:
       ranks: devices that take part in it.
       shape: of a device's operand.
       dtype: of the operand.
-      part: its source, one of `scopes.PARTS`; empty if unknown.
+      part: its source, one of `named_scopes.PARTS`; empty if unknown.
       phase: forward, backward or recomputation; empty outside differentiation.
       loops: lengths of the loops around it, outermost first.
       counts: how often a step runs it on a device, for each pipeline stage.
@@ -189,7 +190,7 @@ def ledger(config: Config) -> Ledger:
     return Ledger(tuple(Collective(*record) for record in records))
 
 
-def read_collectives(jaxpr, schedule: Schedule | None = None) -> tuple[Collective, ...]:
+def read_collectives(jaxpr, schedule: PipelineSchedule | None = None) -> tuple[Collective, ...]:
     """The collectives of a traced program, with equal ones counted together; those over one rank only, which send
     nothing, are left out.
 
@@ -225,12 +226,12 @@ def find_source(name_stack: str) -> tuple[str, str]:
     ('layer', 'recomputation')
     """
     names = re.findall(r"[^/()]+", name_stack)
-    parts = [name for name in names if name in scopes.PARTS]
+    parts = [name for name in names if name in named_scopes.PARTS]
     if not parts:
         return "", ""
     part = parts[-1]
-    differentiated = {scopes.EMBEDDING, scopes.LAYER, scopes.HEAD} & set(parts)
-    if part == scopes.GRADIENT or not differentiated:
+    differentiated = {named_scopes.EMBEDDING, named_scopes.LAYER, named_scopes.HEAD} & set(parts)
+    if part == named_scopes.GRADIENT or not differentiated:
         return part, ""
     if "rematted_computation" in names:
         return part, "recomputation"

@@ -11,7 +11,7 @@
 
 A layer's saved activations are read from the traced layer (`layer.py`) and multiplied by layers, micro-batches
 and stages; the temporaries of its backward pass are so many times the largest array that one of its kernels writes
-(`LARGEST`). Memory can peak at four points in a step, and the largest of them determines the step:
+(`ARRAY_TEMPORARIES`). Memory can peak at four points in a step, and the largest of them determines the step:
 
     head        every kept activation, and the logits
     backward    every kept activation, the gradients of all layers, the temporaries of one layer
@@ -24,7 +24,7 @@ again. The counting follows arXiv 2205.05198, section 4, with JAX's residuals in
 Letters as everywhere: b, s, v; c bytes of the compute dtype, p devices along `model`.
 
 The storage of weights on a mesh (`parallel/zero.py`) is arithmetic on the shapes of a model that is traced once. Muon's
-matrices have the shapes of the weights (`parallel/matrices.py`); its matmuls are those of the traced iteration
+matrices have the shapes of the weights (`parallel/muon_resharding.py`); its matmuls are those of the traced iteration
 (`step/muon.py`).
 """
 
@@ -50,7 +50,7 @@ from mjax.config.model import ModelConfig
 from mjax.config.pattern import find_stack, layer_stacks
 from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, weight_dims
 from mjax.parallel.chunked_cross_entropy import split_rows
-from mjax.parallel.matrices import MatrixLayout
+from mjax.parallel.muon_resharding import MatrixLayout
 from mjax.parallel.weights import LAYER, OUT, TOKEN, Dims
 from mjax.parallel.zero import Storage, compute_spec, plan_weight_storage
 from mjax.planner import layer as trace
@@ -67,7 +67,7 @@ HEADROOM = 0.05
 LIVE_RESIDUAL_STREAMS = 6
 # Live temporaries of a layer's backward pass, as multiples of the largest array that a kernel writes, and of the
 # scores of attention. Fitted to every second row of `compiled_memory.json`.
-LARGEST, LARGEST_SCORES = 3.5, 2.5
+ARRAY_TEMPORARIES, SCORE_TEMPORARIES = 3.5, 2.5
 # Kinds of memory, in display order.
 KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
 
@@ -174,7 +174,9 @@ class _Sizes:
         for count, of in trace.layer_kinds(config):
             of_kind = (device_weights(model, mesh, of.kind, trained) for trained in (False, True))
             sample = _measure_sizes(of, kernel, recompute, train.micro_batch)
-            self.layers.append(_LayerGroup(of.kind, count // (mesh.pipe * mesh.chunks), mesh.chunks, *of_kind, sample))
+            self.layers.append(
+                _LayerGroup(of.kind, count // (mesh.pipe * mesh.virtual_stages), mesh.virtual_stages, *of_kind, sample)
+            )
         of_kinds = [kind.sample for kind in self.layers]
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it during one of them, so its probabilities exist twice.
@@ -265,14 +267,14 @@ def _measure_sizes(of: trace.Traced, kernel: str, recompute: str, samples: int) 
     width, rows = WIDTHS[of.compute], trace.expert_rows(of, samples)
     more_rows = rows * backward.kept_rows / max(trace.expert_rows(of, 1), 1) - samples * backward.kept_rows
     scores = (product.batch * product.m * product.n for product in layer.of_activations if kernel not in FUSED)
-    temporaries = samples * max(LARGEST * backward.largest, LARGEST_SCORES * backward.scores)
+    temporaries = samples * max(ARRAY_TEMPORARIES * backward.largest, SCORE_TEMPORARIES * backward.scores)
     if experts := [product for product in layer.weight_products if product.grouped]:
         # Of each product the dispatched rows and their gradients, and one more array between them or at their end: XLA
         # dispatches tokens and gradients together, and computes gradients of weights after those of rows.
         up, down = experts
         temporaries = width * rows * (up.k + up.n + down.n + up.n + max(down.k, up.k))
     # The stream, or keys and values of all positions, whose gradients are whole too.
-    gathered = (4 if of.mesh.context_attention == "gather" else 2) * backward.gathered
+    gathered = (4 if of.mesh.context_attention == "allgather" else 2) * backward.gathered
     return _PerSample(
         stream=samples * backward.stream,
         kept=samples * backward.kept + more_rows,
@@ -299,10 +301,10 @@ def layer_residual_bytes(config: Config) -> float:
 def _chunks_in_flight(config: Config) -> int:
     """Chunks' activations waiting for their backward pass on the stage with most.
 
-    The slots of `schedules.build_schedule`, in closed form.
+    The slots of `pipeline_schedules.build_schedule`, in closed form.
     """
     mesh, m = config.mesh, config.micro_batches
-    most, chunks, stages = m * mesh.chunks, mesh.chunks, mesh.pipe
+    most, chunks, stages = m * mesh.virtual_stages, mesh.virtual_stages, mesh.pipe
     return most if mesh.schedule == "gpipe" else min(most, 2 * stages - 1 + (chunks - 1) * stages)
 
 
@@ -333,7 +335,7 @@ def _sums(sizes: _Sizes) -> float:
 
 def _layer_gradients(sizes: _Sizes) -> float:
     """Bytes of the gradients that one backward pass through a chunk's layers stacks."""
-    weights, chunks = sizes.trained, sizes.config.mesh.chunks
+    weights, chunks = sizes.trained, sizes.config.mesh.virtual_stages
     if sizes.unrolled and weights.gathered:  # those of the layer that is last there
         return sizes.master * sizes.layers[0].trained.gathered_shards / sizes.layers[0].device_layers
     return (sizes.width * (weights.layers - weights.gathered) + sizes.master * weights.gathered_shards) / chunks
@@ -349,7 +351,7 @@ def _activations(sizes: _Sizes) -> float:
 def _live_weights(sizes: _Sizes) -> float:
     """Bytes of the weights that a turn of a scan has sliced from the stack, or gathered, and of their gradients; and of
     the copy of a chunk's weights, if a stage has several."""
-    chunks = sizes.config.mesh.chunks
+    chunks = sizes.config.mesh.virtual_stages
 
     def live_layer_weights(kind: _LayerGroup) -> float:
         weights, own, narrow, wide = kind.weights, kind.trained, sizes.width, sizes.master
@@ -378,7 +380,9 @@ def _backward(sizes: _Sizes) -> Memory:
     waiting = sizes.width * sizes.trained.table if sizes.config.mesh.pipe == 1 else 0.0
     layer_mesh = _layer_gradients(sizes)
     if sizes.unrolled and copies(sizes.config.mesh) == 1 and not sizes.accumulates:
-        layer_mesh = sizes.width * sizes.with_layer  # in no stack: each takes less than what its layer kept, free then
+        layer_mesh = (
+            sizes.width * sizes.layer_elements
+        )  # in no stack: each takes less than what its layer kept, free then
     gradients = layer_mesh + sizes.sums + waiting
     work = sizes.work + _live_weights(sizes) + sizes.messages + sizes.batch
     computed = layers + (shared if sizes.accumulates else 0.0)  # the next micro-batch needs the embedding
@@ -462,11 +466,11 @@ def muon_matrices(model: ModelConfig, mesh: MeshConfig) -> tuple[MatrixLayout, .
 
 
 # Everything of a mesh that the storage of weights depends on, but for the shape that chunks give them.
-STORED_BY = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replica")
+STORED_BY = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replicate")
 
 
-def _mesh(pipe: int, data: int, model: int, expert: int, context: int, zero: int, replica: int) -> MeshConfig:
-    return MeshConfig(pipe, data, model, expert, context, zero=zero, replica=replica)
+def _mesh(pipe: int, data: int, model: int, expert: int, context: int, zero: int, replicate: int) -> MeshConfig:
+    return MeshConfig(pipe, data, model, expert, context, zero=zero, replicate=replicate)
 
 
 class Weight(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from mjax.parallel.scopes import GROUPED
+from mjax.parallel.named_scopes import GROUPED
 
 # The same bytes under another shape or name: a compiler moves nothing for them, or folds them into the next product.
 # A copy between device and host is not a kernel either: an engine of its own makes it.

@@ -7,14 +7,14 @@ curve. Candidates that `mjax.config.checks` would refuse are never made, because
     pipe          divides the remaining devices, and the layers
     context       divides the remaining devices and the positions, of which a rank keeps `MIN_POSITIONS`
     data          is the rest, and divides the global batch
-    replica       divides `data`; a group fills servers
+    replicate     divides `data`; a group fills servers
     micro-batch   divides a replica's share of the global batch
-    chunks        divide the layers of a stage, and above 1 take micro-batches in groups of `pipe`
+    virtual stages  divide the layers of a stage; several take micro-batches in groups of `pipe`
 
 With a ramp-up of the batch, each of these holds for each of its sizes, so for their greatest common
 divisor.
 
-Of settings that do the same, only the simplest is a candidate: no schedule and no chunks without a pipeline, no
+Of settings that do the same, only the simplest is a candidate: no schedule and no virtual stages without a pipeline, no
 sequence parallelism on one rank of `model`, no ZeRO on one rank of `data` and `context`, no groups of replicas without
 FSDP. Several ranks of `model` have sequence parallelism where tokens divide: as many bytes, and less memory. The
 schedule stays that of the config: gpipe has the bubble of 1f1b and at least its memory.
@@ -86,7 +86,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
       keep: fields of `SEARCHED` that stay as in `config`.
     """
     fixed = {name: field_value(config, name) for name in keep}
-    zeros = (1, 3) if "mesh.replica" in fixed else (3,)  # ZeRO-1 gathers once a step: groups save it little
+    zeros = (1, 3) if "mesh.replicate" in fixed else (3,)  # ZeRO-1 gathers once a step: groups save it little
     mesh_of = cache(MeshConfig)  # what depends on a mesh is found again sooner if it is the same object
     train_of, recomputations = cache(partial(replace, config.train)), cache(partial(_recomputations, config))
     for layout in meshes(config, devices, fixed.get("mesh.context")):
@@ -95,8 +95,8 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
             options = [[value for value in possible[name] if fixed.get(name, value) == value] for name in SEARCHED]
             for *mesh, micro_batch, recompute, chunks in product(*options):
                 made = mesh_of(*mesh)
-                are_whole = made.data // made.expert % made.replica == 0
-                if made.replica == 1 or (made.zero in zeros and are_whole and shards(made) > 1):
+                are_whole = made.data // made.expert % made.replicate == 0
+                if made.replicate == 1 or (made.zero in zeros and are_whole and shards(made) > 1):
                     train = train_of(micro_batch=micro_batch, recompute=recompute, loss_chunks=chunks)
                     yield replace(config, mesh=made, train=train)
 
@@ -140,12 +140,12 @@ def _possible_values(
             "mesh.context_attention": across,
             "mesh.sequence_parallel": [splits and fixed.get("mesh.sequence_parallel", True)],
             "mesh.schedule": [config.mesh.schedule],
-            "mesh.chunks": divisors(model.layers // stage_unit(model) // pipe) if in_groups else [1],
+            "mesh.virtual_stages": divisors(model.layers // stage_unit(model) // pipe) if in_groups else [1],
             "mesh.zero": [0, 1, 3] if data * context > 1 else [0],
-            "mesh.replica": groups,
+            "mesh.replicate": groups,
             "train.micro_batch": [micro_batch],
             "train.loss_chunks": sorted({1, config.train.loss_chunks}),
-        } | {name: [fixed[name]] for name in ("mesh.zero", "mesh.replica") if name in fixed}
+        } | {name: [fixed[name]] for name in ("mesh.zero", "mesh.replicate") if name in fixed}
 
 
 def meshes(config: Config, devices: int, context: int | None = None) -> Iterator[tuple[int, int, int, int]]:
@@ -298,7 +298,7 @@ def rank(candidate: Candidate) -> tuple:
     # The most important fields for a reader of the config come first.
     return (
         float(f"{candidate.time.mean:.4g}"),
-        *(mesh.pipe, mesh.model, mesh.context, mesh.chunks, mesh.zero, mesh.replica),
+        *(mesh.pipe, mesh.model, mesh.context, mesh.virtual_stages, mesh.zero, mesh.replicate),
         *(RECOMPUTE.index(train.recompute), mesh.sequence_parallel, train.micro_batch, train.loss_chunks),
         *(mesh.expert, mesh.context_attention),
     )
@@ -462,7 +462,7 @@ def longest(
         micro_batch=1,
         global_batch=math.lcm(config.train.global_batch, devices),
         batch_rampup=None,
-        taken=(),
+        batch_history=(),
         recompute=recompute,
         unroll="off" if recompute == "offload" else config.train.unroll,
         loss_chunks=max(CHUNKS, config.train.loss_chunks) if scores_in_chunks(config.model) else 1,
@@ -692,7 +692,7 @@ def describe(config: Config) -> str:
     mesh, train = config.mesh, config.train
     words = (
         axes.describe_mesh(mesh, axes.PIPE),
-        f"{mesh.schedule} with {mesh.chunks} chunks" if mesh.pipe > 1 else "",
+        f"{mesh.schedule} with {mesh.virtual_stages} virtual stages" if mesh.pipe > 1 else "",
         f"micro-batches of {train.micro_batch}",
         f"recomputation {train.recompute}",
         "sequence parallelism" if mesh.splits_tokens else "",

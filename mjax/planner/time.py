@@ -27,8 +27,8 @@ The parts of a step, and how each is modelled:
                       the product's time
     host memory       a layer's input over the link between GPU and server, at its nominal rate: out beside the whole
                       forward pass of the layer, back beside nothing
-    pipeline          work of all micro-batches, then fill and drain as in the schedule (`schedules.py`), in lock-step;
-                      the head is on the last stage, for which all others wait
+    pipeline          work of all micro-batches, then fill and drain as in the schedule (`pipeline_schedules.py`), in
+                      lock-step; the head is on the last stage, for which all others wait
     once per step     sums over `data`, gathers of weights, the bytes of the optimizer; Muon's products (`memory.py`)
 
 The products of a layer and of the head, their shapes, and the number of sums over `model` are read from the traced
@@ -80,9 +80,9 @@ TILE = ROWS["pallas"]
 FORMAT = "mjax calibration 3"
 RATES = ("matmul", "inner", "attention", "memory", "launch", "node", "network", "collective")
 # Rates that are fractions of a data sheet, and their upper limits: some GPUs run slightly above their data sheet.
-FRACTIONS, LARGEST = ("matmul", "memory", "node", "network"), 1.2
+FRACTIONS, MAX_FRACTION = ("matmul", "memory", "node", "network"), 1.2
 MAX_VALUE = 1e15  # above any number in a calibration
-Fraction = Annotated[float, Bounds(gt=0, le=LARGEST)]
+Fraction = Annotated[float, Bounds(gt=0, le=MAX_FRACTION)]
 RateOrZero = Annotated[float, Bounds(ge=0, le=MAX_VALUE)]
 
 
@@ -205,10 +205,11 @@ def read_calibration(file: Path) -> Calibration:
         raise UsageError(f"{error}; {advice}") from None
     rows, (low, high) = calibration.attention, calibration.sequences
     fractions = [fraction for row in rows for fraction in row[2:]]
-    if not (rows and min(map(min, rows)) > 0 and max(fractions) <= LARGEST and 0 < low <= high <= MAX_VALUE):
+    if not (rows and min(map(min, rows)) > 0 and max(fractions) <= MAX_FRACTION and 0 < low <= high <= MAX_VALUE):
         raise UsageError(
-            f"{file}: attention has rows of a head size, positions, and two fractions of the peak of at most {LARGEST},"
-            f" sequences the shortest and the longest, all above 0; they are {list(map(list, rows))} and {[low, high]}"
+            f"{file}: attention has rows of a head size, positions, and two fractions of the peak of at most "
+            f"{MAX_FRACTION}, sequences the shortest and the longest, all above 0; they are {list(map(list, rows))} "
+            f"and {[low, high]}"
         )
     if calibration.gpu not in [gpu.name for gpu in GPUS]:
         raise UsageError(
@@ -402,7 +403,7 @@ SCORES, HEAD = (3, 5, 6), 6
 OPERAND, WEIGHT, SCALES = 2, 6, 8
 # Of a loop over layers: times that what a layer keeps, and its weights, are read or written by copies into and out of
 # stacks; before, each stack is filled with zeros.
-COPIES_OF_KEPT, COPIES_OF_WEIGHTS, COPY_KERNELS = 3, 6, 20
+ACTIVATION_COPIES, WEIGHT_COPIES, COPY_KERNELS = 3, 6, 20
 
 
 def mjax_traffic(layer: LayerTime) -> Traffic:
@@ -651,7 +652,7 @@ class LayerTime:
         kept, weights = self.traffic.kept, self.run.element * self.weights
         if self.run.overlap.copies:
             return self.rates.traffic(kept + weights, 0)
-        return self.rates.traffic((1 + COPIES_OF_KEPT) * kept + (1 + COPIES_OF_WEIGHTS) * weights, COPY_KERNELS)
+        return self.rates.traffic((1 + ACTIVATION_COPIES) * kept + (1 + WEIGHT_COPIES) * weights, COPY_KERNELS)
 
     @cached_property
     def _exposed_backward(self) -> float:
@@ -797,7 +798,7 @@ class TimePredictor:
     def _step(self, config: Config) -> _StepTime:
         """The step, with the work of a micro-batch, which configs share."""
         mesh = config.mesh
-        fsdp = (mesh.data, mesh.replica) if mesh.zero == 3 else None
+        fsdp = (mesh.data, mesh.replicate) if mesh.zero == 3 else None
         key = *WORK(config), fsdp, is_unrolled(config, on_gpu=True)
         if key not in self._works:
             rates = Rates(self.gpu, self.calibration, config.precision.compute)
@@ -944,8 +945,8 @@ class _StepTime:
         if mesh.pipe > 1:
             message = self._message()
             # One activation and one gradient of each chunk; and two for each stage to fill.
-            seconds["pipe"] = m * (work.seconds["pipe"] + 2 * mesh.chunks * message)
-            seconds["bubble"] += bubble(mesh, sum(work.pass_times) / mesh.chunks + 2 * message)
+            seconds["pipe"] = m * (work.seconds["pipe"] + 2 * mesh.virtual_stages * message)
+            seconds["bubble"] += bubble(mesh, sum(work.pass_times) / mesh.virtual_stages + 2 * message)
         return seconds
 
     def _message(self) -> float:
@@ -981,7 +982,7 @@ class _StepTime:
             alone = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
             return seconds + (max(alone, whole - overlapped) if hidden else whole)
         narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
-        seconds += rates.sum(mesh.replica, stage // mesh.replica, software.gradient_bytes * own.stored)
+        seconds += rates.sum(mesh.replicate, stage // mesh.replicate, software.gradient_bytes * own.stored)
         experts = 0.0 if mesh.zero == 3 else across(self.weights.experts, own.experts)
         return seconds + replica_collective(mesh, rates.gather, 1, across(weights, trained) - narrow, experts)
 
@@ -1000,7 +1001,7 @@ class _StepTime:
         return self.rates.traffic(moved, 20) + muon_iteration_seconds(self.config, self.rates)
 
 
-# --- Muon, and the pipeline: closed forms of its schedules (`parallel/schedules.py`) ----------------------------------
+# --- Muon, and the pipeline: closed forms of its schedules (`parallel/pipeline_schedules.py`) -------------------------
 
 
 def muon_iteration_seconds(config: Config, rates: Rates) -> float:
@@ -1032,7 +1033,7 @@ def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
 
 
 def bubble(mesh: MeshConfig, layer_passes: float) -> float:
-    """Return the idle seconds of the last stage in a step: those of `Schedule.makespan` in closed form.
+    """Return the idle seconds of the last stage in a step: those of `PipelineSchedule.makespan` in closed form.
 
     Args:
       mesh: the pipeline.

@@ -3,7 +3,7 @@
 On a GPU each stream of a device is a line of the plane /device:GPU:N, and its events are the kernels. On a CPU the
 lines are threads of the host, and the events that have an `hlo_op` are what XLA's runtime executes; the profiler names
 the device of each. Both carry the name of an instruction of the compiled program, whose text has the operation and the
-part of the model that it belongs to (`parallel/scopes.py`).
+part of the model that it belongs to (`parallel/named_scopes.py`).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import NamedTuple
 
 from jax.profiler import ProfileData
 
-from mjax.parallel import scopes
+from mjax.parallel import named_scopes
 from mjax.planner.ledger import find_source
 from mjax.utils.figures import table
 
 WINDOW = "profiled steps"  # the event that spans them
 ASIDE = "between steps"  # events within it: evaluations and saves
 PRODUCTS, ATTENTION, OPTIMIZER, OTHER = "products", "attention", "optimizer", "other kernels"
-COPIES, COLLECTIVES, ELSEWHERE = "copies and fills", "collectives", "other programs"
-KINDS = (PRODUCTS, ATTENTION, OPTIMIZER, OTHER, ELSEWHERE, COPIES, COLLECTIVES)
+COPIES, COLLECTIVES, OTHER_PROGRAMS = "copies and fills", "collectives", "other programs"
+KINDS = (PRODUCTS, ATTENTION, OPTIMIZER, OTHER, OTHER_PROGRAMS, COPIES, COLLECTIVES)
 # Name, opcode and operation of the traced program of each line of a compiled program.
 INSTRUCTION = re.compile(r'^ +(?:ROOT )?%?([\w.\-]+) = .*? ([a-z][\w\-]*)\((?:.*op_name="([^"]*)")?', re.MULTILINE)
 # Lines without kernels: loops and calls, whose kernels are events too, and those that wait for another.
 WITHOUT_KERNEL = re.compile(r"while|conditional|call|async-update|.*-done")
 BY_NAME = (
     (COLLECTIVES, r"nccl|AllReduceKernel|all-?(reduce|gather|to-all)|reduce-?scatter|collective-permute"),
-    (ATTENTION, rf"fmha|flash|sdpa|/{scopes.ATTENTION}[/)]"),
+    (ATTENTION, rf"fmha|flash|sdpa|/{named_scopes.ATTENTION}[/)]"),
     (PRODUCTS, r"gemm|nvjet|cutlass|xmma|cublas|wgmma|splitKreduce|\bdot|convolution"),
     (COPIES, r"^mem(cpy|set)|^copy"),
 )
@@ -122,7 +122,7 @@ def _kernels(events: Iterable[tuple], program: str) -> Iterator[Kernel]:
             label = f"{operation} ({stem})"
         kind, label = operation_kind(f"{event.name} {name} {opcode}", source), f"{part}: {label}" if part else label
         if module != train_step:
-            kind, label = ELSEWHERE, f"{module}: {name}"
+            kind, label = OTHER_PROGRAMS, f"{module}: {name}"
         yield Kernel(device, event.start_ns, event.end_ns, kind, part, label)
 
 
@@ -131,7 +131,7 @@ def operation_kind(names: str, source: str) -> str:
     """The kind of a kernel, by the names of the kernel, its instruction and opcode, and by its source."""
     texts = {kind: names if kind in (COLLECTIVES, COPIES) else f"{names} {source}" for kind, _ in BY_NAME}
     kind = next((kind for kind, words in BY_NAME if re.search(words, texts[kind], re.IGNORECASE)), OTHER)
-    if kind != COLLECTIVES and find_source(source)[0] == scopes.OPTIMIZER:
+    if kind != COLLECTIVES and find_source(source)[0] == named_scopes.OPTIMIZER:
         return OPTIMIZER
     words = re.findall("[a-z]+", GENERIC.sub("", names.split(" ")[-2])) or re.findall("[a-z]+", source.split("/")[-1])
     return COPIES if kind == OTHER and words and all(map(MOVES.fullmatch, words)) else kind

@@ -126,7 +126,7 @@ class Goodput(Callback):
         self._done = max((start["last"] for start in self._starts), default=0)
 
     def on_start(self, run: Run) -> None:
-        """Count the steps after `run.step`: after a rewind they are taken again."""
+        """Count the steps after `run.step`: after a rollback they are taken again."""
         self._done, self._last = max(self._done, self._last), run.step
 
     def on_activity(self, run: Run, step: int, activity: str) -> None:

@@ -30,9 +30,9 @@ from mjax.config.marks import FILE_ONLY, FREE, NEW_RUN, RATE, TUNING, effective_
 from mjax.config.model import ModelConfig, model_kind
 from mjax.config.model_file import describe_change, new_run_flags
 from mjax.config.plain_values import read
-from mjax.config.run import BLENDS
+from mjax.config.run import BLENDS, describe_missing_run
 from mjax.errors import UsageError, either
-from mjax.step.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
+from mjax.step.learning_rate import decay_end, decay_start, learning_rate, wsd_decay_steps
 from mjax.utils.files import write_whole
 from mjax.utils.stores import to_absolute
 
@@ -87,7 +87,7 @@ def changes_since(
                 f"{folder} was trained with other settings ({'; '.join(refused)}); "
                 f"for a new run type {other}, and to continue this one with the change --allow-change"
             )
-    shown = (name for name in changed if name != "train.taken")
+    shown = (name for name in changed if name != "train.batch_history")
     note = describe_change(folder, type(config.model))
     return [
         *filter(None, [note]),
@@ -98,7 +98,7 @@ def changes_since(
 
 
 def after_steps_taken(config: Config, folder: Path, step: int | None = None) -> Config:
-    """Return `config` with the batches that the run in `folder` has taken, where they differ (`train.taken`).
+    """Return `config` with the batches that the run in `folder` has taken, where they differ (`train.batch_history`).
 
     So a change of the batch begins where the run is: its next sample is the first that no step has read, and tokens and
     learning rate count from there.
@@ -113,12 +113,12 @@ def after_steps_taken(config: Config, folder: Path, step: int | None = None) -> 
     """
     steps = checkpoint_steps(folder)
     if not steps:
-        return replace(config, train=replace(config.train, taken=()))
+        return replace(config, train=replace(config.train, batch_history=()))
     check_batch_sizes(replace(config, mesh=MeshConfig(), train=replace(config.train, micro_batch=1)))
     before, last = read_config(folder / "config.json"), steps[-1] if step is None else step
     taken = BatchSizes.from_config(before).stretches(last)
-    for history in ((), before.train.taken, tuple(taken)):
-        config = replace(config, train=replace(config.train, taken=history))
+    for history in ((), before.train.batch_history, tuple(taken)):
+        config = replace(config, train=replace(config.train, batch_history=history))
         if BatchSizes.from_config(config).stretches(last) == taken:
             break
     return config
@@ -148,7 +148,7 @@ def save_digests(folder: Path, data: DataConfig) -> None:
 def _effective_field(config: Config, name: str) -> Any:
     """The effective value of a field that another field determines by default; data have their digests."""
     match name.split("."):
-        case "data", "samples":
+        case "data", "train_samples":
             return None if config.data.conversations else training_samples(config)  # their order does not depend on it
         case "data", field if field in BLENDS:
             return None
@@ -163,7 +163,7 @@ def _effective_field(config: Config, name: str) -> Any:
 def _notes(before: Config, config: Config, begun: bool) -> list[str]:
     """Side effects of a longer or shorter run, which has `begun` unless it is an import."""
     notes, old, new = [], before.optimizer, config.optimizer
-    if before.train.taken != config.train.taken and config.train.taken:
+    if before.train.batch_history != config.train.batch_history and config.train.batch_history:
         sizes = BatchSizes.from_config(config)
         notes.append(
             f"note: the batch is {sizes.size(sizes.begin)} from step {sizes.begin + 1} on, which begins at sample "
@@ -174,7 +174,7 @@ def _notes(before: Config, config: Config, begun: bool) -> list[str]:
     if training_samples(before) != training_samples(config) and not (config.data.mock or config.data.conversations):
         notes.append(
             "note: Megatron's sample order depends on their number, so it differs from the previous one; "
-            f"--data.samples {training_samples(before)} keeps it if that many are enough"
+            f"--data.train-samples {training_samples(before)} keeps it if that many are enough"
         )
     decays = new.schedule in ("cosine", "linear", "wsd")
     if decays and old.decay_steps is None and new.decay_steps is None and before.train.steps != config.train.steps:
@@ -310,6 +310,8 @@ def choose_origin(folder: Path, config: Config, init: Path | None, step: int | N
         _check_origin(folder, init, step)
         return None
     steps = checkpoint_steps(init)
+    if not steps and not init.exists():
+        raise UsageError(describe_missing_run(init))
     if not steps:
         raise UsageError(
             f"--init {init} has no checkpoint; give the folder of a run, or convert a model of Hugging Face into one: "
@@ -317,7 +319,7 @@ def choose_origin(folder: Path, config: Config, init: Path | None, step: int | N
         )
     if step is not None and step not in steps:
         raise UsageError(f"--step {step}: {init} has no such checkpoint; use {either(steps)}")
-    return Origin(to_absolute(init), step, _changed_fields(init, config))
+    return Origin(to_absolute(init), step, _find_changed_fields(init, config))
 
 
 def _check_origin(folder: Path, init: Path, step: int | None) -> None:
@@ -336,7 +338,7 @@ def _check_origin(folder: Path, init: Path, step: int | None) -> None:
         )
 
 
-def _changed_fields(init: Path, config: Config) -> dict[str, tuple[str, str]]:
+def _find_changed_fields(init: Path, config: Config) -> dict[str, tuple[str, str]]:
     """The fields of the model that differ from those of `init`, with both values.
 
     Raises:

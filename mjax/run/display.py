@@ -28,7 +28,7 @@ from mjax.config.model import is_user_defined, model_kind
 from mjax.config.model_file import run_flags, source_file
 from mjax.data.sources import TrainingData
 from mjax.models.build import count_parameters
-from mjax.parallel.schedules import find_schedule, slot_times
+from mjax.parallel.pipeline_schedules import find_schedule, slot_times
 from mjax.planner.layer import peak_tflops
 from mjax.run.callbacks import Callback
 from mjax.run.metrics import Record
@@ -235,8 +235,8 @@ def announce_start(display: Display, config: Config, data: TrainingData, folder:
     size = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
     parameters, compute = count_parameters(model), config.precision.compute
     choices = ", layers without a loop" if train.unroll == "on" else ""
-    choices += f", over context by {config.across}" if config.across else ""
-    choices += f", experts by {model.grouped}" if model.grouped else ""
+    choices += f", over context by {config.context_attention}" if config.context_attention else ""
+    choices += f", experts by {model.moe_kernel}" if model.moe_kernel else ""
     choices += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""
     trained = count_parameters(model, trained=True)
     choices += "" if trained == parameters else f"; {trained:,} of them are trained, {trained / parameters:.2%}"
@@ -255,12 +255,12 @@ def announce_start(display: Display, config: Config, data: TrainingData, folder:
 
 
 def describe_mesh(config: Config) -> str:
-    """`pipe 4 (1f1b, 2 chunks, bubble 18.8%) × data 2 × model 2, sequence parallel, ZeRO-1`."""
+    """`pipe 4 (1f1b, 2 virtual stages, bubble 18.8%) × data 2 × model 2, sequence parallel, ZeRO-1`."""
     mesh, text = config.mesh, ""
     if mesh.pipe > 1:
         bubble = find_schedule(config).bubble(*slot_times(config))
-        chunks = f", {mesh.chunks} chunks" if mesh.chunks > 1 else ""
-        text = f"pipe {mesh.pipe} ({mesh.schedule}{chunks}, bubble {bubble:.1%}) × "
+        virtual = f", {mesh.virtual_stages} virtual stages" if mesh.virtual_stages > 1 else ""
+        text = f"pipe {mesh.pipe} ({mesh.schedule}{virtual}, bubble {bubble:.1%}) × "
     text += axes.describe_mesh(replace(mesh, pipe=1)) + ", sequence parallel" * mesh.splits_tokens
     return text + (f", ZeRO-{mesh.zero}" if mesh.zero else "")
 

@@ -18,9 +18,9 @@ continues from it classifies steps as the run that wrote it did, in every proces
   other checkpoint replaces it before it is good itself.
 - While the run is unhealthy, due checkpoints are postponed. A checkpoint that has to be saved then, because the run is
   stopped or done, is marked in its manifest, never becomes good, and removes no other.
-- A loss spike is reported; with `skip` the compiled step drops the update; with `rewind` the run goes back to the last
-  good checkpoint and skips the batches that led to the spike. Steps keep their numbers and batches, so sample order
-  stays a function of the step: `passed_over.json` lists the steps that update nothing.
+- A loss spike is reported; with `skip` the compiled step drops the update; with `rollback` the run goes back to the
+  last good checkpoint and skips the batches that led to the spike. Steps keep their numbers and batches, so sample
+  order stays a function of the step: `passed_over.json` lists the steps that update nothing.
 - Beyond the limits the run ends with exit code 3. With `unhealthy.json` in its folder, the next start continues only if
   the user names a checkpoint (`--step`).
 
@@ -53,7 +53,7 @@ from mjax.config.model_file import run_flags
 from mjax.config.plain_values import check, read
 from mjax.errors import PrintLine, UnhealthyError, join_shortened, shorten_list
 from mjax.parallel import mappings
-from mjax.parallel.random import key_words
+from mjax.parallel.random import uint32_words
 from mjax.parallel.weights import leaf_name
 from mjax.run.callbacks import Callback
 from mjax.run.metrics import Record, finite_or_none
@@ -75,11 +75,11 @@ CHECK_EVERY = 100  # steps between comparisons of the replicas, and checks of we
 MAX_RATIO_TO_MEAN = 10.0  # times the mean: a spike if too few losses are known for a deviation, or in an evaluation
 GOOD_AFTER = 10  # healthy steps after a checkpoint (fewer if the next one comes earlier) that make it the last good one
 MIN_DEVIATION = 0.01  # of the mean: a nearly constant loss has no spikes of a few thousandths
-MAX_REWINDS = 3  # to one checkpoint
-REWIND_BATCHES = 10  # skipped by a rewind, up to and including that of the spike
+MAX_ROLLBACKS = 3  # to one checkpoint
+ROLLBACK_BATCHES = 10  # skipped by a rollback, up to and including that of the spike
 PASSED_OVER, UNHEALTHY = "passed_over.json", "unhealthy.json"
 
-Rewind = TypedDict("Rewind", {"steps": tuple[int, int], "spike": int, "loss": float, "from": int})
+Rollback = TypedDict("Rollback", {"steps": tuple[int, int], "spike": int, "loss": float, "from": int})
 """An entry of passed_over.json: first and last step, the spike with its loss, and the checkpoint gone back to."""
 
 
@@ -97,7 +97,7 @@ class HostValues(TypedDict, total=False):
 
     health: HealthState
     suspect: bool
-    passed_over: list[Rewind]
+    passed_over: list[Rollback]
     continued_from: int | None
     val_loss: float | None
 
@@ -231,7 +231,7 @@ class Guard(Callback):
 
     Attributes:
       health: of the last step that was observed.
-      passed_over: rewinds.
+      passed_over: rollbacks.
       good: the last good checkpoint; None if none is known.
       continued_from: the checkpoint that the user chose to continue from, if any.
       spike: step and loss of a spike that the run has to go back from; None: continue.
@@ -244,7 +244,7 @@ class Guard(Callback):
         self.config, self.checkpoints, self.print_line = config, checkpoints, print_line
         self.folder = checkpoints.folder.parent
         self.health = Health(config.health)
-        self.passed_over: list[Rewind] = []
+        self.passed_over: list[Rollback] = []
         self.good: int | None = None
         self.continued_from = continued_from
         self.spike: tuple[int, float] | None = None
@@ -301,15 +301,15 @@ class Guard(Callback):
         if self.continued_from is None:
             self.continued_from = values.get("continued_from")
         self.good = self.checkpoints.last_good()
-        rewinds = _read(list[Rewind], self.folder / PASSED_OVER)
-        self.passed_over = values.get("passed_over", []) if rewinds is None else rewinds
+        rollbacks = _read(list[Rollback], self.folder / PASSED_OVER)
+        self.passed_over = values.get("passed_over", []) if rollbacks is None else rollbacks
         self.spike, self._is_postponed, self._healthy_since = None, False, 0
         self._candidate = start if exists and start > 0 and not values.get("suspect") else None
         if values.get("suspect"):
             self.print_line(f"checkpoint {start} was saved while the run was unhealthy; {self._last_good()}")
         for entry in self.passed_over:
             if entry["steps"][1] > start:
-                self.print_line(_describe_rewind(entry))
+                self.print_line(_describe_rollback(entry))
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class Guard(Callback):
             return -math.inf
         if self.config.health.spike == "skip":
             return self.health.limit(step)
-        return math.inf if self.passed_over or self.config.health.spike == "rewind" else None
+        return math.inf if self.passed_over or self.config.health.spike == "rollback" else None
 
     def observe(self, record: Record) -> str | None:
         """Classify a step: None if it is healthy, otherwise the problem, to follow 'step N'."""
@@ -329,7 +329,7 @@ class Guard(Callback):
         state = self.health.observe(record.step, record.loss, record.nonfinite is not None, settling)
         problem = None
         if passed_over:
-            problem = f"passed over: {_describe_rewind(passed_over)}"
+            problem = f"passed over: {_describe_rollback(passed_over)}"
         elif record.nonfinite is not None:
             scale = f" at loss scale {record.loss_scale:g}" if self.config.precision.compute == "fp16" else ""
             problem = f"skipped{scale}: {record.nonfinite}"
@@ -337,16 +337,16 @@ class Guard(Callback):
             dropped = "; its update was dropped" if record.skipped else ""
             distance = self.health.deviations(record.loss)
             problem = f"loss spike: {record.loss:.4f} is {distance} (limit {limit:.4f}){dropped}"
-            if self.config.health.spike == "rewind" and self.good is None:
-                problem += "; there is no good checkpoint to rewind to yet"
-            elif self.config.health.spike == "rewind" and self.spike is None:
+            if self.config.health.spike == "rollback" and self.good is None:
+                problem += "; there is no good checkpoint to roll back to yet"
+            elif self.config.health.spike == "rollback" and self.spike is None:
                 self.spike = record.step, record.loss
         if record.val_loss is not None and not self.health.observe_validation(record.val_loss):
             state, problem = SKIPPED, f"leaves weights with which the validation loss is {record.val_loss:g}"
         self._update_candidate(state)
         return problem
 
-    def _passes_over(self, step: int) -> Rewind | None:
+    def _passes_over(self, step: int) -> Rollback | None:
         return next((entry for entry in self.passed_over if entry["steps"][0] <= step <= entry["steps"][1]), None)
 
     def _is_scale_settling(self, record: Record) -> bool:
@@ -416,27 +416,27 @@ class Guard(Callback):
     def _last_good(self) -> str:
         return "none is known to be good" if self.good is None else f"the last good one is {self.good}"
 
-    # --- Rewinding and giving up --------------------------------------------------------------------------------------
+    # --- Rolling back and giving up -----------------------------------------------------------------------------------
 
     def go_back(self) -> int:
         """Prepare to continue from the last good checkpoint, whose step is returned, without the batches that led to
         the spike.
 
         Raises:
-          UnhealthyError: there were too many rewinds to it.
+          UnhealthyError: there were too many rollbacks to it.
         """
         self._drop_failed()
         (step, loss), good = self.spike, self.good
         if good is None:
-            self.give_up("the loss spiked, and the checkpoint to rewind to could not be saved")
-        if sum(entry["from"] == good for entry in self.passed_over) >= MAX_REWINDS:
-            self.give_up(f"the loss spiked again after {MAX_REWINDS} rewinds to checkpoint {good}")
+            self.give_up("the loss spiked, and the checkpoint to roll back to could not be saved")
+        if sum(entry["from"] == good for entry in self.passed_over) >= MAX_ROLLBACKS:
+            self.give_up(f"the loss spiked again after {MAX_ROLLBACKS} rollbacks to checkpoint {good}")
         self.checkpoints.abandon(after=good)
-        first = max(good + 1, step - REWIND_BATCHES + 1)
-        entry: Rewind = {"steps": (first, step), "spike": step, "loss": loss, "from": good}
+        first = max(good + 1, step - ROLLBACK_BATCHES + 1)
+        entry: Rollback = {"steps": (first, step), "spike": step, "loss": loss, "from": good}
         if is_first():
             write_whole(self.folder / PASSED_OVER, json.dumps([*self.passed_over, entry], indent=1) + "\n")
-        self.print_line(f"rewinding to checkpoint {good}")
+        self.print_line(f"rolling back to checkpoint {good}")
         self.passed_over = [*self.passed_over, entry]
         return good
 
@@ -465,7 +465,7 @@ class Guard(Callback):
         raise UnhealthyError(f"{problem}; {way_out}")
 
 
-def _describe_rewind(entry: Rewind) -> str:
+def _describe_rollback(entry: Rollback) -> str:
     first, last = entry["steps"]
     return (
         f"steps {first} to {last} train on nothing, because the loss spiked at step {entry['spike']} "
@@ -505,7 +505,7 @@ def check_start(folder: Path, step: int | None) -> None:
       UsageError: unhealthy.json or passed_over.json is damaged.
       UnhealthyError: it did, and no checkpoint was given to continue from.
     """
-    _read(list[Rewind], folder / PASSED_OVER)
+    _read(list[Rollback], folder / PASSED_OVER)
     if step is None and (marked := _read(UnhealthyEnd, folder / UNHEALTHY)):
         raise UnhealthyError(f"{folder} ended unhealthy ({marked['problem']}); {marked['way_out']}")
 
@@ -610,12 +610,12 @@ def _hashes(shards: list[Array]) -> Array:
     hashes = jnp.stack([_hash_shard(mappings.vary(shard, everywhere)) for shard in shards])
     hashes = hashes.reshape(*[1] * len(NAMES), -1)
     for dim, axis in enumerate(NAMES):
-        hashes = mappings.all_gather(hashes, axis, dim)
+        hashes = mappings.all_gather_invariant(hashes, axis, dim)
     return hashes
 
 
 def _hash_shard(shard: Array) -> Array:
     """uint32 []."""
-    words = key_words(shard).reshape(-1)
+    words = uint32_words(shard).reshape(-1)
     odd = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
     return (words * odd).sum(dtype=jnp.uint32)

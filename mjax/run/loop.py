@@ -144,7 +144,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
             start, state, origin, base = first_state(checkpoints, program, options.origin, display.print_line)
         announce_start(display, resolved, data, folder, start)
         if start >= config.train.steps:
-            display.print_line(f"all {start} steps are done; raise --train.steps to continue, or choose another --name")
+            display.print_line(f"all {start} steps are done; raise train.steps to continue")
             return Result(0, start, state, None)
         log = None
         if is_first():
@@ -272,13 +272,13 @@ class Run:
           RunError: two saves in a row failed, or the last one.
         """
         self.state, self.step, last = state, start, self.config.train.steps
-        del state  # it is donated, and a rewind needs its memory
+        del state  # it is donated, and a rollback needs its memory
         with self.watchdog.abort_on_error(), contextlib.ExitStack() as stack:
             for callback in self.callbacks:
                 stack.callback(callback.close)
             with StopSignal() as self.signal:
                 self._take_steps()
-                while self.guard.spike is not None and self._rewind():
+                while self.guard.spike is not None and self._roll_back():
                     self._take_steps()
                 # Here a second SIGTERM cannot end the process before the save is committed.
                 self.checkpoints.wait_until_finished()
@@ -364,7 +364,7 @@ class Run:
                 self.signal.name = "the loss of its lock"
         return self.signal.requested
 
-    def _rewind(self) -> bool:
+    def _roll_back(self) -> bool:
         """Restore the last good checkpoint; False if a stop was requested: the next start restores it."""
         good = self.guard.go_back()
         if self.signal.requested:

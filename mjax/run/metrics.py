@@ -261,7 +261,7 @@ class MetricsLog(Callback):
                     self._trackers[name] = _Tracker(package, project, folder)
 
     def on_start(self, run: Run) -> None:
-        """After a rewind, drop the lines of the steps that are taken again. TensorBoard and W&B show them twice."""
+        """After a rollback, drop the lines of the steps that are taken again. TensorBoard and W&B show them twice."""
         if self._written:
             self._file.close()
             self._begin_after(run.step)
@@ -478,7 +478,7 @@ class _Tracker:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
-        """Add the scalars of a step. Steps repeat after a rewind, and W&B drops its internal steps that do."""
+        """Add the scalars of a step. Steps repeat after a rollback, and W&B drops its internal steps that do."""
         if self._package == "wandb":
             self._run.log({"step": step, **scalars})
         else:

@@ -155,7 +155,7 @@ def describe_environment(config: Config, print_line: PrintLine) -> dict:
         "mesh": axes.cli_sizes(config.mesh),
         "parameters": count_parameters(config.model),
         "attention": config.model.attention,
-        **({"grouped": config.model.grouped} if config.model.grouped else {}),
+        **({"moe_kernel": config.model.moe_kernel} if config.model.moe_kernel else {}),
         "driver": launch.nvidia_driver(),
         "flags": {name: value for name, value in sorted(os.environ.items()) if FLAGS.fullmatch(name)},
         "set_by_mjax": dict(launch.SET_BY_MJAX),

@@ -21,7 +21,7 @@ from mjax.run import loop
 from mjax.run.callbacks import Callback
 from mjax.run.continuing import after_steps_taken, changes_since, choose_origin, with_positions
 from mjax.run.loop import Options, Result
-from mjax.step.schedule import decay_end
+from mjax.step.learning_rate import decay_end
 from mjax.utils.files import resolve_parents
 
 
@@ -32,7 +32,7 @@ class Trainer:
     result = trainer.train()
     """
 
-    @name_arguments()
+    @name_arguments("init", "name", "allow_change", "step")
     def __init__(
         self,
         config: Config,
@@ -82,7 +82,7 @@ class Trainer:
                     "data is given and validation is not, and --train.eval-interval is "
                     f"{config.train.eval_interval}; give validation, or set train.eval_interval to 0"
                 )
-            config = replace(config, data=replace(config.data, own=True, **dict.fromkeys(BLENDS, ())))
+            config = replace(config, data=replace(config.data, custom=True, **dict.fromkeys(BLENDS, ())))
         check_batch_sizes(config)
         init = None if init is None else resolve_parents(local_run(init))
         config, _ = resolve_steps(with_positions(after_steps_taken(config, self.folder), self.folder, init))

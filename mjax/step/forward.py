@@ -19,11 +19,11 @@ from mjax.errors import UsageError
 from mjax.models.block import Sums
 from mjax.models.protocol import Context, Model
 from mjax.models.stack import map_stacks, run_blocks
-from mjax.parallel import scopes
+from mjax.parallel import named_scopes
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums, vary_over_pipe
+from mjax.parallel.pipeline_schedules import find_schedule, forward_schedule
 from mjax.parallel.random import DropoutKey
-from mjax.parallel.schedules import find_schedule, forward_only
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.weights import are_stacked, combine, partition_trainable
 from mjax.parallel.zero import layer_gather
 from mjax.step.precision import COMPUTE_TYPES, parameter_type, uses_float8
@@ -60,12 +60,12 @@ class Forward:
         sums = self.loss(weights, x, micro_batch)
         return sums if self.head else sums | aux
 
-    @jax.named_scope(scopes.EMBEDDING)
+    @jax.named_scope(named_scopes.EMBEDDING)
     def embed(self, weights: Model, micro_batch: MicroBatch) -> Float[Array, "t h"]:
         """The stream before the first layer [t, h]."""
         return weights.embed(micro_batch, self.context(micro_batch))
 
-    @jax.named_scope(scopes.LAYER)
+    @jax.named_scope(named_scopes.LAYER)
     def layers(
         self, blocks, x: Float[Array, "t h"], micro_batch: MicroBatch, first: Int[Array, ""] | int = 1
     ) -> tuple[Float[Array, "t h"], Sums]:
@@ -78,7 +78,7 @@ class Forward:
         x, sums = run_blocks(blocks, x, context, recompute, first, gathered, unroll)
         return x, {} if self.head else self._parts(sums)
 
-    @jax.named_scope(scopes.HEAD)
+    @jax.named_scope(named_scopes.HEAD)
     def loss(self, weights: Model, x: Float[Array, "t h"], micro_batch: MicroBatch):
         """The parts of the means by name, from the stream after the last layer; or the result of `head`."""
         context = self.context(micro_batch)
@@ -102,7 +102,7 @@ class Forward:
             key = DropoutKey.make(self.config.train.seed, self.step, micro_batch["samples"])
         tokens, documents = token_layout(self.config), micro_batch.get("documents")
         if documents is not None:
-            documents = tokens.all_positions(documents)
+            documents = tokens.gather_positions(documents)
         positions, chunks = micro_batch.get("positions"), self.config.train.loss_chunks
         return Context(tokens, key, positions, documents, loss_chunks=chunks)
 
@@ -116,12 +116,12 @@ class Forward:
         if self.loss_fn is not None:
             raise UsageError(
                 f"--train.loss-chunks {chunks} is for the loss of the model, and this run has a function instead; "
-                "leave it out"
+                "remove it"
             )
         if not weights.scores_in_chunks():
             raise UsageError(
                 f"--train.loss-chunks {chunks} needs a model whose `output` says what scores the vocabulary, and "
-                f"{type(weights).__name__} has a `loss` or `logits` of its own (mjax/models/causal.py); leave it out"
+                f"{type(weights).__name__} has a `loss` or `logits` of its own (mjax/models/causal.py); remove it"
             )
 
     def _parts(self, sums: Sums) -> dict[str, Array]:
@@ -132,7 +132,7 @@ def token_layout(config: Config) -> TokenLayout:
     """The tokens in the rows of the stream of one micro-batch."""
     model, mesh = config.model, config.mesh
     sequences, positions = config.train.micro_batch * model.sequences, model.sequence // mesh.context
-    return TokenLayout(sequences, positions, mesh.splits_tokens, across=config.across)
+    return TokenLayout(sequences, positions, mesh.splits_tokens, context_attention=config.context_attention)
 
 
 # --- The same parts for the stages of a pipeline ----------------------------------------------------------------------
@@ -147,7 +147,7 @@ def stage_program(forward: Forward, weights: dict[str, float], frozen: Model | N
       frozen: the part of the embedding's and the head's weights that is not differentiated.
     """
     config, frozen = forward.config, vary_over_pipe(frozen)
-    layers_in_chunk = config.model.layers // (config.mesh.pipe * config.mesh.chunks)
+    layers_in_chunk = config.model.layers // (config.mesh.pipe * config.mesh.virtual_stages)
 
     def layers(blocks, x, micro_batch, virtual_stage):
         return forward.layers(blocks, x, micro_batch, virtual_stage * layers_in_chunk + 1)
@@ -162,7 +162,7 @@ def stage_program(forward: Forward, weights: dict[str, float], frozen: Model | N
     )
 
 
-def pipeline_means_and_gradients(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
+def pipeline_loss_and_gradients(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
     """Like `step.loss_and_gradients`, for one stage of a pipeline; results also vary over `pipe`."""
     config = forward.config
     shared, frozen = partition_trainable(_drop_blocks(weights))
@@ -181,7 +181,7 @@ def pipeline_means_and_gradients(forward: Forward, weights: Model, micro_batches
 def sum_over_stages(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
     """The sum over micro-batches of what the head returns, on this device."""
     mesh = forward.config.mesh
-    schedule = forward_only(mesh.pipe, forward.config.micro_batches, mesh.chunks)
+    schedule = forward_schedule(mesh.pipe, forward.config.micro_batches, mesh.virtual_stages)
     program = stage_program(forward, weights.loss_weights)
     return pipeline_sums(schedule, program, _drop_blocks(weights), weights.blocks, micro_batches)
 

@@ -42,7 +42,7 @@ class Layout:
 
 def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Config:
     """`config` with `model.attention` set to the kernel for this process's devices, in a mixture of experts
-    `model.grouped`, and `train.unroll` (`with_unrolling`).
+    `model.moe_kernel`, and `train.unroll` (`with_unrolling`).
 
     Args:
       announce: receives one sentence for each slower kernel that `auto` has to use on a GPU.
@@ -84,7 +84,7 @@ def build_layout(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
     if config.mesh.context > 1 and (name := mixing_class(config.model)):
         raise UsageError(
             f"--mesh.context {config.mesh.context} splits the positions of a sequence, and {name} of "
-            f"{config.model.title} may mix or count them by itself; leave it out, or set mixes_positions = False in "
+            f"{config.model.title} may mix or count them by itself; remove it, or set mixes_positions = False in "
             "the class if it computes token by token, or with mjax's Attention and context.position_ids()"
         )
     shapes = jax.eval_shape(lambda: initial_weights(config))

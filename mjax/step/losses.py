@@ -14,19 +14,19 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mjax.models.protocol import Batch, Model
-from mjax.parallel import mappings, scopes
+from mjax.parallel import mappings, named_scopes
 
 Count = Array | np.ndarray | int
 
 
-@jax.named_scope(scopes.LOSS)
+@jax.named_scope(named_scopes.LOSS)
 def global_counts(model: Model, batch: Batch) -> dict[str, Count]:
     """`Model.counts` of the global batch, from this replica's part: the same on every device."""
 
     def reduce_count(count: Count) -> Count:
         if isinstance(count, (int, np.ndarray)):
-            return count * mappings.parts()
-        return mappings.sum_over(count, mappings.varying_axes(count))
+            return count * mappings.num_batch_shards()
+        return mappings.psum(count, mappings.varying_axes(count))
 
     return {name: reduce_count(count) for name, count in model.counts(batch).items()}
 

@@ -5,9 +5,9 @@
     O ≈ U Vᵀ, for u = U S Vᵀ           five Newton-Schulz iterations, which are matrix products
     w ← w − η (scale · O + λ w)        decoupled weight decay, as in AdamW
 
-Matrices are those that a module declares (the dims of `weights.parameter`), each by itself: every layer of a stack; q,
+Matrices are those that a module declares (the dims of `weights.make_param`), each by itself: every layer of a stack; q,
 k and v; gate and up. Embeddings, heads, norms and biases have AdamW. The result is that of one device on every mesh,
-because `Matrices` brings each matrix to a rank as a whole.
+because `MatrixLayout` brings each matrix to a rank as a whole.
 
 The iteration runs in the compute dtype: bf16 as in torch and in the author's code, fp32 or fp64; with fp16, whose small
 numbers underflow, in fp32. It does not converge: its coefficients raise small singular values as fast as possible, and
@@ -24,9 +24,9 @@ import optax
 from jaxtyping import Array, Float
 
 from mjax.config import MeshConfig, OptimizerConfig
-from mjax.parallel.matrices import MatrixLayout
-from mjax.parallel.overlap import tie
-from mjax.parallel.sums import wide_type
+from mjax.parallel.autodiff import optimization_barrier
+from mjax.parallel.muon_resharding import MatrixLayout
+from mjax.parallel.reductions import accumulation_dtype
 from mjax.parallel.weights import leaf_name, muon_matrices
 from mjax.step.layout import Layout
 
@@ -47,7 +47,7 @@ def newton_schulz(x: Float[Array, "k rows columns"]) -> Float[Array, "k rows col
     Each is scaled to Frobenius norm 1 first, so that the iteration X ← aX + (bA + cA²)X, A = XXᵀ, is defined.
     """
     a, b, c = COEFFICIENTS
-    wide, tall = wide_type(x.dtype), x.shape[1] > x.shape[2]
+    wide, tall = accumulation_dtype(x.dtype), x.shape[1] > x.shape[2]
 
     def sum_squares(first: float, x: Array, second: float, y: Array) -> Array:
         return (first * x.astype(wide) + second * y.astype(wide)).astype(x.dtype)
@@ -58,7 +58,7 @@ def newton_schulz(x: Float[Array, "k rows columns"]) -> Float[Array, "k rows col
         square = jnp.einsum("kji,kjl->kil" if tall else "kij,klj->kil", x, x)  # the smaller of XᵀX and XXᵀ
         polynomial = sum_squares(b, square, c, square @ square)
         x = sum_squares(a, x, 1.0, x @ polynomial if tall else polynomial @ x)
-        x = tie(x)  # else XLA keeps every product to compute the next x from all of them
+        x = optimization_barrier(x)  # else XLA keeps every product to compute the next x from all of them
     return x
 
 
@@ -83,7 +83,7 @@ def scale_by_muon(config: OptimizerConfig, dtype, matrices: dict[str, MatrixLayo
     def direction(path: tuple, update: Array) -> Array:
         of = matrices[leaf_name(path)]
         # Written once, beside the moment: for each use XLA would compute it again, from a copy of the old moment.
-        narrow = tie(update.astype(dtype))
+        narrow = optimization_barrier(update.astype(dtype))
         whole = of.map(newton_schulz, narrow).astype(update.dtype)
         return RMS_OF_ADAMW * math.sqrt(max(of.size)) * whole
 

@@ -16,10 +16,10 @@ from mjax.config.axes import PIPE
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import find_stack
 from mjax.models.block import Block
-from mjax.parallel import scopes
-from mjax.parallel.mappings import rank, sum_over, varying_axes
-from mjax.parallel.sums import wide_type
-from mjax.parallel.weights import are_stacked, decays, leaf_name, read_dims
+from mjax.parallel import named_scopes
+from mjax.parallel.mappings import psum, rank, varying_axes
+from mjax.parallel.reductions import accumulation_dtype
+from mjax.parallel.weights import are_stacked, has_weight_decay, leaf_name, read_dims
 from mjax.parallel.zero import layer_dims
 from mjax.step.layout import Layout
 from mjax.step.muon import ITERATE_IN, collect_matrices, scale_by_muon
@@ -79,7 +79,7 @@ def muon(config: OptimizerConfig, dtype, layout: Layout, mesh: MeshConfig) -> op
 
 def _weight_decay(config: OptimizerConfig) -> optax.GradientTransformation:
     def mask(model):
-        return jax.tree.unflatten(jax.tree.structure(model), map(decays, read_dims(model)))
+        return jax.tree.unflatten(jax.tree.structure(model), map(has_weight_decay, read_dims(model)))
 
     return optax.add_decayed_weights(config.weight_decay, mask=mask)
 
@@ -94,7 +94,7 @@ def is_masked(node) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-@jax.named_scope(scopes.OPTIMIZER)
+@jax.named_scope(named_scopes.OPTIMIZER)
 def norms_squared(gradients, mesh: MeshConfig) -> Array:
     """The squared L2 norm of each parameter's gradient, layer by layer; float32 [parameters of `gradient_names`],
     replicated.
@@ -104,7 +104,7 @@ def norms_squared(gradients, mesh: MeshConfig) -> Array:
     """
 
     def squares(gradient):
-        return jnp.square(gradient.astype(wide_type(gradient.dtype)))
+        return jnp.square(gradient.astype(accumulation_dtype(gradient.dtype)))
 
     return reduce_per_parameter([jax.tree.map(squares, gradients)], mesh)
 
@@ -117,7 +117,7 @@ def count_nonfinite(model, state: optax.OptState, mesh: MeshConfig) -> Array:
     """
 
     def flags(tree, sound):
-        return jax.tree.map(lambda x: (~sound(x)).astype(wide_type(x.dtype)), tree)
+        return jax.tree.map(lambda x: (~sound(x)).astype(accumulation_dtype(x.dtype)), tree)
 
     def is_bounded(x) -> Array:
         return jnp.abs(x) <= MAX_MAGNITUDE
@@ -147,7 +147,7 @@ def find_moments(state: optax.OptState, model) -> list[tuple]:
     return [(part, id(part) in squares) for part in jax.tree.leaves(state, is_leaf=fits) if fits(part)]
 
 
-@jax.named_scope(scopes.OPTIMIZER)
+@jax.named_scope(named_scopes.OPTIMIZER)
 def reduce_per_parameter(trees: list, mesh: MeshConfig) -> Array:
     """Sums of the elements of each parameter in all `trees`, layer by layer: [parameters of `gradient_names`].
 
@@ -168,7 +168,7 @@ def reduce_per_parameter(trees: list, mesh: MeshConfig) -> Array:
     totals = {}
     for axes in dict.fromkeys(map(varying_axes, parts)):
         indices = [i for i, sums in enumerate(parts) if varying_axes(sums) == axes]
-        total = sum_over(jnp.concatenate([parts[i] for i in indices]), axes)
+        total = psum(jnp.concatenate([parts[i] for i in indices]), axes)
         ends = np.cumsum([len(parts[i]) for i in indices])[:-1]
         totals |= dict(zip(indices, jnp.split(total, ends), strict=True))
     return jnp.concatenate([totals[i] for i in range(len(parts))])
@@ -176,7 +176,7 @@ def reduce_per_parameter(trees: list, mesh: MeshConfig) -> Array:
 
 def _place_stage(squares: Array, mesh: MeshConfig) -> Array:
     """This stage's squares [l / P] or [V, l / (P V)] at their positions among all layers' [l]; zeros elsewhere."""
-    squares = squares.reshape(mesh.chunks, 1, -1)
+    squares = squares.reshape(mesh.virtual_stages, 1, -1)
     own = jnp.arange(mesh.pipe)[:, None] == rank(PIPE)
     return jnp.where(own, squares, 0).reshape(-1)
 

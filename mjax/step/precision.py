@@ -1,9 +1,9 @@
 """Compute dtypes, and Megatron's dynamic loss scale.
 
 Parameters and optimizer moments are float32; a step casts the parameters to the compute dtype once. Gradients are
-accumulated in float32, over the tokens of a micro-batch (`parallel/sums.py`), over micro-batches and over replicas.
-fp16 cannot represent small gradients, so the loss is multiplied by a scale and the gradients divided by it. A step
-whose gradients overflow is skipped.
+accumulated in float32, over the tokens of a micro-batch (`parallel/reductions.py`), over micro-batches and over
+replicas. fp16 cannot represent small gradients, so the loss is multiplied by a scale and the gradients divided by it.
+A step whose gradients overflow is skipped.
 """
 
 from __future__ import annotations

@@ -29,13 +29,14 @@ from mjax.config import Config, axes
 from mjax.config.batch_size import with_batch_size
 from mjax.errors import UsageError
 from mjax.models.protocol import Model
-from mjax.parallel import mappings, scopes
+from mjax.parallel import mappings, named_scopes
 from mjax.parallel.mesh import batch_specs, sharded_shapes
-from mjax.parallel.sums import tree_add, tree_index, weights_in_loss
+from mjax.parallel.reductions import loss_cotangents, tree_add, tree_index
 from mjax.parallel.weights import combine, partition_trainable, trainable_only
 from mjax.parallel.zero import add_to_shards, gather_weights, reduce_gradients
-from mjax.step.forward import Forward, MicroBatch, pipeline_means_and_gradients, sum_over_stages, token_layout
+from mjax.step.forward import Forward, MicroBatch, pipeline_loss_and_gradients, sum_over_stages, token_layout
 from mjax.step.layout import TrainState, build_layout, initial_weights, with_sequence_length
+from mjax.step.learning_rate import learning_rate
 from mjax.step.losses import Count, EvalMetrics, StepMetrics, global_counts, other_metrics, select_loss, shares
 from mjax.step.optimizer import (
     backward_order,
@@ -46,7 +47,6 @@ from mjax.step.optimizer import (
     norms_squared,
 )
 from mjax.step.precision import COMPUTE_TYPES, LossScale, parameter_type, uses_float8
-from mjax.step.schedule import learning_rate
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class TrainProgram:
         """
         if batch.keys() != self.config.batch_arrays().keys():
             taken = ", ".join(self.abstract_batch)
-            mask = "; with data.own=True it takes a loss_mask too" if "loss_mask" in batch else ""
+            mask = "; with data.custom=True it takes a loss_mask too" if "loss_mask" in batch else ""
             raise UsageError(f"the batch has {', '.join(batch)}; the program takes {taken}{mask}")
         with_sequence_length(self.config, batch)
         self.config.model.check_values(batch, "the batch")
@@ -236,7 +236,7 @@ def _train_step(
     def keep_if_skipped(new, old):
         return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
 
-    with jax.named_scope(scopes.OPTIMIZER):
+    with jax.named_scope(named_scopes.OPTIMIZER):
         if config.optimizer.clip_norm > 0:
             coefficient = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
             gradients = jax.tree.map(lambda g: g * coefficient, gradients)
@@ -305,27 +305,27 @@ def loss_and_gradients(
     forward = Forward(config, plan, factors, step, loss_fn=loss_fn)
     micro_batches = split_micro_batches(config, batch)
 
-    own, frozen = partition_trainable(weights)
+    trained, frozen = partition_trainable(weights)
 
     def differentiate(micro_batch: MicroBatch):
-        means, pullback = jax.vjp(partial(forward, micro_batch=micro_batch, frozen=frozen), own)
-        (gradients,) = pullback(weights_in_loss(model.loss_weights, means))
+        means, pullback = jax.vjp(partial(forward, micro_batch=micro_batch, frozen=frozen), trained)
+        (gradients,) = pullback(loss_cotangents(model.loss_weights, means))
         return means, jax.tree.map(lambda gradient: gradient.astype(wide), gradients)
 
     if config.mesh.pipe > 1:
-        means, gradients = pipeline_means_and_gradients(forward, weights, micro_batches)
+        means, gradients = pipeline_loss_and_gradients(forward, weights, micro_batches)
     elif config.micro_batches == 1:  # nothing to accumulate: avoid a second copy of the gradients
         means, gradients = differentiate(tree_index(micro_batches, 0))
     else:
         nothing = mappings.vary(jnp.zeros((), wide), frozenset(axes.axes_sharing_weights()))
         means = {name: nothing + jnp.zeros(jnp.shape(factor), wide) for name, factor in factors.items()}
-        gradients = jax.tree.map(lambda weight: jnp.zeros_like(weight, dtype=wide), own)
+        gradients = jax.tree.map(lambda weight: jnp.zeros_like(weight, dtype=wide), trained)
         accumulate = lambda total, each: (tree_add(total, differentiate(each)), None)  # noqa: E731
         (means, gradients), _ = jax.lax.scan(accumulate, (means, gradients), micro_batches)
     # In float32, after all micro-batches; layers gathered one by one (ZeRO-3) have summed theirs in the loop.
     gradients = reduce_gradients(gradients, trainable_only(model), trainable_only(plan))
-    with jax.named_scope(scopes.LOSS):
-        means = {name: mappings.sum_over(mean, mappings.varying_axes(mean)) for name, mean in means.items()}
+    with jax.named_scope(named_scopes.LOSS):
+        means = {name: mappings.psum(mean, mappings.varying_axes(mean)) for name, mean in means.items()}
     means, gradients = jax.tree.map(lambda x: x / scale, (means, gradients))
     return means, gradients
 
@@ -366,26 +366,26 @@ def sum_over_batch(
     else:
         each = jax.lax.map(lambda micro_batch: forward(weights, micro_batch), micro_batches)
         total = jax.tree.map(lambda parts: parts.sum(0), each)
-    return jax.tree.map(lambda x: mappings.sum_over(x, mappings.varying_axes(x)), total)
+    return jax.tree.map(lambda x: mappings.psum(x, mappings.varying_axes(x)), total)
 
 
 def split_micro_batches(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
     """This device's rows of the batch as [m, b, …], and each sequence's index in the global batch as [m, b].
 
     The rows of a sample of several sequences, [c, s], follow each other in the micro-batch. Of a sequence that is split
-    over `context` a rank has the positions that `Tokens.position_ids` says.
+    over `context` a rank has the positions that `TokenLayout.position_ids` says.
     """
     rows = config.train.global_batch // axes.replicas(config.mesh)
     chex.assert_tree_shape_prefix(batch, (rows,))
     for name in batch.keys() & {"tokens", "labels"}:
         chex.assert_axis_dimension(batch[name], -1, config.model.sequence // config.mesh.context)
     sequences = rows * config.model.sequences
-    samples = mappings.replica() * sequences + jnp.arange(sequences)
+    samples = mappings.data_parallel_rank() * sequences + jnp.arange(sequences)
 
     tokens, positions = token_layout(config), config.model.sequence // config.mesh.context
 
     def split(x):
         x = x.reshape(config.micro_batches, -1, *x.shape[1:][-1:])
-        return tokens.cut(x) if x.shape[2:] == (positions,) else x
+        return tokens.exchange_positions(x) if x.shape[2:] == (positions,) else x
 
     return {name: split(x) for name, x in {**batch, "samples": samples}.items()}

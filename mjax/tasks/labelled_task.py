@@ -96,9 +96,9 @@ class LabelledTask(ABC):
 
     def with_head(self, model: ModelConfig) -> BERTTaskConfig:
         """The config of `model` with the head for this task."""
-        given = getattr(model, "answers", BERTTaskConfig.answers)
-        answers = {"classification": self.classes, "multiple_choice": self.choices}.get(self.head, given)
-        return replace(cast(BERTTaskConfig, convert_kind(model, "bert_task")), head=self.head, answers=answers)
+        given = getattr(model, "num_labels", BERTTaskConfig.num_labels)
+        num_labels = {"classification": self.classes, "multiple_choice": self.choices}.get(self.head, given)
+        return replace(cast(BERTTaskConfig, convert_kind(model, "bert_task")), head=self.head, num_labels=num_labels)
 
     # --- Defined by a task --------------------------------------------------------------------------------------------
 

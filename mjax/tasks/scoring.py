@@ -63,8 +63,8 @@ def vocab_parallel_argmax(logits: Array) -> Array:
     """
     highest = logits.max(-1)
     ids = jnp.argmax(logits, -1).astype(jnp.int32) + mappings.rank(MODEL) * logits.shape[-1]
-    local_ids = jnp.where(highest == mappings.maximum(highest), ids, jnp.iinfo(jnp.int32).max)
-    return -mappings.maximum(-local_ids)
+    local_ids = jnp.where(highest == mappings.pmax(highest), ids, jnp.iinfo(jnp.int32).max)
+    return -mappings.pmax(-local_ids)
 
 
 class RowScorer:
@@ -134,7 +134,7 @@ class Scorer(RowScorer):
         losses = vocab_parallel_cross_entropy(logits, labels.reshape(-1))
         correct = vocab_parallel_argmax(logits) == labels.reshape(-1)
         numbers = tokens.split_sequences(jnp.stack([losses, correct.astype(losses.dtype)], -1))
-        rows = jnp.zeros((tokens.sequences, tokens.whole, 2), losses.dtype)
+        rows = jnp.zeros((tokens.sequences, tokens.global_positions, 2), losses.dtype)
         return mappings.vary(rows, mappings.varying_axes(numbers)).at[:, tokens.position_ids()].set(numbers)
 
     def __call__(self, model: CausalModel, passes: Passes, on_progress: Progress = unseen) -> list[Score]:
@@ -193,7 +193,7 @@ class Scorer(RowScorer):
             scored = (
                 -(-max(windows[index].counted for index in chain(*sharing)) // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE
             )
-            if 2 * scored > width or mesh.splits_tokens or self.config.across:
+            if 2 * scored > width or mesh.splits_tokens or self.config.context_attention:
                 scored = width
             yield from ((width, scored, indices) for indices in sharing)
 

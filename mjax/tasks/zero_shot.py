@@ -296,7 +296,7 @@ class Lambada:
             words or too long for the model; a stride is given.
         """
         if stride is not None:
-            raise UsageError("--stride is for long texts, and lambada's fit the model; leave it out")
+            raise UsageError("--stride is for long texts, and lambada's fit the model; remove it")
         documents = read_documents(data)
         if not documents:
             raise UsageError(f'{data} has no passage; give a file of lines {{"text": "…"}}')

@@ -21,7 +21,7 @@ def tiny_program(mesh):
     """A step of one matrix on a mesh, instead of a `TrainProgram`: no seconds of compilation."""
 
     def step(state, batch):
-        gradient = mappings.sum_over(batch["x"].T @ (batch["x"] @ state["weight"]), frozenset({DATA}))
+        gradient = mappings.psum(batch["x"].T @ (batch["x"] @ state["weight"]), frozenset({DATA}))
         return {"weight": state["weight"] - 0.1 * gradient}, gradient.sum()
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=({"weight": P()}, {"x": P(DATA)}), out_specs=(P(), P()))

@@ -92,7 +92,7 @@ def command_of(kind: str, inputs: Path, folder: Path, overwrite: bool) -> Callab
         ),
         "merge": lambda: merge(MergeArguments(f"{folder}/d", (f"{inputs}/a", f"{inputs}/b"), overwrite)),
         "dedup": lambda: dedup(DedupArguments(**common, threshold=1)),  # one band: few files
-        "clean": lambda: clean(CleanArguments(**common, minimum_tokens=15)),
+        "clean": lambda: clean(CleanArguments(**common, min_tokens=15)),
         "cache": keep_indices,
     }[kind]
 

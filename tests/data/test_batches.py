@@ -56,7 +56,7 @@ def test_prefetch_raises_where_a_batch_is_due():
         next(results)
 
 
-def test_entropy_is_of_labels_that_count():
+def test_entropy_is_of_unmasked_labels():
     random = np.random.default_rng(0)
     batches = [{"labels": random.integers(0, 5, (4, 8)), "loss_mask": random.random((4, 8)) < 0.5} for _ in range(3)]
     counted = [label for batch in batches for label in batch["labels"][batch["loss_mask"]].tolist()]

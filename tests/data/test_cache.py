@@ -144,7 +144,7 @@ def write(prefix, lengths):
 
 
 def leaves_entries(build, names, folder, changes):
-    """How many entries are left by datasets with these changes, whose arrays `names` are right, built or read."""
+    """Number of entries left by datasets with these changes, whose arrays `names` are right, built or read."""
     for _ in range(2):
         for change in changes:
             fresh, kept = build(**change), build(**change, cache=IndexCache([folder], pytest.fail))

@@ -55,7 +55,7 @@ MISTRAL = """{%- for message in messages -%}
 {%- endif -%}
 {%- endfor -%}"""
 # As R1-Distill, Qwen 3 Thinking and Nemotron 3, whose generation prompts open the reasoning. The first never writes
-# that of a finished turn, the second that of the last turn only, and the third an empty one in its place.
+# that of a finished turn, the second that of the last turn only, and the third an empty one instead.
 OPENING = CHATML.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
 DISTILLED = OPENING.replace("message['content']", "message['content'].split('</think>')[-1]")
 QWEN_THINKING = THINKING.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
@@ -186,7 +186,7 @@ def test_all_or_nothing_is_not_trained(tmp_path):
     twice = MARKED.replace("<|im_end|>{% endg", "{% endgeneration %}{% generation %}<|im_end|>{% endg")
     with pytest.raises(UntrainableConversation, match="marks 4 parts of 2 turns of the assistant"):
         encode(chat_of(tmp_path / "t", twice), {"messages": UNWEIGHTED}, Trained())
-    with pytest.raises(UntrainableConversation, match=r"message 5 differently without its header, .*: --template FILE"):
+    with pytest.raises(UntrainableConversation, match=r"message 5 differently without its header.*: --chat-template"):
         encode(chat_of(tmp_path / "t", nothing), {"messages": TALK}, Trained(turns="last"))
 
 
@@ -311,7 +311,7 @@ def test_plain_template_begins_as_texts_do(run, tmp_path):
     tokenizer = load_tokenizer(f"hf:{tmp_path / 't.json'}")
     tokenizer.bos = 257
     tokenizer.save(run / "tokenizer")
-    assert prepare(run, [{"prompt": "a", "completion": "b"}], "--template", "plain") == 0
+    assert prepare(run, [{"prompt": "a", "completion": "b"}], "--chat-template", "plain") == 0
     ids = IndexedDataset(tmp_path / "out").get(0)
     assert Chat(tmp_path / "out.tokenizer").decode(ids, special=True).startswith("<|im_start|>User: a\n")
 
@@ -351,7 +351,7 @@ def test_prepare_writes_tokens_masks_and_template(run, tmp_path, capsys):
     lines = [{"messages": TALK[1:3]}, {"messages": TALK}, short]
     assert prepare(run, lines, "--overwrite", "--workers", "2") == 0
     assert (token_file(data.prefix).read_bytes(), mask_file(data.prefix).read_bytes()) == whole
-    assert prepare(run, lines, "--overwrite", "--too-long", "cut") == 0
+    assert prepare(run, lines, "--overwrite", "--overflow", "truncate") == 0
     cut = IndexedDataset(tmp_path / "out")
     assert cut.lengths.max() == 65
     assert "cut" in capsys.readouterr().out
@@ -365,9 +365,13 @@ def test_prepare_writes_tokens_masks_and_template(run, tmp_path, capsys):
             (),
             'talk.jsonl:1: it has no turn of the assistant ({"messages": [{"role": "system"',
         ),
-        ([{"messages": TALK}], (), "all 1 conversations are longer than --longest 65; raise it, or add --too-long cut"),
-        ([{"messages": TALK}], ("--demo",), "--demo brings its own documents"),
-        ([], ("--template", "none.jinja"), "there is no file none.jinja; give a chat template in Jinja"),
+        (
+            [{"messages": TALK}],
+            (),
+            "all 1 conversations are longer than --max-length 65; raise it, or add --overflow truncate",
+        ),
+        ([{"messages": TALK}], ("--demo",), "--demo fetches its documents"),
+        ([], ("--chat-template", "none.jinja"), "--chat-template none.jinja is not a file; give a file in Jinja"),
         ([], ("--split-sentences",), "--split-sentences is for text, and --chat for conversations"),
         ([], ("--tokenizer", "bytes"), "--chat needs the tokenizer and chat template of the model to train"),
     ],
@@ -386,8 +390,8 @@ def test_run_without_template_needs_one(run, capsys):
 
 
 def test_flags_of_chat_need_chat(tmp_path, capsys):
-    assert cli.main(["prepare", "x.txt", "--output", str(tmp_path / "o"), "--turns", "last"]) == 2
-    assert "--turns is for conversations; add --chat, or leave it out" in capsys.readouterr().err
+    assert cli.main(["prepare", "x.txt", "--output", str(tmp_path / "o"), "--train-on", "last"]) == 2
+    assert "--train-on is for conversations; add --chat, or remove it" in capsys.readouterr().err
 
 
 def test_token_beyond_the_embedding_is_named(run, capsys):

@@ -40,7 +40,7 @@ def kept(folder, texts, **options):
 
 
 def cleaned(folder, texts, **options):
-    return run(clean, folder, texts, **{"minimum_tokens": 0, **options})
+    return run(clean, folder, texts, **{"min_tokens": 0, **options})
 
 
 def outputs(folder):
@@ -162,11 +162,11 @@ def test_broken_unicode_is_repaired(tmp_path):
 
 def test_documents_below_128_words_are_removed(tmp_path):
     texts = ["w " * 127, "w " * 128, "", " " * 5000 + "w " * 127, " " * 5000 + "w " * 128]
-    report, documents = cleaned(tmp_path, texts, minimum_tokens=128)
+    report, documents = cleaned(tmp_path, texts, min_tokens=128)
     assert [one["id"] for one in documents] == [1, 4]
     assert step(report, "fewer than 128 words")["documents"] == 3
     texts = ["é" * length for length in (9, 10, 11, 159, 160, 161, 1000)]  # two bytes each
-    _, documents = cleaned(tmp_path, texts, minimum_tokens=20, tokenizer="bytes")
+    _, documents = cleaned(tmp_path, texts, min_tokens=20, tokenizer="bytes")
     assert [one["id"] for one in documents] == [1, 2, 3, 4, 5, 6]
 
 
@@ -180,7 +180,7 @@ def test_evaluation_text_is_cut_out(tmp_path, questions):
         {"id": 1, "text": " " + SENTENCE * 9, "split_id": f"{source}-0001"},
     ]
     text = f"{LONG}{QUESTION}. {SENTENCE * 7} sun"
-    assert len(cleaned(tmp_path, [text], **questions, minimum_tokens=100)[1]) == 1
+    assert len(cleaned(tmp_path, [text], **questions, min_tokens=100)[1]) == 1
     (removed,) = read(tmp_path / "out.removed.jsonl")
     assert (removed["split_id"][-7:], removed["reason"]) == (":1-0001", "fewer than 100 words")
 
@@ -237,7 +237,7 @@ def test_longer_lower_case_does_not_shift_a_cut():
 def everything(tmp_path, questions, hooks):
     """Each step changes or removes 20 documents of 120."""
     texts = ["donâ€™t", QUESTION, f"{LONG}{QUESTION}. {LONG}", LONG + "rain", LONG, f"{LONG}{QUESTION}. " * 10 + LONG]
-    options = {"keep": (f"{hooks}:no_rain",), "minimum_tokens": 50, "common": 10**6}
+    options = {"filter": (f"{hooks}:no_rain",), "min_tokens": 50, "common": 10**6}
     return {"inputs": (lines(tmp_path / "in.jsonl", texts * 20),), **questions, **options}
 
 
@@ -286,8 +286,8 @@ def test_malformed_line_stops_or_is_counted(tmp_path, command):
         (dedup, {"output": Path("in.jsonl"), "overwrite": True}, r"would overwrite the input in\.jsonl; choose anoth"),
         (dedup, {"output": Path("there.jsonl")}, r"there\.jsonl exists; choose another --output, or add --overwrite"),
         (clean, {"decontaminate": (Path("in.jsonl"),)}, "--decontaminate in.jsonl has no text of 8 words or more"),
-        (clean, {"keep": ("hooks.py:number",)}, "hooks.py has no function 'number'; it has .*no_rain"),
-        (clean, {"keep": ("hooks.py:forgetful",), "minimum_tokens": 0}, "returned None for .*:1; .* True or False"),
+        (clean, {"filter": ("hooks.py:number",)}, "hooks.py has no function 'number'; it has .*no_rain"),
+        (clean, {"filter": ("hooks.py:forgetful",), "min_tokens": 0}, "returned None for .*:1; .* True or False"),
     ],
 )
 def test_impossible_filter_is_rejected_and_leaves_nothing(tmp_path, monkeypatch, hooks, command, options, message):

@@ -119,7 +119,7 @@ def test_killed_worker_ends_the_command(tmp_path):
         ("dies", RunError, "one of 2 worker processes was killed"),
         ("forgets", UsageError, "returned None for"),
     ):
-        keep, how = (f"{tmp_path / 'hooks.py'}:{function}",), {"workers": 2, "tasks": 2, "minimum_tokens": 0}
+        keep, how = (f"{tmp_path / 'hooks.py'}:{function}",), {"workers": 2, "tasks": 2, "min_tokens": 0}
         with pytest.raises(error, match=words):
-            clean(CleanArguments(inputs=(lines,), output=tmp_path / "out.jsonl", keep=keep, **how))
+            clean(CleanArguments(inputs=(lines,), output=tmp_path / "out.jsonl", filter=keep, **how))
         assert not (tmp_path / "out.jsonl").exists()

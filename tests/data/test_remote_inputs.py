@@ -56,7 +56,7 @@ def test_dedup_and_clean_read_what_they_read_locally(store, tmp_path):
         files, deduped = (Path(f"{folder}/a b"),), tmp_path / f"{name}.jsonl"
         dedup(DedupArguments(inputs=files, output=deduped, exact=True, tasks=3, workers=1))
         cleaned, sets = tmp_path / f"{name}-clean.jsonl", (Path(f"{folder}/a b/1*.jsonl"),)
-        clean(CleanArguments(inputs=files, output=cleaned, decontaminate=sets, common=10**6, minimum_tokens=0))
+        clean(CleanArguments(inputs=files, output=cleaned, decontaminate=sets, common=10**6, min_tokens=0))
     assert (tmp_path / "far.jsonl").read_bytes() == (tmp_path / "near.jsonl").read_bytes() != b""
     assert (tmp_path / "far-clean.jsonl").read_bytes() == (tmp_path / "near-clean.jsonl").read_bytes()
 
@@ -97,7 +97,7 @@ def test_secrets_of_addresses_are_not_recorded(tmp_path, capsys):
     given, shown = (Path(address),), "memory://…@bucket/a.jsonl?…"
     how = PrepareArguments(output=str(tmp_path / "d"), inputs=given, tokenizer="bytes", malformed="skip")
     assert prepare(how).metadata.inputs == [shown]
-    clean(CleanArguments(inputs=given, output=tmp_path / "c.jsonl", malformed="skip", minimum_tokens=9))
+    clean(CleanArguments(inputs=given, output=tmp_path / "c.jsonl", malformed="skip", min_tokens=9))
     with pytest.raises(UsageError) as stopped:
         prepare(PrepareArguments(output=str(tmp_path / "e"), inputs=given, tokenizer="bytes"))
     with pytest.raises(UsageError) as missing:
@@ -115,6 +115,6 @@ def test_unknown_addresses_are_one_sentence():
 
 
 def test_secret_quoted_without_its_scheme_is_hidden():
-    """botocore's message has the bucket and whatever is in its place."""
+    """botocore's message has the bucket, or a part of the address instead."""
     said = str(UsageError('Invalid bucket name "me:password@bucket", at 10:20 by a@b.c; see file.jsonl:3: x@y'))
     assert said == 'Invalid bucket name "…@bucket", at 10:20 by a@b.c; see file.jsonl:3: x@y'

@@ -103,7 +103,7 @@ def chats(tmp_path, monkeypatch):
 
 
 def times_seen(batches, steps):
-    """How often the only trained label of each conversation is trained."""
+    """Count of steps that train the only trained label of each conversation is trained."""
     batches = [batches.batch_at(step) for step in range(steps)]
     labels = np.concatenate([batch["labels"][batch["loss_mask"]] for batch in batches])
     return dict(zip(*np.unique(labels, return_counts=True), strict=True))
@@ -117,7 +117,7 @@ def test_whole_epochs_have_each_conversation_as_often(pack, files, epochs, batch
     config = config_of(batch=batch, path=files, split="75,25,0", conversations=True, pack=pack)
     one = sum(part.sequences for part in parts_of(open_data(config).training.dataset.dataset))
     steps = -(-epochs * one // batch)
-    config = replace(config, data=replace(config.data, samples=epochs * one))
+    config = replace(config, data=replace(config.data, train_samples=epochs * one))
     config = replace(config, train=replace(config.train, steps=steps, eval_batches=12))
     validate(config)
     opened = open_data(config)
@@ -126,11 +126,11 @@ def test_whole_epochs_have_each_conversation_as_often(pack, files, epochs, batch
     assert set(validation.values()) == {1}
     assert len(training) + len(validation) == sum({"d": 30, "e": 11, "f": 1}[name] for name in files)
     assert f"{epochs}.0 epochs" in opened.summary
-    more = open_data(replace(config, data=replace(config.data, samples=None)))  # goes on into the next epoch
+    more = open_data(replace(config, data=replace(config.data, train_samples=None)))  # goes on into the next epoch
     assert (more.training.batch_at(steps - 1)["loss_mask"].sum(axis=1) > 0).all()
     if steps > 1:
         with pytest.raises(UsageError, match="is below the"):  # steps without any label
-            validate(replace(config, data=replace(config.data, samples=(steps - 1) * batch)))
+            validate(replace(config, data=replace(config.data, train_samples=(steps - 1) * batch)))
 
 
 def parts_of(dataset):

@@ -31,7 +31,7 @@ from tests.conftest import ROOT
 
 COMMANDS = {
     "dedup": (dedup, DedupArguments, {}),
-    "clean": (clean, CleanArguments, {"minimum_tokens": 12, "decontaminate": (Path("evaluation.txt"),)}),
+    "clean": (clean, CleanArguments, {"min_tokens": 12, "decontaminate": (Path("evaluation.txt"),)}),
     "prepare": (prepare, PrepareArguments, {"tokenizer": "bytes"}),
 }
 OUTPUTS = {"dedup": "out.jsonl", "clean": "out.jsonl", "prepare": "out"}
@@ -235,9 +235,9 @@ def test_interruption_is_too_late_for_complete_output(corpus, monkeypatch, capfd
 
 
 def test_changed_filter_starts_over(corpus, monkeypatch, capsys):
-    """Work of a function of --keep is not continued by another one of that name, nor work of a tokenizer by another."""
+    """Work with a --filter is not continued by another function of that name, nor work of a tokenizer by another."""
     Path("own.py").write_text("def keep(text):\n    return 1 / 0\n")
-    line = typed("clean", corpus, "--keep", "own.py:keep", "--tasks", "3")[3:]
+    line = typed("clean", corpus, "--filter", "own.py:keep", "--tasks", "3")[3:]
     assert cli.main(line) == 1
     assert "failed on" in capsys.readouterr().err
     Path("own.py").write_text("def keep(text):\n    return True\n")
@@ -347,7 +347,7 @@ def test_impossible_submission_is_rejected(corpus, tmp_path, monkeypatch):
 
 def typed(command, inputs, *flags):
     more = {
-        "clean": ["--minimum-tokens", "12", "--decontaminate", "evaluation.txt"],
+        "clean": ["--min-tokens", "12", "--decontaminate", "evaluation.txt"],
         "prepare": ["--tokenizer", "bytes"],
     }.get(command, [])
     return [sys.executable, "-m", "mjax", command, *inputs, "--output", OUTPUTS[command], *more, *flags]

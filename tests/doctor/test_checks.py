@@ -183,9 +183,9 @@ def test_killed_doctor_ends_its_child(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     code = f"""
-from mjax.doctor import Facts, checks
+from mjax.doctor import MachineInfo, checks
 checks.ANSWER = "tests.doctor.test_checks:sleep"
-list(checks.examine(Facts(limit=600), print, [{str(pipe)!r}]))
+list(checks.examine(MachineInfo(limit=600), print, [{str(pipe)!r}]))
 """
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     with pipe.open() as lines:

@@ -92,10 +92,12 @@ def test_wrong_sum_is_red(monkeypatch):
     finding = check_all_reduce(MachineInfo())
     assert finding.status == FIGURE
     assert ("simulated" in finding.found) == (jax.default_backend() == "cpu")
-    right, total = devices.mappings.leave, jax.device_count() * (jax.device_count() + 1) // 2
-    monkeypatch.setattr(devices.mappings, "leave", lambda x: right(x) + 1)
+    right, total = devices.mappings.reduce_from_region, jax.device_count() * (jax.device_count() + 1) // 2
+    monkeypatch.setattr(devices.mappings, "reduce_from_region", lambda x: right(x) + 1)
     finding = check_all_reduce(MachineInfo())
     assert finding.status == RED
     assert f"is {total + 1} to {total + 1}, not {total}" in finding.found
-    monkeypatch.setattr(devices.mappings, "leave", lambda x: right(x).at[0].add(1))  # in a few elements only
+    monkeypatch.setattr(
+        devices.mappings, "reduce_from_region", lambda x: right(x).at[0].add(1)
+    )  # in a few elements only
     assert check_all_reduce(MachineInfo()).status == RED

@@ -102,7 +102,7 @@ def test_kernel_that_does_not_run_is_red(monkeypatch):
 def test_kernel_that_cannot_be_used_is_red():
     (finding,) = run_check("attention", small("gpt_demo", attention="cudnn"))
     assert finding.status == RED
-    assert finding.found.startswith("--model.attention cudnn cannot be used: it needs an NVIDIA GPU")
+    assert finding.found.startswith("--model.attention cudnn is not supported here (it needs an NVIDIA GPU")
 
 
 def test_slower_kernel_of_gpu_is_yellow(monkeypatch):

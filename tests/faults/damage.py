@@ -81,7 +81,7 @@ def _number(content: bytearray, draw: Random) -> bytearray:
 
 
 def _splice(make: Callable[[bytes, Random], bytes], insert: bool) -> Callable[[bytearray, Random], bytearray]:
-    """Put what is made of a range in its place, or in front of it."""
+    """Replace a range by the result of a function of it, or insert that before it."""
 
     def change(content: bytearray, draw: Random) -> bytearray:
         where = _range(content, draw)

@@ -214,8 +214,8 @@ RECORDS = [
     for n, more in enumerate(({}, {"val_loss": 7.0}, {"nonfinite": None, "expert_load": 1.0}), start=1)
 ]
 START = {"began": "2026-01-01T00:00:00+00:00", "seen": "2026-01-01T01:00:00+00:00", "first": 0, "last": 3}
-REWIND = {"steps": [1, 2], "spike": 2, "loss": 9.5, "from": 1}
-HOST = {"health": Health(HealthConfig()).as_dict(), "suspect": True, "passed_over": [REWIND], "continued_from": None}
+ROLLBACK = {"steps": [1, 2], "spike": 2, "loss": 9.5, "from": 1}
+HOST = {"health": Health(HealthConfig()).as_dict(), "suspect": True, "passed_over": [ROLLBACK], "continued_from": None}
 RUN_FILES = {
     "config.json": to_dict(small_config()),
     "metrics.jsonl": RECORDS,
@@ -228,7 +228,7 @@ RUN_FILES = {
     "data.json": {"path": ["5d41", "402a"]},
     "model.json": asdict(ModelFile("/models/file.py", "00ff", 1000)),
     "experts.json": {"step": 3, "shares": [[0.5, 0.5]]},
-    "passed_over.json": [REWIND],
+    "passed_over.json": [ROLLBACK],
     "unhealthy.json": {"problem": "4 steps in a row were skipped", "way_out": "continue with --step 1"},
 }
 

@@ -126,7 +126,10 @@ def test_damaged_file_ends_no_command(runs, monkeypatch, capsys, name):
 
 SENTENCES = {
     "metrics.jsonl": ([*RECORDS, {"step": 4, "loss": 1.0}], "the last line of metrics.jsonl has no tokens"),
-    "config.json": (to_dict(TINY) | {"train": {"taken": None}}, "train.taken is None, which is not a list of"),
+    "config.json": (
+        to_dict(TINY) | {"train": {"batch_history": None}},
+        "train.batch_history is None, which is not a list of",
+    ),
     "environment.json": ([{"parameters": "x"}], "[0].parameters is 'x', which is not a whole number; remove it"),
     "init.json": ([], "the config must be an object, not []; remove it to forget"),
 }

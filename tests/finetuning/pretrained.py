@@ -29,7 +29,7 @@ def write_run(folder: Path, **changes) -> Path:
 
 
 def words_of(run: Path, task: str, files: TaskFiles, *flags) -> list[str]:
-    given = ["--checkpoint", run, "--task", task, "--train", *files.train, "--validation", *files.validation, *flags]
+    given = ["--run", run, "--task", task, "--train", *files.train, "--validation", *files.validation, *flags]
     return [str(word) for word in given]
 
 

@@ -73,7 +73,7 @@ def report_of(folder):
 
 
 def evaluated(capsys, run, task, data, *flags):
-    given = ["--checkpoint", run, "--task", task, "--data", data, *flags, "--json"]
+    given = ["--run", run, "--task", task, "--data", data, *flags, "--json"]
     assert evaluate(tyro.cli(EvaluateArguments, args=[str(flag) for flag in given])) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -176,7 +176,7 @@ def test_best_folder_is_evaluated_to_same_metrics(done, mnli, capsys, tmp_path):
     data.write_text("index\tsentence1\tsentence2\n7\tthe old bird\tindeed the bird\n")
     assert "accuracy" not in evaluated(capsys, done / "best", "mnli", data, "--predictions", tmp_path)
     assert (tmp_path / "MNLI-m.tsv").read_text().startswith("index\tprediction\n7\t")
-    argv = ["evaluate", "--checkpoint", str(done / "best"), "--task", "mnli", "--data", str(data)]
+    argv = ["evaluate", "--run", str(done / "best"), "--task", "mnli", "--data", str(data)]
     assert cli.main(argv) == 2
     assert "no labels to compute metrics from; add --predictions" in capsys.readouterr().err
 

@@ -9,8 +9,8 @@ from mjax.step.optimizer import backward_order, gradient_names
 from tests.small import small_config
 
 HEADS = {
-    "classification": {"head": "classification", "answers": 3},
-    "multiple_choice": {"head": "multiple_choice", "answers": 4},
+    "classification": {"head": "classification", "num_labels": 3},
+    "multiple_choice": {"head": "multiple_choice", "num_labels": 4},
     "span": {"head": "span"},
 }
 

@@ -31,7 +31,7 @@ def place(tmp_path_factory):
 
 def finetune(*flags, run="bert", task="mnli", train="mnli/train.tsv", validation="mnli/dev_matched.tsv"):
     def argv(place):
-        given = {"--checkpoint": place / run, "--task": task, "--train": place / train, "--output": place / "out"}
+        given = {"--run": place / run, "--task": task, "--train": place / train, "--output": place / "out"}
         given["--validation"] = place / validation
         words = [str(word) for pair in given.items() for word in pair]
         return ["finetune", *words, "--batch", "8", *(str(flag).replace("PLACE", str(place)) for flag in flags)]
@@ -45,7 +45,7 @@ WRONG = {
     "a batch that does not divide": (finetune("--batch", 9, "--mesh.data", 2), "use a multiple of 2"),
     "a micro-batch that does not divide": (finetune("--train.micro-batch", 3), "--train.micro-batch 3 does not divide"),
     "a batch above the examples": (finetune("--batch", 25), "--batch 25 is more than the 24 examples of --train"),
-    "an infinite rate": (finetune("--learning-rate", "inf"), "--learning-rate inf: it takes a number"),
+    "an infinite rate": (finetune("--learning-rate", "inf"), "--learning-rate inf is not a number"),
     "nothing but warm-up": (finetune("--warmup", 1), "--warmup is 1.0"),
     "training without labels": (finetune(train="mnli/test_matched.tsv"), "test_matched.tsv"),
     "validation without labels": (
@@ -54,14 +54,14 @@ WRONG = {
     "a damaged request": (finetune("--output", "PLACE/old"), "request.json is not JSON"),
     "a head in pre-training": (
         lambda p: ["train", "--config", "bert_336m", "--data.mock", "--model.head", "span"],
-        "has no --model.head for this model; it is for --model.kind bert_task: leave it out",
+        "--model.head is an option of bert_task models; remove it",
     ),
     "a head in pre-training by its kind": (
         lambda p: ["train", "--config", "bert_336m", "--data.mock", "--model.kind", "bert_task"],
-        "--model.kind bert_task is not for pre-training; leave it out",
+        "--model.kind bert_task is not for pre-training; remove it",
     ),
     "evaluating what was not fine-tuned": (
-        lambda p: ["evaluate", "--checkpoint", f"{p}/bert", "--task", "mnli", "--data", f"{p}/mnli/dev_matched.tsv"],
+        lambda p: ["evaluate", "--run", f"{p}/bert", "--task", "mnli", "--data", f"{p}/mnli/dev_matched.tsv"],
         "was not fine-tuned for mnli; give the folder best of mjax finetune --task mnli",
     ),
 }  # fmt: skip
@@ -80,15 +80,15 @@ def test_wrong_flag_or_file_changes_nothing(what, place, capsys):
 
 
 @pytest.mark.parametrize(
-    ("head", "answers", "task"),
+    ("head", "num_labels", "task"),
     [("classification", 2, "mnli"), ("classification", 3, "race"), ("multiple_choice", 4, "mnli"), ("span", 2, "mnli")],
 )
-def test_run_of_another_task_is_rejected(place, tmp_path, capsys, head, answers, task):
+def test_run_of_another_task_is_rejected(place, tmp_path, capsys, head, num_labels, task):
     run = shutil.copytree(place / "bert", tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
-    config["model"] |= {"kind": "bert_task", "head": head, "answers": answers}
+    config["model"] |= {"kind": "bert_task", "head": head, "num_labels": num_labels}
     del config["model"]["mlm_activation"]
     (run / "config.json").write_text(json.dumps(config))
     data = place / ("race/dev" if task == "race" else "mnli/dev_matched.tsv")
-    assert cli.main(["evaluate", "--checkpoint", str(run), "--task", task, "--data", str(data)]) == 2
+    assert cli.main(["evaluate", "--run", str(run), "--task", task, "--data", str(data)]) == 2
     assert f"was not fine-tuned for {task}; give" in capsys.readouterr().err

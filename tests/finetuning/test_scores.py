@@ -25,7 +25,7 @@ SP = {"sequence_parallel": True}
     [
         ("multiple_choice", 2, 1, {"pipe": 2}, 1),
         pytest.param("span", 2, 2, SP | {"zero": 3}, 2, marks=pytest.mark.ci),
-        pytest.param("classification", 2, 2, SP | {"pipe": 2, "chunks": 1}, 1, marks=pytest.mark.ci),
+        pytest.param("classification", 2, 2, SP | {"pipe": 2, "virtual_stages": 1}, 1, marks=pytest.mark.ci),
     ],
 )
 def test_scores_and_loss_equal_serial_reference(head, data, model, mesh, micro_batch):

@@ -25,7 +25,7 @@ def run(tmp_path_factory):
 
 def beginning(run, mesh=ONE, **changes) -> FinetuningStart:
     saved = read_config(run / "config.json")
-    model = replace(convert_kind(saved.model, "bert_task"), attention="xla", **{"answers": 3} | changes)
+    model = replace(convert_kind(saved.model, "bert_task"), attention="xla", **{"num_labels": 3} | changes)
     config = replace(saved, model=model, mesh=mesh)
     return FinetuningStart(run, saved, config, make_mesh(mesh), build_program(config, make_mesh(mesh)))
 

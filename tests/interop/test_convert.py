@@ -193,7 +193,7 @@ def test_missing_heads_are_drawn_on_request(lost, form, drawn, runs, tmp_path, c
     source, names = write_folder(tmp_path / "in", BERT, form(tensors)), ", ".join(HEADS[each] for each in drawn)
     assert from_hf(source, tmp_path / "run") == 2
     assert f"{names}; its encoder is complete, so add --draw" in capsys.readouterr().err
-    assert from_hf(source, tmp_path / "run", "--draw-heads", "--vocabulary-multiple", "64") == 0
+    assert from_hf(source, tmp_path / "run", "--init-missing-heads", "--vocabulary-multiple", "64") == 0
     assert f"initialised from seed 1234: {names}\n" in capsys.readouterr().out
     found, whole = weights_of(tmp_path / "run"), weights_of(runs["bert"])
     initial = named(jax.jit(partial(build_model, 1234, read_config(runs["bert"] / "config.json").model))())
@@ -236,7 +236,7 @@ def test_imported_model_trains_and_is_exported(tmp_path, capsys):
     assert imported == replace(tiny.model, max_position_embeddings=tiny.model.sequence)
     save_config(replace(tiny, model=imported), run / "config.json")
     mesh = ["--mesh.data", "8", "--mesh.model", "2", "--train.micro-batch", "1", "--train.steps", "4"]
-    assert cli.main(["train", "--resume", str(run), *mesh]) == 0
+    assert cli.main(["train", "--run", str(run), *mesh]) == 0
     assert "starting with fresh optimizer state" in capsys.readouterr().out
     assert sorted(entry.name for entry in (run / "checkpoints").iterdir()) == ["0", "4"]
 

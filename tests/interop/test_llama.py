@@ -62,8 +62,8 @@ def read(values):
     return model_config(find_family(values, "config.json"), values, "config.json", 128)
 
 
-SCALED = {"sequence": 131072, "rope_scaling": "llama3", "rope_factor": 8.0, "rope_original": 8192}
-NO_LOSSES = {"balance_loss": 0.0, "z_loss": 0.0}
+SCALED = {"sequence": 131072, "rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_length": 8192}
+NO_LOSSES = {"aux_loss_coef": 0.0, "z_loss": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_config_survives_export_and_import(name):
     either = {"kv_heads": None, "head_dim": None, "max_position_embeddings": model.sequence}
     assert again.max_position_embeddings == model.sequence
     if isinstance(model, MixtureConfig):
-        assert again.expert_width_in_use == model.expert_width_in_use
-        either |= {"feed_forward": None, "expert_width": None} | NO_LOSSES
+        assert again.expert_width == model.expert_width
+        either |= {"feed_forward": None, "moe_ffn_hidden": None} | NO_LOSSES
     assert replace(again, **either) == replace(model, **either)
     assert (again.groups, again.head_size) == (model.groups, model.head_size)
 
@@ -124,7 +124,7 @@ def test_fused_experts_equal_single_ones(tmp_path, capsys):
     assert_same(folder_weights(write_folder(tmp_path / "fused", config, fused)), ours)
     for command, given, output in (("from-hf", "fused", "run"), ("to-hf", "run", "out")):
         assert cli.main(["convert", command, str(tmp_path / given), str(tmp_path / output)]) == 0
-    assert "to train with it type --model.balance-loss 0.02\n" in capsys.readouterr().out
+    assert "to train with it type --model.aux-loss-coef 0.02\n" in capsys.readouterr().out
     assert_same(read_folder(tmp_path / "out"), read_folder(source))
 
 
@@ -139,7 +139,7 @@ def test_qwen_windows_survive_either_spelling(every):
     if every:
         values["layer_types"] = (["sliding_attention"] * (every - 1) + ["full_attention"]) * (28 // every)
     model = read(values)
-    assert (model.window, model.full_attention_every) == (512, every)
+    assert (model.window, model.global_attention_interval) == (512, every)
     written = config_values(QWEN2, model)
     assert read({**written, "model_type": "qwen2"}) == replace(model, head_dim=model.head_size)
     assert written["layer_types"] == values.get("layer_types", ["sliding_attention"] * 28)
@@ -157,7 +157,7 @@ def test_gemma_layers_survive_any_spelling():
     for unread in (new, (*old, "sliding_window_pattern")):
         assert read({name: value for name, value in written.items() if name not in unread}) == model
     third = {"layer_types": GEMMA_3_270M["layer_types"][3:6], "num_hidden_layers": 3}
-    assert read({**GEMMA_3_270M, **third}).full_attention_every == 3
+    assert read({**GEMMA_3_270M, **third}).global_attention_interval == 3
 
 
 # --- Rotary positions -------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ LLAMA3_8B = load_config("llama3_8b").model
 )
 def test_rope_flag_lengthens_sequences(given, factor, original):
     model = scale_positions(LLAMA3_8B, given, "DIR")
-    changed = {"rope_scaling": given.split(":")[0], "rope_factor": factor, "rope_original": original}
+    changed = {"rope_scaling": given.split(":")[0], "rope_factor": factor, "rope_original_length": original}
     changed |= dict.fromkeys(("sequence", "max_position_embeddings"), round(8192 * factor))
     assert model == replace(LLAMA3_8B, **changed)
     shorter = replace(LLAMA3_8B, sequence=512, max_position_embeddings=8192)

@@ -21,7 +21,7 @@ WORDS, QKV = "embedding.word_embeddings.weight", "decoder.layers.0.self_attentio
 
 
 def current_share(model, *args):
-    """What a rank holds, by current names."""
+    """The tensors of a rank by current names."""
     return to_current_names(flat(share(draw(model), model, *args)), model.kind, "source")
 
 

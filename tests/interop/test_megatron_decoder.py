@@ -132,7 +132,13 @@ def check(read, experts):
 def test_decoder_shares_merge(ranks):
     tensors = tensors_of(None, ranks)
     model = decoder_config(ARGUMENTS, tensors, "source", 3.0)
-    assert (model.layers, model.groups, model.head_size, model.mlp_width, model.tied) == (LAYERS, K, D, F, False)
+    assert (model.layers, model.groups, model.head_size, model.mlp_width, model.tie_embeddings) == (
+        LAYERS,
+        K,
+        D,
+        F,
+        False,
+    )
     assert (model.rope_theta, model.norm_epsilon, model.rope_scaling) == (500_000, 1e-6, "none")
     check(reader_of(tensors, ARGUMENTS, DECODER), experts=False)
     some = DecoderTensors(tensors, model, "source").read("decoder.layers.3.mlp.linear_fc1.up.weight", slice(2, 5))
@@ -199,17 +205,17 @@ LLAMA_3 = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"rotary_percent": 0.5, "qk_layernorm": True}, {"rope_share": 0.5, "qk_norm": "head"}),
-        (LLAMA_3, {"rope_scaling": "llama3", "rope_factor": 32.0, "rope_original": 8192}),
+        ({"rotary_percent": 0.5, "qk_layernorm": True}, {"rotary_percent": 0.5, "qk_norm": "head"}),
+        (LLAMA_3, {"rope_scaling": "llama3", "rope_factor": 32.0, "rope_original_length": 8192}),
         (LLAMA_3 | {"rotary_seq_len_interpolation_factor": 1}, {"rope_scaling": "llama3", "rope_factor": 32.0}),
         ({"rotary_seq_len_interpolation_factor": 4}, {"rope_scaling": "linear", "rope_factor": 4.0}),
-        ({}, {"router": "softmax", "router_normalized": True, "router_scale": 1.0, "balance_loss": 0, "z_loss": 0}),
+        ({}, {"router": "softmax", "router_normalized": True, "router_scale": 1.0, "aux_loss_coef": 0, "z_loss": 0}),
         ({"moe_router_pre_softmax": True}, {"router": "softmax", "router_normalized": False}),
         (SIGMOID | {"moe_router_topk": 1}, {"router_normalized": False}),
-        (SIGMOID | IN_GROUPS, {"router_groups": 2, "router_top_groups": 1}),
-        ({"moe_aux_loss_coeff": 0.01}, {"balance_loss": 0.01, "balance_over": "micro_batch"}),
-        ({name: [value] for name, value in SEQUENCE.items()}, {"balance_loss": 0.02, "balance_over": "sequence"}),
-        ({"moe_ffn_hidden_size": None}, {"feed_forward": 20, "expert_width": F}),
+        (SIGMOID | IN_GROUPS, {"router_n_groups": 2, "router_topk_groups": 1}),
+        ({"moe_aux_loss_coeff": 0.01}, {"aux_loss_coef": 0.01, "aux_loss_scope": "micro_batch"}),
+        ({name: [value] for name, value in SEQUENCE.items()}, {"aux_loss_coef": 0.02, "aux_loss_scope": "sequence"}),
+        ({"moe_ffn_hidden_size": None}, {"feed_forward": 20, "moe_ffn_hidden": F}),
     ],
     ids=str,
 )
@@ -241,7 +247,7 @@ RATES = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.0
     ids=["complete", "positions", "epsilon and base", "scaled", "experts"],
 )
 def test_assumed_arguments_equal_stated_ones(given, assumed):
-    """What is said to be assumed and what the model has: stating it changes nothing."""
+    """The assumed arguments are those of the model: stating them changes nothing."""
     said, tensors = ARGUMENTS | given, TENSORS if "num_experts" in given else DENSE
     assert assume_arguments(said, "decoder") == RATES | assumed
     models = [decoder_config(each, tensors, "source", 3.0) for each in (said, said | RATES | assumed)]
@@ -258,7 +264,7 @@ def test_assumed_arguments_equal_stated_ones(given, assumed):
 )
 def test_unknown_balance_loss_is_left_out(given, left_out):
     assert f"mjax has no {left_out}, so the run has none" in balance_left_out(OF_MIXTURE | given, "source")
-    assert decoder_config(OF_MIXTURE | given, TENSORS, "source", 3.0).balance_loss == 0
+    assert decoder_config(OF_MIXTURE | given, TENSORS, "source", 3.0).aux_loss_coef == 0
 
 
 REFUSED = [

@@ -37,8 +37,8 @@ class PairLlama(Llama):
     def loss(self, x, batch, context):
         losses = self.output(x).cross_entropy(batch["labels"], context)
         answers = -context.tokens.split_sequences(losses * batch["loss_mask"].reshape(-1)).sum(1)
-        if context.tokens.across:
-            answers = mappings.leave(answers, "context")  # log p of whole answers
+        if context.tokens.context_attention:
+            answers = mappings.reduce_from_region(answers, "context")  # log p of whole answers
         ratios = answers.reshape(-1, 2) - batch["reference"]
         margin = BETA * (ratios[:, 0] - ratios[:, 1])
         sums = {"loss": -jax.nn.log_sigmoid(margin).sum(), "preferred": (margin > 0).sum(dtype=margin.dtype)}

@@ -23,8 +23,8 @@ STEPS = 5
 
 def biased(data=1, model=1, micro_batch=2, compute="fp64", **changes):
     """Scores whose differences are about as large as those of the first biases, so that both matter."""
-    defaults = {"dropout": 0.0, "balance_loss": 0.0, "z_loss": 0.0, "sequence": 16, "init_std": 0.1, **DEEPSEEK}
-    config = config_of(data, model, micro_batch, **{**defaults, "balance_bias": 0.02, **changes})
+    defaults = {"dropout": 0.0, "aux_loss_coef": 0.0, "z_loss": 0.0, "sequence": 16, "init_std": 0.1, **DEEPSEEK}
+    config = config_of(data, model, micro_batch, **{**defaults, "router_bias_update_rate": 0.02, **changes})
     optimizer = replace(config.optimizer, schedule="constant", epsilon=1e-3, clip_norm=100.0)  # clips nothing
     return replace(config, optimizer=optimizer, precision=PrecisionConfig(compute=compute))
 
@@ -65,7 +65,7 @@ def trained(weights, model, batches, optimizer):
         fewer = np.asarray(loads) * model.experts < np.asarray(loads).sum(-1, keepdims=True)
         more = np.asarray(loads) * model.experts > np.asarray(loads).sum(-1, keepdims=True)
         (bias,) = (name for name in weights if name.endswith("router.bias"))
-        weights[bias] = weights[bias] + model.balance_bias * (1.0 * fewer - more)
+        weights[bias] = weights[bias] + model.router_bias_update_rate * (1.0 * fewer - more)
     return losses, weights
 
 
@@ -74,7 +74,7 @@ def trained(weights, model, batches, optimizer):
     [
         pytest.param(4, 1, {}, marks=pytest.mark.ci),
         pytest.param(1, 2, {"sequence_parallel": True}, marks=pytest.mark.ci),
-        pytest.param(2, 1, {"pipe": 2, "chunks": 2, "zero": 1}, marks=pytest.mark.ci),
+        pytest.param(2, 1, {"pipe": 2, "virtual_stages": 2, "zero": 1}, marks=pytest.mark.ci),
         pytest.param(4, 1, {"zero": 3}, marks=pytest.mark.ci),
         (4, 1, {"expert": 2, "zero": 1}),
     ],
@@ -93,7 +93,7 @@ def test_five_steps_equal_serial_ones(data, model, mesh, rank):
     np.testing.assert_array_equal(found[BIAS], weights[BIAS])
     if rank:
         return
-    moves = np.unique(np.round((weights[BIAS] - start[BIAS]) / config.model.balance_bias))
+    moves = np.unique(np.round((weights[BIAS] - start[BIAS]) / config.model.router_bias_update_rate))
     assert {-STEPS, STEPS} < set(moves), "the test should have experts that are always chosen, and some that change"
 
 
@@ -130,10 +130,14 @@ def test_skipped_step_leaves_the_bias():
 
 
 def test_bias_is_refused_when_all_experts_are_chosen():
-    with pytest.raises(UsageError, match=r"--model\.balance-bias 0\.01 does nothing where a token takes all 4 experts"):
-        validate(config_of(balance_bias=0.01, experts_per_token=4), "a test")
+    with pytest.raises(
+        UsageError, match=r"--model\.router-bias-update-rate 0\.01 does nothing where a token takes all 4 experts"
+    ):
+        validate(config_of(router_bias_update_rate=0.01, experts_per_token=4), "a test")
 
 
 def test_export_of_the_bias_is_refused():
-    with pytest.raises(UsageError, match=r"^transformers has no class for .* --model\.balance-bias 0\.01; Mixtral"):
-        model_family(replace(config_of(dropout=0.0).model, balance_bias=0.01))
+    with pytest.raises(
+        UsageError, match=r"^transformers has no class for .* --model\.router-bias-update-rate 0\.01; Mixtral"
+    ):
+        model_family(replace(config_of(dropout=0.0).model, router_bias_update_rate=0.01))

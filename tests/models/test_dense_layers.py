@@ -24,9 +24,9 @@ from tests.models.test_balance_bias import biased, steps_on_mesh, trained
 from tests.models.test_mixture import config_of
 from tests.small import batch_of, named, small_config, weights_of
 
-FIRST = {"layers": 4, "dense_layers": 1, "feed_forward": 40}
-SECOND = {"layers": 4, "expert_interval": 2, "feed_forward": 40}
-THIRD = {"layers": 6, "expert_interval": 3, "feed_forward": 40}
+FIRST = {"layers": 4, "first_dense_layers": 1, "feed_forward": 40}
+SECOND = {"layers": 4, "moe_layer_freq": 2, "feed_forward": 40}
+THIRD = {"layers": 6, "moe_layer_freq": 3, "feed_forward": 40}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_bias_of_layers_with_a_router_follows_their_tokens(data, mesh, changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {**FIRST, "layers": 6, "expert_interval": 2, "window": 3, "full_attention_every": 2},
+        {**FIRST, "layers": 6, "moe_layer_freq": 2, "window": 3, "global_attention_interval": 2},
         pytest.param({**SECOND, "layers": 5}, marks=pytest.mark.ci),
     ],
     ids=["first, then every second", "more after the last group"],
@@ -66,12 +66,12 @@ def test_unlike_runs_equal_serial_reference(changes):
 @pytest.mark.parametrize(
     ("changes", "mesh", "router", "dense"),
     [
-        ({**FIRST, "dense_layers": 2, "layers": 5}, {}, ("blocks.1", [3, 4, 5]), ("blocks.0", [1, 2])),
+        ({**FIRST, "first_dense_layers": 2, "layers": 5}, {}, ("blocks.1", [3, 4, 5]), ("blocks.0", [1, 2])),
         (SECOND, {}, ("blocks.turns.1", [2, 4]), ("blocks.turns.0", [1, 3])),
         (THIRD, {}, ("blocks.turns.2", [3, 6]), ("blocks.turns.1", [2, 5])),
-        ({**SECOND, "dense_layers": 1}, {}, ("blocks.1.turns.1", [3]), ("blocks.2", [4])),
+        ({**SECOND, "first_dense_layers": 1}, {}, ("blocks.1.turns.1", [3]), ("blocks.2", [4])),
         (
-            {**SECOND, "layers": 8}, {"pipe": 2, "chunks": 2},
+            {**SECOND, "layers": 8}, {"pipe": 2, "virtual_stages": 2},
             ("blocks.turns.1", [2, 4, 6, 8]), ("blocks.turns.0", [1, 3, 5, 7]),
         ),
     ],
@@ -88,7 +88,7 @@ def test_gradients_are_named_by_their_layer(changes, mesh, router, dense):
 @pytest.mark.ci
 @pytest.mark.parametrize("changes", [FIRST, SECOND], ids=["first", "every second"])
 def test_layer_has_its_initial_weights_of_a_uniform_model(changes):
-    uniform = {**changes, "dense_layers": 0, "expert_interval": 1}
+    uniform = {**changes, "first_dense_layers": 0, "moe_layer_freq": 1}
     layers = [
         reference.layers_of(named(build_model(0, small_config(kind="mixture", **each).model)))
         for each in (changes, uniform)
@@ -99,18 +99,18 @@ def test_layer_has_its_initial_weights_of_a_uniform_model(changes):
 
 def test_parameters_flops_memory_and_time_are_those_of_layers_added():
     def planned(**changes):
-        config = small_config(kind="mixture", feed_forward=512, expert_width=24, attention="xla", **changes)
+        config = small_config(kind="mixture", feed_forward=512, moe_ffn_hidden=24, attention="xla", **changes)
         parts = predict_time(config, gpu_named("h100")).parts
         predicted = [predict_memory(config).activations, *map(parts.get, ("matmul", "attention", "elementwise"))]
         return np.array([count_parameters(config.model), model_flops(config), *predicted])
 
     sparse = planned(layers=5) - planned(layers=4)
-    dense = planned(layers=5, dense_layers=2) - planned(layers=4, dense_layers=1)
+    dense = planned(layers=5, first_dense_layers=2) - planned(layers=4, first_dense_layers=1)
     mlp, experts, router, tokens = 3 * 32 * 512, 3 * 32 * 24, 32 * 8, 8 * 16  # matrices, and two experts a token
     assert (sparse - dense)[:2].tolist() == [8 * experts + router - mlp, 6 * tokens * (2 * experts + router - mlp)]
     assert (abs(dense / sparse - 1)[[2, 3, 5]] > 0.005).all()  # attention is the same
-    np.testing.assert_allclose(planned(layers=7, dense_layers=3), planned(layers=4) + 3 * dense, rtol=5e-4)
-    np.testing.assert_allclose(planned(layers=6, expert_interval=3), planned(layers=2) + 4 * dense, rtol=5e-4)
+    np.testing.assert_allclose(planned(layers=7, first_dense_layers=3), planned(layers=4) + 3 * dense, rtol=5e-4)
+    np.testing.assert_allclose(planned(layers=6, moe_layer_freq=3), planned(layers=2) + 4 * dense, rtol=5e-4)
 
 
 # --- Generation, checkpoints ------------------------------------------------------------------------------------------
@@ -121,14 +121,14 @@ def test_parameters_flops_memory_and_time_are_those_of_layers_added():
     ("changes", "mesh"),
     [
         (FIRST, {}),
-        ({**THIRD, "window": 3, "full_attention_every": 2}, {}),
-        ({**SECOND, "layers": 8}, {"pipe": 2, "chunks": 2}),
+        ({**THIRD, "window": 3, "global_attention_interval": 2}, {}),
+        ({**SECOND, "layers": 8}, {"pipe": 2, "virtual_stages": 2}),
         ({"layers": 2, "experts": 8}, {"data": 4, "expert": 4, "model": 2}),
     ],
     ids=str,
 )
 def test_greedy_text_is_that_of_whole_forward_passes(changes, mesh):
-    config = small_config(kind="mixture", dropout=0.0, grouped="xla", **changes)
+    config = small_config(kind="mixture", dropout=0.0, moe_kernel="xla", **changes)
     config = replace(config, mesh=MeshConfig(**mesh))
     weights = jax.tree.map(lambda w: 4 * w, build_model(3, config.model))
     prompt, generator = [5, 17, 31], Generator(config, make_mesh(config.mesh))
@@ -149,14 +149,17 @@ def test_greedy_text_is_that_of_whole_forward_passes(changes, mesh):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": 4, "dense_layers": 4}, r"--model\.dense-layers 4 and .* leave no layer of --model\.layers 4 with"),
         (
-            {"layers": 4, "dense_layers": 1, "mesh": {"pipe": 2}},
+            {"layers": 4, "first_dense_layers": 4},
+            r"--model\.first-dense-layers 4 and .* leave no layer of --model\.layers 4 with",
+        ),
+        (
+            {"layers": 4, "first_dense_layers": 1, "mesh": {"pipe": 2}},
             r"--mesh\.pipe 2 cannot split a mixture of experts, which has several stacks of layers: 1, then 3;",
         ),
-        ({"layers": 4, "expert_interval": 2, "mesh": {"pipe": 4}}, "repeat every 2, which does not divide the 1 "),
+        ({"layers": 4, "moe_layer_freq": 2, "mesh": {"pipe": 4}}, "repeat every 2, which does not divide the 1 "),
         (
-            {"layers": 24, "expert_interval": 4, "window": 4, "full_attention_every": 3, "mesh": {"pipe": 4}},
+            {"layers": 24, "moe_layer_freq": 4, "window": 4, "global_attention_interval": 3, "mesh": {"pipe": 4}},
             "repeat every 12, which does not divide the 6 layers",
         ),
     ],

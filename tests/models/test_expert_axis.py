@@ -6,7 +6,7 @@ import pytest
 
 from mjax.checkpoint import arrays
 from mjax.errors import UnhealthyError
-from mjax.parallel import scopes
+from mjax.parallel import named_scopes
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.planner.ledger import ledger
 from mjax.run.health import Replicas
@@ -53,7 +53,7 @@ def test_flipped_bit_of_an_expert_is_found():
 def test_ledger_has_what_the_docstring_of_experts_says():
     """A layer gathers rows and routing and scatters results; the backward pass has their transposes."""
     config = small_config(8, 1, 1, compute="bf16", mesh={"expert": 4}, **{**MIXTURE, "layers": 3, "sequence": 16})
-    found = ledger(config).filter_axes("expert").group_by("part")[scopes.LAYER]
+    found = ledger(config).filter_axes("expert").group_by("part")[named_scopes.LAYER]
     rows, routing = 16 * 32 * 2, 16 * 2 * 2 * 4  # bytes of this rank: [t, h] in bf16, [t, 2 k] in float32
     totals = {key: (part.count, part.sent) for key, part in found.group_by("operation", "dtype").items()}
     assert totals == {
@@ -63,8 +63,8 @@ def test_ledger_has_what_the_docstring_of_experts_says():
         ("reduce-scatter", "float32"): (3, 3 * 3 * routing),
     }
     gradients = ledger(config).group_by("axes", "part")  # those of experts are summed over `data`
-    assert gradients[("data",), scopes.GRADIENT].sent == pytest.approx(2 * (2 - 1) / 2 * 4 * 3 * (3 * 32 * 24))
-    assert ("expert",) not in {axes for axes, part in gradients if part == scopes.GRADIENT}
+    assert gradients[("data",), named_scopes.GRADIENT].sent == pytest.approx(2 * (2 - 1) / 2 * 4 * 3 * (3 * 32 * 24))
+    assert ("expert",) not in {axes for axes, part in gradients if part == named_scopes.GRADIENT}
 
 
 # --- Steps and runs ---------------------------------------------------------------------------------------------------

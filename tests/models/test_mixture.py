@@ -22,18 +22,18 @@ from tests.traced import equations, traced_step
 
 MIXTURE = {
     "kind": "mixture",
-    "grouped": "xla",
+    "moe_kernel": "xla",
     "layers": 4,
     "experts": 4,
     "experts_per_token": 2,
-    "expert_width": 24,
-    "balance_loss": 0.1,
+    "moe_ffn_hidden": 24,
+    "aux_loss_coef": 0.1,
     "z_loss": 0.01,
     "sequence": 15,  # a number of tokens that no tile divides
 }
 DEEPSEEK = {
-    "experts": 8, "experts_per_token": 3, "router": "sigmoid", "router_groups": 4, "router_top_groups": 2,
-    "router_scale": 2.5, "shared_width": 20,
+    "experts": 8, "experts_per_token": 3, "router": "sigmoid", "router_n_groups": 4, "router_topk_groups": 2,
+    "router_scale": 2.5, "shared_expert_ffn_hidden": 20,
 }  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def means_of(config):
 )
 def test_micro_batch_size_changes_only_the_balance_loss_of_megatron(over, same):
     def found(micro_batch):
-        return means_of(config_of(1, 1, micro_batch, dropout=0.0, balance_over=over, layers=1))
+        return means_of(config_of(1, 1, micro_batch, dropout=0.0, aux_loss_scope=over, layers=1))
 
     (one, gradients), (four, others) = (found(size) for size in (1, 4))
     np.testing.assert_allclose(one[[0, 1, 3]], four[[0, 1, 3]], rtol=1e-13)
@@ -110,22 +110,24 @@ def test_experts_are_chosen_once_whatever_is_recomputed(recompute, unroll):
         (
             "gpu",
             (8, 0),
-            {"expert_width": 72},
+            {"moe_ffn_hidden": 72},
             "xla",
             "it needs sizes that are multiples of 16 and an expert's matrix has a dim of 36 on a GPU",
         ),
-        ("gpu", (8, 0), {"expert_width": 64}, "pallas", None),
-        ("gpu", (9, 0), {"grouped": "xla"}, "xla", None),
+        ("gpu", (8, 0), {"moe_ffn_hidden": 64}, "pallas", None),
+        ("gpu", (9, 0), {"moe_kernel": "xla"}, "xla", None),
     ],
 )
 def test_pallas_is_chosen_where_it_can_run(platform, capability, changes, chosen, why):
-    config = small_config(model=2, **{**MIXTURE, "grouped": "auto", "expert_width": 32, **changes})
+    config = small_config(model=2, **{**MIXTURE, "moe_kernel": "auto", "moe_ffn_hidden": 32, **changes})
     assert choose_grouped(config, platform, capability) == (chosen, why)
     if why:
-        asked = replace(config, model=replace(config.model, grouped="pallas"))
+        asked = replace(config, model=replace(config.model, moe_kernel="pallas"))
         with pytest.raises(UsageError) as error:
             choose_grouped(asked, platform, capability)
-        assert str(error.value) == (f"--model.grouped pallas cannot be used: {why}; change that, or set it to auto")
+        assert str(error.value) == (
+            f"--model.moe-kernel pallas is not supported here ({why}); change that, or set it to auto"
+        )
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_published_mixtures_have_their_parameters_and_flops(name, parameters, ac
     model, tokens = config.model, config.train.global_batch * config.model.sequence
     assert count_parameters(model) == parameters
     unused = model.experts - model.experts_per_token
-    assert parameters - model.layers * unused * 3 * model.hidden * model.expert_width_in_use == active
+    assert parameters - model.layers * unused * 3 * model.hidden * model.expert_width == active
     vectors = model.layers * 2 * model.hidden + model.hidden  # norms of the stream, which are not matmuls
     if model.qk_norm != "none":
         heads = (model.heads + model.groups) if model.qk_norm == "heads" else 2
@@ -155,11 +157,11 @@ def test_published_mixtures_have_their_parameters_and_flops(name, parameters, ac
     ("changes", "message"),
     [
         ({"experts_per_token": 5}, "--model.experts-per-token 5 is more than the 4 experts that a token can choose"),
-        ({"router_groups": 3}, "--model.router-groups 3 and --model.router-top-groups 3 do not cut 4 experts"),
-        ({"router_groups": 4}, "do not cut 4 experts into groups of two or more"),
-        ({"router_groups": 2, "router_top_groups": 1, "experts_per_token": 3}, "more than the 2 experts"),
-        ({"norms": "post"}, "--model.norms post is not there for a mixture of experts"),
-        ({"compute": "fp8"}, "--precision.compute fp8 is not there for a mixture of experts"),
+        ({"router_n_groups": 3}, "--model.router-n-groups 3 and --model.router-topk-groups 3 do not cut 4 experts"),
+        ({"router_n_groups": 4}, "do not cut 4 experts into groups of two or more"),
+        ({"router_n_groups": 2, "router_topk_groups": 1, "experts_per_token": 3}, "more than the 2 experts"),
+        ({"norms": "post"}, "--model.norms post is not supported for a mixture of experts"),
+        ({"compute": "fp8"}, "--precision.compute fp8 is not supported for a mixture of experts"),
     ],
 )
 def test_impossible_mixture_is_refused(changes, message):

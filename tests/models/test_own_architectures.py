@@ -15,7 +15,7 @@ from mjax.parallel.zero import split_into_virtual_stages
 from tests.models.own_models import hybrid, mla
 from tests.small import batch_of, gradient_program
 
-WITHOUT_FIRST = replace(mla.config, model=replace(mla.config.model, layers=2, dense_layers=0))
+WITHOUT_FIRST = replace(mla.config, model=replace(mla.config.model, layers=2, first_dense_layers=0))
 
 
 def means_of(config, **mesh):

@@ -132,7 +132,7 @@ STACKED = StackedConfig(**vars(replace(MODEL, layers=5)))
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
-        pytest.param(MODEL, {"pipe": 2, "chunks": 2, "data": 2, "model": 2}, marks=pytest.mark.ci),
+        pytest.param(MODEL, {"pipe": 2, "virtual_stages": 2, "data": 2, "model": 2}, marks=pytest.mark.ci),
         pytest.param(MODEL, {"data": 2, "model": 2, "loss_chunks": 5}, marks=pytest.mark.ci),
         (STACKED, {"data": 2, "model": 4, "sequence_parallel": True, "zero": 3}),
     ],
@@ -154,7 +154,7 @@ def test_loss_and_gradients_equal_the_serial_reference(model, mesh):
     ids=["pipeline", "mesh"],
 )
 def test_sum_of_layers_is_part_of_the_loss(kind, mesh, monkeypatch):
-    """With its weight; a metric without one has no gradient."""
+    """Its weight scales the gradient; a metric without a weight has no gradient."""
     model = kind(**vars(MODEL))
     config = config_of(model, **mesh)
     twin, batch, norm = as_llama(model), batch_of(config), reference.norm
@@ -190,9 +190,9 @@ def test_own_logits_are_in_the_loss_and_refused_in_chunks(monkeypatch):
         ledger(config_of(model, loss_chunks=2))
 
 
-@pytest.mark.parametrize("across", ["heads", "gather"])
-def test_positions_split_over_context_equal_the_serial_reference(across):
-    config = replace(config_of(context=2, context_attention=across), data=DataConfig(mock=True))
+@pytest.mark.parametrize("way", ["ulysses", "allgather"])
+def test_positions_split_over_context_equal_the_serial_reference(way):
+    config = replace(config_of(context=2, context_attention=way), data=DataConfig(mock=True))
 
     def total(weights):
         loss, (reported, _) = reference.total(weights, as_llama(MODEL), batch_of(config))

@@ -14,9 +14,9 @@ from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.models import causal
 from mjax.models.parts import attention_kernels
-from mjax.parallel import mappings, scopes
+from mjax.parallel import mappings, named_scopes
 from mjax.parallel.mesh import make_mesh
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.token_layout import TokenLayout
 from mjax.planner.ledger import ledger
 from mjax.step import step
 from tests.against_reference import largest_error
@@ -30,7 +30,7 @@ PACKED = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": Tru
 # --- What others published as bugs ------------------------------------------------------------------------------------
 
 
-def _planted(way="heads", **changes):
+def _planted(way="ulysses", **changes):
     return largest_error(
         small_config(2, 1, 2, "none", "fp64", mesh={"context": 2, "context_attention": way}, **changes)
     )
@@ -40,7 +40,7 @@ def test_loss_divided_on_each_rank_is_found(monkeypatch):
     """torchtitan issues 3280 and 3329: each rank's mean, instead of one over all of them."""
 
     def of_rank(model, batch):
-        return {name: count * mappings.parts() for name, count in model.counts(batch).items()}
+        return {name: count * mappings.num_batch_shards() for name, count in model.counts(batch).items()}
 
     monkeypatch.setattr(step, "global_counts", of_rank)
     assert _planted(samples=PACKED)["loss"] > 1e-3
@@ -58,23 +58,23 @@ def test_labels_shifted_after_the_cut_are_found(monkeypatch):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("way", "positions"), [("heads", "alibi"), ("gather", "learned")])
+@pytest.mark.parametrize(("way", "positions"), [("ulysses", "alibi"), ("allgather", "learned")])
 def test_positions_of_a_rank_are_found(way, positions, monkeypatch):
     monkeypatch.setattr(TokenLayout, "position_ids", lambda self: jnp.arange(self.positions))
     changes = BLOOM | {"heads": 8, "hidden": 64} if positions == "alibi" else {}
-    if positions == "alibi" and way == "heads":  # it sees whole sequences: only dropout depends on the rank
+    if positions == "alibi" and way == "ulysses":  # it sees whole sequences: only dropout depends on the rank
         changes |= {"dropout": 0.1}
     assert _planted(way, **changes)["blocks.attention.qkv.kernel"] > 1e-5
 
 
 def test_gradients_not_summed_over_context_are_found(monkeypatch):
     """Megatron-LM issue 1464. Left out, the sum is refused by its type; here one rank's part passes for it."""
-    whole = mappings.sum_over
+    whole = mappings.psum
 
     def of_rank_0(x, axes):
         return whole(mappings.mask_to_first_context_rank(x) if x.ndim and "context" in axes else x, axes)
 
-    monkeypatch.setattr(mappings, "sum_over", of_rank_0)
+    monkeypatch.setattr(mappings, "psum", of_rank_0)
     errors = _planted()
     assert errors["loss"] < 1e-12
     assert errors["blocks.mlp.up.kernel"] > 1e-4
@@ -95,13 +95,13 @@ def test_ledger_has_what_the_docstring_of_across_says():
     def sent(way, **changes):
         mesh = {"context": context, "context_attention": way}
         config = small_config(1, 1, b, compute="bf16", global_batch=b, mesh=mesh, layers=layers, **changes)
-        return ledger(config).filter_axes("context").group_by("part")[scopes.LAYER].group_by("operation")
+        return ledger(config).filter_axes("context").group_by("part")[named_scopes.LAYER].group_by("operation")
 
     share = (context - 1) / context
-    (of_heads,) = sent("heads").values()
+    (of_heads,) = sent("ulysses").values()
     assert of_heads.sent == 2 * layers * 4 * share * b * s * h / context * width  # forward and backward
     assert of_heads.count == 2 * layers * 4
-    found = sent("gather")
+    found = sent("allgather")
     assert {name: part.count for name, part in found.items()} == {
         "all-gather": 2 * layers,
         "reduce-scatter": 2 * layers,
@@ -115,11 +115,11 @@ def test_ledger_has_what_the_docstring_of_across_says():
 @pytest.mark.parametrize("context", [3, 4])
 def test_positions_are_balanced_over_ranks(context):
     mesh = make_mesh(MeshConfig(context=context))
-    tokens = TokenLayout(1, 4, across="gather")
+    tokens = TokenLayout(1, 4, context_attention="allgather")
 
     def on_rank(row):
-        own = tokens.cut(row)
-        return own, tokens.position_ids()[None], tokens.all_positions(own)[None]
+        own = tokens.exchange_positions(row)
+        return own, tokens.position_ids()[None], tokens.gather_positions(own)[None]
 
     row = np.arange(4 * context, dtype=np.int32)[None]
     specs = P(None, "context"), P(None, "context"), P("context")
@@ -153,7 +153,7 @@ def test_run_continues_on_other_contexts_as_on_one_device(tmp_path, fewer_device
     moved = tmp_path / "moved"
     assert len(_trained(_run_config(context=4, zero=1), moved, **until_20)) < 25
     _trained(_run_config(), moved, **until_40)
-    found = _trained(_run_config(context=2, context_attention="gather", zero=3), moved)
+    found = _trained(_run_config(context=2, context_attention="allgather", zero=3), moved)
     assert len(found) == len(whole) == 60
     assert found == pytest.approx(whole, rel=1e-5)
     assert max(whole) > 1.001 * min(whole)  # it learns
@@ -164,14 +164,14 @@ def test_run_continues_on_other_contexts_as_on_one_device(tmp_path, fewer_device
 
 def test_impossible_split_is_refused():
     """One that heads cannot make; `tests/test_bad_inputs.py` has others."""
-    config = small_config(model=4, mesh={"context": 4, "context_attention": "heads"})
+    config = small_config(model=4, mesh={"context": 4, "context_attention": "ulysses"})
     with pytest.raises(
-        UsageError, match=r"does not divide the 2 heads of .*; use --mesh.context 2, or --mesh.context-attention ga"
+        UsageError, match=r"does not divide the 2 heads of .*; use --mesh.context 2, or --mesh.context-attention al"
     ):
         validate(config)
 
 
 def test_heads_are_split_where_possible():
     config = small_config()
-    for context, model, way in ((1, 1, None), (2, 4, "heads"), (4, 4, "gather"), (3, 1, "gather")):
-        assert replace(config, mesh=MeshConfig(context=context, model=model)).across == way
+    for context, model, way in ((1, 1, None), (2, 4, "ulysses"), (4, 4, "allgather"), (3, 1, "allgather")):
+        assert replace(config, mesh=MeshConfig(context=context, model=model)).context_attention == way

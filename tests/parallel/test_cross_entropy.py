@@ -13,7 +13,7 @@ from mjax.config.axes import MODEL
 from mjax.parallel.chunked_cross_entropy import chunked_cross_entropy, split_rows
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.layers import VocabParallelEmbedding
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.token_layout import TokenLayout
 from tests.parallel.on_ranks import draw, on_ranks
 
 ROWS, VOCABULARY, WIDTH, TOKENS = 192, 170, 6, 16  # of eight ranks the last has two tokens

@@ -15,7 +15,7 @@ from mjax.config.axes import MODEL
 from mjax.parallel import float8
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mjax.parallel.mesh import make_mesh
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.token_layout import TokenLayout
 from tests.parallel.on_ranks import on_ranks
 
 NARROW = {float8.FORWARD: ml_dtypes.float8_e4m3fn, float8.BACKWARD: ml_dtypes.float8_e5m2}

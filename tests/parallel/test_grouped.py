@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
-from mjax.parallel.grouped import INTERPRETED, group, grouped_matmul, tiles_at_most
+from mjax.parallel.grouped import INTERPRETED, assign_rows, grouped_matmul, max_tiles
 from mjax.parallel.mesh import make_mesh
 from mjax.planner.command import SHEETS, leave_out_compilation_cache
 
@@ -43,7 +43,7 @@ def of_load(counts, assignments=ASSIGNMENTS):
 
 def through_groups(which, rows, kernels, kernel="xla", tile=ROWS):
     """The product of each assignment's row with its group's matrix, in the order of the assignments; zeros without."""
-    groups, place = group(which, kernels.shape[0], tile)
+    groups, place = assign_rows(which, kernels.shape[0], tile)
     shape = len(groups.of_tile) * tile, rows.shape[1]
     x = jnp.zeros_like(rows, shape=shape).at[place].set(rows, mode="drop")
     return grouped_matmul(x, kernels, groups, kernel).at[place].get(mode="fill", fill_value=0)
@@ -84,11 +84,11 @@ def distributions(assignments, groups, most):
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_number_of_tiles_is_what_distributions_need(rows):
     """Without a limit for a group exactly, with one at least."""
-    for assignments, at_once in product((1, 2, 7, 12), (None, 1, 3, 6)):
-        counts = distributions(assignments, 3, at_once or assignments)
+    for assignments, max_group_rows in product((1, 2, 7, 12), (None, 1, 3, 6)):
+        counts = distributions(assignments, 3, max_group_rows or assignments)
         needed = max(sum(-(-n // rows) for n in each) for each in counts)
-        allowed = tiles_at_most(assignments, 3, rows, at_once)
-        assert needed == allowed if at_once is None else needed <= allowed
+        allowed = max_tiles(assignments, 3, rows, max_group_rows)
+        assert needed == allowed if max_group_rows is None else needed <= allowed
 
 
 # --- The product and its gradients ------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_sums_are_in_float32(kernel, tile):
 def test_unused_tiles_are_zero(kernel, tile, h, f):
     """Without being computed: their rows are NaN."""
     which = of_load([0, 0, 29, 0, 0])
-    groups, _ = group(which, E, tile)
+    groups, _ = assign_rows(which, E, tile)
     unused = (np.arange(len(groups.of_tile) * tile) >= int(groups.used) * tile)[:, None]
     assert unused.any()
     with jax.enable_x64(False):
@@ -180,5 +180,5 @@ def test_pallas_compiles_to_three_kernels_for_h100():
     assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
     assert "ragged" not in text
     sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\w+\[([\d,]+)\]", text)]
-    largest = max(tiles_at_most(assignments, groups, 128) * 128 * max(h, f), groups * h * f)
+    largest = max(max_tiles(assignments, groups, 128) * 128 * max(h, f), groups * h * f)
     assert max(sizes) == largest < assignments * groups * min(h, f)

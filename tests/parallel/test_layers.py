@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
 from mjax.parallel.layers import VocabParallelEmbedding
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.token_layout import TokenLayout
 from tests.parallel.on_ranks import draw, on_ranks
 
 
@@ -40,10 +40,10 @@ def test_embedding_is_lookup_and_logits_are_product():
 @pytest.mark.parametrize(
     ("function", "spec", "words"),
     [
-        (mappings.enter, P(MODEL), "a leave\\(\\) is missing"),
-        (mappings.leave, P(), "already the same on every rank"),
-        (mappings.gather_tokens, P(), "the same on every rank"),
-        (mappings.scatter_tokens, P(), "already complete"),
+        (mappings.copy_to_region, P(MODEL), r"a reduce_from_region\(\) is missing"),
+        (mappings.reduce_from_region, P(), "already the same on every rank"),
+        (mappings.all_gather_tokens, P(), "the same on every rank"),
+        (mappings.reduce_scatter_tokens, P(), "already complete"),
     ],
 )
 def test_mappings_refuse_what_would_be_wrong(function, spec, words):

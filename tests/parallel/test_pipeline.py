@@ -8,14 +8,14 @@ from functools import cache
 import jax.numpy as jnp
 import pytest
 
-from mjax.parallel.schedules import build_schedule
+from mjax.parallel.pipeline_schedules import build_schedule
 from mjax.planner.ledger import ledger
 from tests.small import batch_of, gradient_program, small_config
 from tests.traced import equations, traced_step
 
 
 def _config(schedule, chunks, pipe, micro_batches, recompute="none", data=2, model=2, compute="fp64", **mesh):
-    mesh = {"pipe": pipe, "schedule": schedule, "chunks": chunks, **mesh}
+    mesh = {"pipe": pipe, "schedule": schedule, "virtual_stages": chunks, **mesh}
     return small_config(
         data, model, 1, recompute, compute, layers=8, global_batch=data * micro_batches, mesh=mesh, heads=4
     )
@@ -47,7 +47,7 @@ def test_memory_of_1f1b_does_not_grow_with_micro_batches():
 def _residuals(config):
     """Shapes and types of the residuals of one forward pass: of the buffers that the loop over ticks carries."""
     mesh = config.mesh
-    schedule = build_schedule(mesh.schedule, mesh.pipe, config.micro_batches, mesh.chunks)
+    schedule = build_schedule(mesh.schedule, mesh.pipe, config.micro_batches, mesh.virtual_stages)
     loops = [e for e in equations(traced_step(config)[1], "scan") if e.params["length"] == schedule.ticks]
     (loop,) = loops
     carried = [variable.aval for variable in loop.outvars]

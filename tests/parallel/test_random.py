@@ -15,8 +15,8 @@ RATE = 0.1
 
 @partial(jax.jit, static_argnames=("seed", "samples", "rows", "rate"))
 def kept(seed=1, step=0, layer=1, site=2, samples=16, rows=64, rate=RATE):
-    key = DropoutKey.make(seed, jnp.int32(step), jnp.arange(samples)).fold(layer).fold(site)
-    return keep_mask(rate, key.rows(jnp.arange(rows)), 256)
+    key = DropoutKey.make(seed, jnp.int32(step), jnp.arange(samples)).fold_in(layer).fold_in(site)
+    return keep_mask(rate, key.row_words(jnp.arange(rows)), 256)
 
 
 def mask(**changes):

@@ -1,4 +1,4 @@
-"""The card of a weight. What follows from it is compared with files of other software, with Muon's and LoRA's tests."""
+"""The card of a weight; exports, Muon and LoRA, which use it, have their tests elsewhere."""
 
 import ast
 import re
@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 import mjax
 from mjax.config.model import ModelConfig
 from mjax.models.stack import stack
-from mjax.parallel.weights import decays, matrix_dims, muon_matrices, parameter, read_dims
+from mjax.parallel.weights import has_weight_decay, make_param, matrix_dims, muon_matrices, read_dims
 
 
 def weight(shape, *dims, **marks):
-    return parameter(jax.random.key(0), jax.nn.initializers.ones, shape, dims, jnp.float32, **marks)
+    return make_param(jax.random.key(0), jax.nn.initializers.ones, shape, dims, jnp.float32, **marks)
 
 
 @pytest.mark.parametrize("dims", [("in",), ("in", "outs"), ("in", "out", "out")], ids=str)
@@ -40,7 +40,7 @@ def test_card_that_does_not_fit_is_refused(dims):
 def test_dims_say_matrix_decay_and_spec(dims, matrix, decayed, spec):
     made = weight((2, 3, 4, 5)[: len(dims)], *dims)
     [found] = read_dims(made)
-    assert (matrix_dims(found), decays(found)) == (matrix, decayed)
+    assert (matrix_dims(found), has_weight_decay(found)) == (matrix, decayed)
     assert nnx.get_partition_spec(made).get_value() == spec
 
 
@@ -56,11 +56,11 @@ def test_weight_without_card_is_known_by_its_rank():
 
     stacked = stack(jax.random.key(0), ModelConfig(layers=2), Layer)
     names = ["kernel", "router", "scale", "up"]
-    assert dict(zip(names, map(decays, read_dims(stacked)), strict=True)) == {
+    assert dict(zip(names, map(has_weight_decay, read_dims(stacked)), strict=True)) == {
         "kernel": True, "router": True, "scale": False, "up": True,
     }  # fmt: skip
     assert muon_matrices(stacked) == [None, None, None, ((-2,), (-1,))]
-    assert [decays(dims) for dims in read_dims([nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones((2, 2)))])] == [
+    assert [has_weight_decay(dims) for dims in read_dims([nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones((2, 2)))])] == [
         False,
         True,
     ]

@@ -23,11 +23,11 @@ def after_five_steps(**mesh):
         return in_layer_order(state.model, config), float(metrics.grad_norm)
 
 
-@pytest.mark.parametrize(("zero", "replica"), [pytest.param(1, 2, marks=pytest.mark.ci), (3, 1), (3, 2)])
-def test_zero_trains_like_plain_data_parallelism(zero, replica):
+@pytest.mark.parametrize(("zero", "replicate"), [pytest.param(1, 2, marks=pytest.mark.ci), (3, 1), (3, 2)])
+def test_zero_trains_like_plain_data_parallelism(zero, replicate):
     """The weights after five steps, and the norm of the last gradient."""
     weights, norm = after_five_steps()
-    found, found_norm = after_five_steps(zero=zero, replica=replica)
+    found, found_norm = after_five_steps(zero=zero, replicate=replicate)
     assert found_norm == pytest.approx(norm, rel=1e-12)
     for name, value in weights.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-12, err_msg=name)
@@ -61,5 +61,5 @@ def test_ranks_of_model_are_neighbors():
     """`model` communicates in every layer: its devices are on one server, those of `pipe` and `data` far apart."""
     numbers = [device.id for device in make_mesh(MeshConfig(pipe=2, data=2, model=4)).devices.flatten()]
     assert numbers == list(range(16))
-    names = ["pipe", "replica", "data", "expert", "context", "model"]
+    names = ["pipe", "replicate", "data", "expert", "context", "model"]
     assert list(make_mesh(MeshConfig(data=2, model=4)).axis_names) == names

@@ -15,7 +15,7 @@ from mjax.interop.convert import abstract_weights
 from mjax.models.protocol import Context
 from mjax.models.stack import run_blocks
 from mjax.parallel.mesh import make_mesh
-from mjax.parallel.tokens import Tokens
+from mjax.parallel.token_layout import TokenLayout
 
 
 def imported(peer, folder: Path, *flags: str):
@@ -43,10 +43,10 @@ def outputs_of(model, ids, *arrays):
     if model.config.causal:
         return model(ids)
     token_types, documents = arrays
-    context = Context(Tokens(*ids.shape), documents=documents)
+    context = Context(TokenLayout(*ids.shape), documents=documents)
     x = model.embed({"tokens": ids, "token_types": token_types}, context)
     x = model.normed(run_blocks(model.blocks, x, context)[0])
-    scores = context.tokens.by_sequence(model.output(x).logits(context.tokens))
+    scores = context.tokens.split_sequences(model.output(x).logits(context.tokens))
     return scores, model.order(model.pooled(x, context.tokens)[0])
 
 

@@ -114,7 +114,7 @@ def differing(tmp_path, monkeypatch):
 
 
 def test_prepare_stops_when_encoders_differ(differing, monkeypatch, capsys):
-    """With gigatoken switched off the same command starts over."""
+    """The same command starts over with gigatoken switched off."""
     how, asked, ids = differing
     with pytest.raises(UsageError, match="encode 'x' differently; to use tokenizers alone set MJAX_GIGATOKEN=0"):
         prepare(how)

@@ -169,7 +169,7 @@ def names_of(model):
     """The means that our model reports."""
     if model.kind != "mixture":
         return None
-    return ("loss", "router_entropy", *(["balance_loss"] if model.balance_loss else []), "expert_load")
+    return ("loss", "router_entropy", *(["balance_loss"] if model.aux_loss_coef else []), "expert_load")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -243,7 +243,7 @@ def test_auxiliary_loss_equals_transformers(family, tmp_path):
     """Compares gradients too, on one device: transformers has the tokens of the whole batch together."""
     with jax.enable_x64(True):
         peer, model, _ = both(family, tmp_path)
-        model = replace(model, balance_loss=0.5, balance_over="micro_batch")
+        model = replace(model, aux_loss_coef=0.5, aux_loss_scope="micro_batch")
         config, batch = config_of(model), batch_of(model)
         config = replace(config, train=replace(config.train, micro_batch=4))
         program, build = gradient_program(config, names_of(model))

@@ -107,4 +107,4 @@ def test_training_has_losses_and_gradients_of_megatron_core(written, kind, tmp_p
 def test_rope_flag_lengthens_decoder(written, tmp_path):
     assert convert(written("one rank") / "narrow_single", tmp_path / "run", *FLAGS, "--rope", "yarn:4") == 0
     model = read_config(tmp_path / "run" / "config.json").model
-    assert (model.sequence, model.rope_scaling, model.rope_factor, model.rope_original) == (40, "yarn", 4.0, 10)
+    assert (model.sequence, model.rope_scaling, model.rope_factor, model.rope_original_length) == (40, "yarn", 4.0, 10)

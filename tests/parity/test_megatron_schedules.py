@@ -9,8 +9,8 @@ import pytest
 
 from mjax.config import PrecisionConfig
 from mjax.config.batch_size import BatchSizes
+from mjax.step.learning_rate import learning_rate
 from mjax.step.precision import LossScale
-from mjax.step.schedule import learning_rate
 from tests.small import small_config
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")

@@ -23,7 +23,7 @@ from mjax.errors import UsageError
 from mjax.planner.command import SHEETS, AllocatedMemory, Compilation, compile_section, compile_step, sheet_names
 from mjax.planner.ledger import ledger
 from mjax.planner.memory import Memory, predict_memory
-from mjax.profiling.trace import ELSEWHERE, INSTRUCTION, KINDS, operation_kind
+from mjax.profiling.trace import INSTRUCTION, KINDS, OTHER_PROGRAMS, operation_kind
 from mjax.utils.figures import GIB
 from tests.conftest import ROOT
 from tests.small import small_config
@@ -79,7 +79,7 @@ def test_ledger_has_bytes_of_compiled_step(mode, tmp_path):
         check_report(config, compiled, tmp_path)
         instructions = INSTRUCTION.findall(text)  # a profile finds something of every kind
         kinds = {operation_kind(f"{name} {name} {opcode}", source) for name, opcode, source in instructions}
-        assert kinds == {*KINDS} - {ELSEWHERE}
+        assert kinds == {*KINDS} - {OTHER_PROGRAMS}
 
 
 def check_report(config, compiled, folder):

@@ -87,9 +87,9 @@ FLAGS = ["--config", "llama_demo", "--gpu", "h100"]
 
 
 def test_plan_longest_prints_what_it_finds(capsys):
-    assert cli.main(["plan", *FLAGS, "--longest", "2"]) == 0
+    assert cli.main(["plan", *FLAGS, "--max-sequence-on", "2"]) == 0
     printed = capsys.readouterr().out
-    assert cli.main(["plan", *FLAGS, "--longest", "2", "--json"]) == 0
+    assert cli.main(["plan", *FLAGS, "--max-sequence-on", "2", "--json"]) == 0
     full, offload = json.loads(capsys.readouterr().out)["longest"]["found"]
     assert (full["train.recompute"], offload["train.recompute"]) == ("full", "offload")
     assert 0 < full["sequence"] <= offload["sequence"]
@@ -98,5 +98,5 @@ def test_plan_longest_prints_what_it_finds(capsys):
 
 def test_impossible_longest_is_rejected(monkeypatch):
     monkeypatch.setattr("mjax.planner.search.predictions", lambda *_: (lambda _: Memory(1e15, 0.0, 0.0), time_of))
-    with pytest.raises(UsageError, match=r"^small does not fit on 1 × h100 with any length; use --longest 2$"):
+    with pytest.raises(UsageError, match=r"^no sequence of small fits on 1 × h100; try --max-sequence-on 2$"):
         run_longest(small(), "small", 1, H100, None)

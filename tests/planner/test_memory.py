@@ -10,7 +10,7 @@ import pytest
 from mjax.cluster.hardware import gpu_named
 from mjax.config import from_dict, load_config, to_dict
 from mjax.config.axes import copies
-from mjax.parallel.schedules import build_schedule
+from mjax.parallel.pipeline_schedules import build_schedule
 from mjax.planner.command import memory_section
 from mjax.planner.memory import _chunks_in_flight, device_weights, layer_residual_bytes, predict_memory
 from mjax.planner.search import CHUNKS, changes_that_fit, with_loss_chunks
@@ -42,7 +42,7 @@ def config_of(row):
     "row", [pytest.param(row, id=name, marks=() if name in OFTEN else pytest.mark.ci) for name, row in ROWS.items()]
 )
 def test_memory_is_within_five_percent_of_xla(row):
-    """And the step's arguments, masters and moments and the batch, have the very bytes of the compiled step."""
+    """And the step's arguments, master weights, moments and the batch, have the very bytes of the compiled step."""
     config = config_of(row)
     memory = predict_memory(config)
     assert abs(memory.total / row["total"] - 1) < 0.05
@@ -72,7 +72,7 @@ def test_activations_in_flight_are_slots_of_schedule(name):
     for stages, chunks in ((2, 1), (3, 2), (4, 1), (4, 3)):
         for micro_batches in (stages, 5 * stages, *((1, 2 * stages + 1) if chunks == 1 else ())):
             schedule = build_schedule(name, stages, micro_batches, chunks)
-            mesh = {"pipe": stages, "data": 1, "schedule": name, "chunks": chunks}
+            mesh = {"pipe": stages, "data": 1, "schedule": name, "virtual_stages": chunks}
             run = changed(config, mesh=mesh, train={"micro_batch": 1, "global_batch": micro_batches})
             assert _chunks_in_flight(run) == schedule.residual_slots
 

@@ -29,9 +29,9 @@ def test_plan_prints_and_draws_its_sections(capsys, tmp_path):
 
 
 def test_plan_has_numbers_of_schedule(capsys):
-    assert cli.main(["plan", *GPT_8B, "--mesh.pipe", "4", "--mesh.chunks", "2", "--json"]) == 0
+    assert cli.main(["plan", *GPT_8B, "--mesh.pipe", "4", "--mesh.virtual-stages", "2", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)["schedule"]
-    expected = {"chunks": 2, "ticks": 26, "bubble": 3 / 16, "max_in_flight": [11, 9, 7, 5]}
+    expected = {"virtual_stages": 2, "ticks": 26, "bubble": 3 / 16, "max_in_flight": [11, 9, 7, 5]}
     assert expected.items() <= printed.items()
 
 
@@ -56,24 +56,24 @@ assert jax.default_backend() == "cpu"
 
 REFUSALS = {
     # Pictures
-    "--schedule-figure plan.png": "needs a pipeline and gpt_8b has none; add stages, such as --mesh.pipe 2",
+    "--schedule-figure plan.png": "needs a pipeline; add stages to gpt_8b, such as --mesh.pipe 2",
     "--mesh.pipe 4 --schedule-figure plan.doc": "use a name that ends in .png, .pdf or .svg",
     # Flags without effect, and configs that cannot run
-    "--log.interval 3": "has no --log.interval; no result depends on log: leave it out",
+    "--log.interval 3": "has no --log.interval; no result depends on log: remove it",
     "--mesh.pipe 5": "--mesh.pipe 5 does not divide 72 layers",
     "--gpu v100 --model.attention cudnn --model.attention-dropout 0": "needs compute capability 8.0 or more",
     # The GPU
-    "--gpu h10": "--gpu h10 is not known (did you mean 'h100'?)",
+    "--gpu h10": "--gpu h10 is not known; did you mean h100?",
     "--calibration x.json": "--calibration x.json needs --gpu h100; add it",
     "--gpu h100 --calibration none.json": "none.json does not exist; in mjax's repository, python",
     "--devices-per-node 4": "--devices-per-node 4 needs --gpu h100; add it",
     "--network -1 --gpu h100": "--network is -1.0; it must be above 0",
-    "--longest 8": "--longest 8 needs --gpu h100; add it",
+    "--max-sequence-on 8": "--max-sequence-on 8 needs --gpu h100; add it",
     # The search
     "--devices 8": "--devices 8 needs --gpu h100; add it",
-    "--keep mesh.zero": "--keep mesh.zero needs --devices 8; add it",
+    "--fix mesh.zero": "--fix mesh.zero needs --devices 8; add it",
     "--devices 8 --gpu v100": "no bf16 peak is known for v100",
-    "--devices 8 --gpu h100 --keep mesh.zeros": "did you mean 'mesh.zero'?",
+    "--devices 8 --gpu h100 --fix mesh.zeros": "did you mean mesh.zero?",
     "--devices 8 --gpu h100 --write no/such.py": "there is no folder",
     "--devices 8 --gpu h100 --write plan.json": "use a name that ends in .py",
     # The budget
@@ -89,7 +89,10 @@ REFUSALS = {
 
 def test_search_needs_config_or_budget(capsys):
     assert cli.main(["plan", "--gpu", "h100", "--devices", "64"]) == 2
-    assert "to find the fastest mesh of a config, add --config, such as" in capsys.readouterr().err
+    assert (
+        "--devices needs a config, such as --config gpt_8b, or --days N to find the largest model"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("flags", REFUSALS)

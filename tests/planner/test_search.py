@@ -35,7 +35,7 @@ def seconds_of(total, mean=None):
 def everything(config, devices, zeros=(0, 1, 3), recomputes=("none", "selective", "full", "offload"), experts=(1,)):
     """Every combination, also of settings that cannot run."""
     shapes = [shape for shape in product(range(1, devices + 1), repeat=3) if math.prod(shape) == devices]
-    names = ("expert", "sequence_parallel", "schedule", "chunks", "zero")
+    names = ("expert", "sequence_parallel", "schedule", "virtual_stages", "zero")
     others = product(experts, (False, True), ("1f1b",), range(1, config.model.layers + 1), zeros)
     for (shape, other), micro_batch, recompute in product(
         product(shapes, list(others)), range(1, config.train.global_batch + 1), recomputes
@@ -74,9 +74,12 @@ def is_simplest(config):
         changed(SMALL, model={"feed_forward": 6, "vocabulary": 250, "vocabulary_multiple": 2}),
         changed(SMALL, train={"batch_rampup": (4, 2, 20)}),
         replace(
-            SMALL, model=replace(convert_kind(SMALL.model, "bert_task"), head="multiple_choice", answers=3, sequence=5)
+            SMALL,
+            model=replace(convert_kind(SMALL.model, "bert_task"), head="multiple_choice", num_labels=3, sequence=5),
         ),
-        replace(SMALL, model=replace(convert_kind(SMALL.model, "llama"), kv_heads=1, window=2, full_attention_every=2)),
+        replace(
+            SMALL, model=replace(convert_kind(SMALL.model, "llama"), kv_heads=1, window=2, global_attention_interval=2)
+        ),
         replace(SMALL, model=MixtureConfig(layers=2, hidden=32, heads=4, experts=6, sequence=4, vocabulary=257)),
     ],
     ids=["gpt", "odd widths", "ramp-up", "bert", "pattern of windows", "mixture"],
@@ -158,7 +161,7 @@ def test_candidates_beyond_host_memory_are_left_out():
     assert len(unknown.too_big) == 0 < len(known.too_big) == len(unknown.ranked) - len(known.ranked)
     kept = changed(SMALL, train={"recompute": "offload"})
     found = search(kept, 4, memory, time_of, 2, ["train.recompute"], host=0.5)
-    with pytest.raises(UsageError, match="needs more host memory than there is; leave out --keep"):
+    with pytest.raises(UsageError, match="needs more host memory than there is; leave out --fix"):
         refuse_too_big(found, kept, "small", "h100", memory, ["train.recompute"])
 
 

@@ -38,7 +38,7 @@ def test_search_finds_meshes_like_the_papers(name):
 
 def test_search_plans_the_fastest(capsys):
     """Sets another batch, fixed fields, and a server of two with its own network, by JAX's name of the GPU."""
-    flags = ["--train.global-batch", "16", "--keep", "mesh.model", "train.recompute", "--mesh.model", "2"]
+    flags = ["--train.global-batch", "16", "--fix", "mesh.model", "train.recompute", "--mesh.model", "2"]
     server = ["--gpu", "NVIDIA H200", "--devices", "2", "--devices-per-node", "2", "--network", "800"]
     tiny = str(ROOT / "tests" / "tiny_config.py")
     assert cli.main(["plan", "--config", tiny, *flags, *server, "--json"]) == 0

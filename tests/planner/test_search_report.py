@@ -27,7 +27,7 @@ def memory_of(config):
 def time_of(config):
     mesh = config.mesh
     products = {"none": 3.0, "selective": 3.06, "full": 4.0, "offload": 4.2}[config.train.recompute]
-    bubble = products * (mesh.pipe - 1) / config.micro_batches / mesh.chunks
+    bubble = products * (mesh.pipe - 1) / config.micro_batches / mesh.virtual_stages
     return seconds_of(products, 5.12 * mesh.model * mesh.data / mesh.devices, bubble)
 
 

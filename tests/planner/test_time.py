@@ -28,7 +28,7 @@ from mjax.commands import cli
 from mjax.config import Config, GPTConfig, MeshConfig, MixtureConfig, TrainConfig, load_config
 from mjax.config.batch_size import BatchSizes, with_batch_size
 from mjax.config.model import convert_kind
-from mjax.parallel.schedules import build_schedule
+from mjax.parallel.pipeline_schedules import build_schedule
 from mjax.planner import time as layer_time
 from mjax.planner.layer import hardware_flops
 from mjax.planner.ledger import ledger
@@ -313,7 +313,7 @@ def test_bytes_on_wire_are_those_of_trace(mesh, train, compute):
 
 
 def test_stages_send_a_message_each_way_per_chunk():
-    one, two = (config_with(mesh={"pipe": 4, "chunks": chunks}) for chunks in (1, 2))
+    one, two = (config_with(mesh={"pipe": 4, "virtual_stages": chunks}) for chunks in (1, 2))
     stream = 2 * 4 * 1024 * 2048  # of a micro-batch, of which there are 8
     sent = [predict_time(each, BYTE_A_SECOND, OPEN, NOTHING_HIDDEN).parts["pipe"] for each in (one, two)]
     assert sent == pytest.approx([2 * 8 * stream, 4 * 8 * stream])
@@ -323,7 +323,7 @@ def test_stages_send_a_message_each_way_per_chunk():
 def test_bubble_is_that_of_schedule(name):
     f, b, w = 1.0, 1.3, 0.7
     for stages, micro_batches, chunks in ((2, 2, 1), (8, 3, 1), (4, 8, 2), (2, 4, 3)):
-        mesh = MeshConfig(pipe=stages, chunks=chunks, schedule=name)
+        mesh = MeshConfig(pipe=stages, virtual_stages=chunks, schedule=name)
         schedule = build_schedule(name, stages, micro_batches, chunks)
         found = micro_batches * chunks * (f + b + w) + bubble(mesh, f + b + w)
         assert found == pytest.approx(schedule.makespan(f, b + w))
@@ -343,15 +343,15 @@ def test_mean_of_run_counts_each_batch_size():
     assert time_section(config, H100).values["run"]["seconds"] == pytest.approx(100 * found.mean)
 
 
-def test_predictor_shares_only_what_is_alike():
-    """Of configs that differ in one field each, one predictor says what a new one does."""
+def test_predictor_shares_only_equal_parts():
+    """One predictor for configs that differ in one field each predicts what a new one does."""
     changes = (
         {"mesh": {"pipe": 2}},
         {"mesh": {"model": 2}},
         {"mesh": {"model": 2, "sequence_parallel": True}},
         {"mesh": {"context": 2}},
         {"mesh": {"zero": 1}},
-        *({"mesh": {"data": 4, "zero": 3, "replica": groups}} for groups in (1, 2)),
+        *({"mesh": {"data": 4, "zero": 3, "replicate": groups}} for groups in (1, 2)),
         *({"train": {name: value}} for name, value in (("micro_batch", 2), ("recompute", "full"), ("loss_chunks", 8))),
         {"train": {"unroll": "off"}},
         {"precision": {"compute": "fp32"}},

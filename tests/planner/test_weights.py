@@ -57,7 +57,7 @@ def test_held_weights_are_those_of_layout(name):
     ("name", "mesh"),
     [
         ("gpt_demo", {"pipe": 2, "data": 2, "zero": 3, "model": 4}),
-        ("bloom_560m", {"pipe": 2, "chunks": 2, "data": 4, "zero": 1}),
+        ("bloom_560m", {"pipe": 2, "virtual_stages": 2, "data": 4, "zero": 1}),
         ("bert_demo", {"pipe": 4, "model": 2, "sequence_parallel": True, "data": 5, "zero": 3}),
         ("qwen3_30b_a3b", {"data": 4, "expert": 4, "zero": 0}),
     ],

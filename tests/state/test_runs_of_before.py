@@ -42,7 +42,7 @@ def runs(tmp_path):
     [
         ("dense", ""),
         ("pipeline", ""),
-        pytest.param("pipeline", "--mesh.pipe 1 --mesh.chunks 1 --mesh.data 2", marks=pytest.mark.ci),
+        pytest.param("pipeline", "--mesh.pipe 1 --mesh.virtual-stages 1 --mesh.data 2", marks=pytest.mark.ci),
         pytest.param("dense", "--mesh.pipe 2 --mesh.model 2", marks=pytest.mark.ci),
         *(pytest.param(name, "", marks=pytest.mark.ci) for name in ("float16", "mixture", "bert")),
     ],
@@ -59,7 +59,7 @@ def test_run_of_before_continues_with_its_losses(name, mesh, runs, fewer_devices
 
 def test_finetuned_model_of_before_opens(runs):
     config = read_config(runs / "fine-tuned" / "config.json")
-    assert (config.model.head, config.model.answers, config.model.sequences) == ("classification", 3, 1)
+    assert (config.model.head, config.model.num_labels, config.model.sequences) == ("classification", 3, 1)
     layout = build_layout(config, make_mesh(MeshConfig()))
     _, weights = restore_weights(runs / "fine-tuned", layout.abstract_model, None, print)
     assert np.isfinite(named(weights)["head.kernel"]).all()

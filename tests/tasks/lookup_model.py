@@ -30,7 +30,7 @@ class Lookup(GPT):
 
     def embed(self, batch, context):
         tokens, config = context.tokens, self.config
-        whole = tokens.all_positions(batch["tokens"])  # [b, whole]
+        whole = tokens.gather_positions(batch["tokens"])  # [b, whole]
         query, key = tokens.position_ids(), jnp.arange(whole.shape[1])
         same = (key < query[:, None]) & (query[:, None] - key <= config.reach)
         for back in range(config.latest):  # before the text are tokens that no text has

@@ -32,7 +32,7 @@ RUN = "run --model mjax"
     [
         ("--run r --config palm.py --tasks x", f"{RUN} --tasks x --model_args run=r,config=palm.py"),
         ("run --tasks x --run=r --config a.yaml", f"{RUN} --tasks x --model_args run=r --config a.yaml"),
-        ("--tasks x --checkpoint r -a seed=1 step=2", f"{RUN} --tasks x --model_args run=r,seed=1,step=2"),
+        ("--tasks x --run r -a seed=1 step=2", f"{RUN} --tasks x --model_args run=r,seed=1,step=2"),
         (f"{RUN} --model_args run=r --config a.py --limit 5", f"{RUN} --limit 5 --model_args run=r --config a.py"),
         ("ls tasks", "ls tasks"),
         ("--simulate 2 run --help", "run --help"),
@@ -45,4 +45,4 @@ def test_flags_of_the_harness_are_passed_on(typed, passed):
 
 def test_flag_of_lm_eval_with_another_type_is_refused(capsys):
     assert cli.main(["lm-eval", "--simulate", "two", "--tasks", "x"]) == 2
-    assert capsys.readouterr().err == "mjax: error: --simulate two: it takes a whole number\n"
+    assert capsys.readouterr().err == "mjax: error: --simulate two is not a whole number; write --simulate N\n"

@@ -111,7 +111,7 @@ def test_malformed_file_gets_one_sentence(tmp_path, tokenizer, file, name, conte
     [
         ("qqp", TEST + "0\ta\tb\n", [], "has no labels to train on; give the training file"),
         ("mnli", None, [MNLI + "0\ta\tb\tneutral\n"] * 2, "would both be called matched; give one, or rename"),
-        ("squad2", None, [], "there is no task 'squad2' .did you mean 'squad2.0'"),
+        ("squad2", None, [], "there is no task squad2; did you mean squad2.0"),
     ],
 )
 def test_wrong_combination_gets_one_sentence(tmp_path, tokenizer, name, train, validation, words):

@@ -1,4 +1,4 @@
-"""Loss by position: stretches, metrics, and a model that finds what it has read."""
+"""Loss by position: spans, metrics, and a model that finds what it has read."""
 
 import json
 from dataclasses import replace
@@ -50,7 +50,7 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_positions_cut_documents_into_whole_stretches(tmp_path):
+def test_positions_cut_documents_into_whole_spans(tmp_path):
     data = written(tmp_path / "texts.jsonl", "abcdefghij", "klmno", "pqrs", "")
     task = Positions(str(data), BYTES, LlamaConfig(sequence=5), bins=2)
     texts = [(window.tokens.tolist(), window.counted) for window in task.passes[0]]
@@ -62,8 +62,8 @@ def test_positions_cut_documents_into_whole_stretches(tmp_path):
     assert remarks["tokens"].startswith("and 4 left out")
 
 
-def test_bin_error_is_over_stretches(tmp_path):
-    """Errors that the labels of a stretch share do not average out over them."""
+def test_bin_error_is_over_spans(tmp_path):
+    """Errors that the labels of a span share do not average out over them."""
     data = written(tmp_path / "texts.jsonl", "x" * 8 * 50)
     task = Positions(str(data), BYTES, LlamaConfig(sequence=8), bins=2)
     random = np.random.default_rng(0)
@@ -83,7 +83,7 @@ def test_bin_error_is_over_stretches(tmp_path):
         task.metrics([losses * np.float32("nan")])
 
 
-@pytest.mark.parametrize("scaling", [{"rope_scaling": "yarn", "rope_original": 8}, {"rope_scaling": "linear"}])
+@pytest.mark.parametrize("scaling", [{"rope_scaling": "yarn", "rope_original_length": 8}, {"rope_scaling": "linear"}])
 def test_gain_of_scaled_model_splits_at_trained_length(tmp_path, scaling):
     data = written(tmp_path / "texts.jsonl", "x" * 64)
     losses = np.where(np.arange(64) < 8, 1.0, 3.0)[None].astype(np.float32)

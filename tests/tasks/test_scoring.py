@@ -25,8 +25,12 @@ from tests.small import QUICKLY, small_config
 POSITIONS = 128
 ONE = MeshConfig()
 THREE_AXES = MeshConfig(pipe=2, data=2, model=2, sequence_parallel=True, zero=3)
-GATHERED = MeshConfig(context=4, context_attention="gather", data=2, model=2, sequence_parallel=True, zero=3)
-OTHERS = [MeshConfig(pipe=2, data=2, model=2, chunks=2), MeshConfig(context=2, context_attention="heads"), GATHERED]
+GATHERED = MeshConfig(context=4, context_attention="allgather", data=2, model=2, sequence_parallel=True, zero=3)
+OTHERS = [
+    MeshConfig(pipe=2, data=2, model=2, virtual_stages=2),
+    MeshConfig(context=2, context_attention="ulysses"),
+    GATHERED,
+]
 
 
 def lively(config):

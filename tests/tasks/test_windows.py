@@ -40,7 +40,7 @@ def test_windows_count_labels_as_megatron(count, positions):
 
 @pytest.mark.parametrize(("context", "begin"), [(2, 0), (6, 0), (7, 1), (20, 14)])
 def test_window_has_all_the_context_that_fits(context, begin):
-    """Of 8 positions, after which the last label comes: 9 tokens."""
+    """Windows of 8 positions, after which the last label comes: 9 tokens."""
     window = ContextWindow.from_context(list(range(context)), [97, 98, 99], 8)
     assert window.tokens.tolist() == [*range(begin, context), 97, 98, 99]
     assert window.counted == 3

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.published import whole_rows
 from mjax.config import MeshConfig, load_config
-from mjax.parallel import mappings, scopes
+from mjax.parallel import mappings, named_scopes
 from mjax.parallel.mesh import abstract_mesh
-from mjax.parallel.schedules import build_schedule, find_schedule
+from mjax.parallel.pipeline_schedules import build_schedule, find_schedule
 from mjax.planner import ledger as collectives
 from mjax.planner.ledger import OPERATIONS, Ledger, read_collectives
 from tests.planner.configs import changed
@@ -157,12 +157,12 @@ def test_groups_sum_their_shards_once(zero):
     """HSDP: weights are gathered within a group, however many micro-batches there are, and only the gradients of the
     shards, in float32, cross groups."""
     groups = 4
-    found = ledger(gpt_8b({"zero": zero, "replica": groups}, micro_batch=2))
-    assert {r.operation for r in found.records if "replica" in r.axes and r.axes != ("replica",)} <= {"all-reduce"}
-    ((kind, (_, sent)),) = summed(found.filter_axes("replica")).items()
+    found = ledger(gpt_8b({"zero": zero, "replicate": groups}, micro_batch=2))
+    assert {r.operation for r in found.records if "replicate" in r.axes and r.axes != ("replicate",)} <= {"all-reduce"}
+    ((kind, (_, sent)),) = summed(found.filter_axes("replicate")).items()
     stored = L * (KERNELS + MLP_BIAS + ROWS) + OTHERS
     assert kind == ("gradient", "all-reduce")
-    assert {record.loops for record in found.filter_axes("replica").records} == {()}
+    assert {record.loops for record in found.filter_axes("replicate").records} == {()}
     stored += L * QKV_BIAS  # whose 96 channels 16 ranks divide
     assert sent == on_a_ring("all-reduce", groups, 4 * stored / (D // groups))
 
@@ -173,7 +173,7 @@ def test_groups_sum_their_shards_once(zero):
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 3), *one_in(1, [("gpipe", 1), ("1f1b", 1)], pytest.mark.ci)])
 def test_pipeline_runs_its_table(schedule, chunks):
     P_, M, tokens = 4, 8, S
-    mesh = {"pipe": P_, "schedule": schedule, "chunks": chunks}
+    mesh = {"pipe": P_, "schedule": schedule, "virtual_stages": chunks}
     found = ledger(gpt_8b(mesh, micro_batch=1, recompute="none"))
     ticks = build_schedule(schedule, P_, M, chunks).ticks
     whole = 2 * tokens * H
@@ -206,7 +206,7 @@ def test_pipeline_runs_its_table(schedule, chunks):
 def test_reader_rejects_what_it_cannot_count(monkeypatch):
     def loop(x):
         return jax.lax.while_loop(
-            lambda x: x.sum() > 0, lambda x: mappings.vary(mappings.leave(x), frozenset({"model"})), x
+            lambda x: x.sum() > 0, lambda x: mappings.vary(mappings.reduce_from_region(x), frozenset({"model"})), x
         )
 
     mesh = abstract_mesh(MeshConfig(data=2, model=4))
@@ -224,7 +224,7 @@ def test_reader_rejects_what_it_cannot_count(monkeypatch):
     [
         ("none", {}),
         ("full", {"zero": 3, "sequence_parallel": True}),
-        ("selective", {"pipe": 2, "chunks": 2, "zero": 1, "sequence_parallel": True}),
+        ("selective", {"pipe": 2, "virtual_stages": 2, "zero": 1, "sequence_parallel": True}),
     ],
 )
 def test_ledger_is_that_of_step_with_dropout(recompute, mesh):
@@ -232,5 +232,5 @@ def test_ledger_is_that_of_step_with_dropout(recompute, mesh):
     assert config.model.hidden_dropout == config.model.attention_dropout == 0.1
     whole = read_collectives(traced_step(config)[1], find_schedule(config) if config.mesh.pipe > 1 else None)
     assert Counter(whole) == Counter(ledger(config).records)
-    assert {record.part for record in whole} <= set(scopes.PARTS)
+    assert {record.part for record in whole} <= set(named_scopes.PARTS)
     assert ("layer recomputation" in {record.source for record in whole}) == (recompute != "none")

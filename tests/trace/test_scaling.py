@@ -44,7 +44,7 @@ def records_of(of):
 
 @pytest.mark.ci
 def test_search_traces_each_layer_once(traces):
-    """Of three modes of recomputation and the head, on 1 to 8 ranks of `model`."""
+    """Three modes of recomputation and the head, on 1 to 8 ranks of `model`."""
     made = traces()
     find(load_config("gpt_345m"), 8, gpu_named("h100"), None, ("mesh.schedule", "mesh.pipe", "mesh.zero"))
     assert Counter(each.mesh.model for each in made).keys() == {1, 2, 4, 8}
@@ -65,7 +65,7 @@ def test_earlier_ledger_and_weights_are_read(tmp_path, monkeypatch):
 
 
 def test_traces_of_earlier_commands_are_read(traces, tmp_path):
-    """Of a mixture, and of a layer in float8; a damaged file is as none, and a folder of all."""
+    """A mixture, and a layer in float8; a damaged file is as none, and a folder of all."""
     folder, mixture = tmp_path / "traces", Traced.from_config(load_config("olmoe_1b_7b"))
     narrow = replace(Traced.from_config(load_config("gpt_345m")), compute="fp8")
     made = traces()

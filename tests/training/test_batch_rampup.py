@@ -15,7 +15,7 @@ from mjax.parallel.mesh import make_mesh
 from mjax.run import loop
 from mjax.run.loop import Options
 from mjax.run.metrics import read_metrics
-from mjax.step.schedule import learning_rate
+from mjax.step.learning_rate import learning_rate
 from tests.callbacks import StopAt
 from tests.small import small_config
 

@@ -114,7 +114,7 @@ def test_first_checkpoint_stays_until_one_is_good(checkpoints):
 
 
 def test_base_of_adapters_stays_until_they_are_removed(checkpoints, notices):
-    """Of adapters beside the run, also after both were moved; if they do not say what it is, nothing is removed."""
+    """The base of adapters next to the run stays, also after both were moved; unreadable adapters remove nothing."""
     run, adapters = checkpoints.folder.parent, checkpoints.folder.parent.with_name("adapters")
     adapters.mkdir()
 

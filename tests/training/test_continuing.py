@@ -52,8 +52,8 @@ def write(prefix, seed, documents=20):
 FREE = {  # written out, so that a field that becomes free is a change here
     "model": {"attention"},
     "mesh": {
-        "pipe", "data", "replica", "model", "expert", "context", "context_attention", "sequence_parallel", "schedule",
-        "chunks", "zero",
+        "pipe", "data", "replicate", "model", "expert", "context", "context_attention", "sequence_parallel", "schedule",
+        "virtual_stages", "zero",
     },
     "data": {"cache"},
     "train": {"steps", "tokens", "micro_batch", "recompute", "unroll", "loss_chunks", "eval_interval", "eval_batches"},
@@ -81,7 +81,7 @@ def test_every_field_is_free_learned_or_fixed(run_of):
     folder = run_of(whole)
     for section, values in vars(whole).items():
         for knob, value in vars(values).items():
-            if knob == "taken":  # which no user sets
+            if knob == "batch_history":  # which no user sets
                 continue
             now = _with(whole, **{section: {knob: another(knob, value)}})
             if knob in FREE.get(section, ()):
@@ -126,11 +126,11 @@ def test_longer_run_is_told_what_follows_its_steps(run_of, tmp_path):
     folder, longer = run_of(before), _with(before, train={"steps": 20})
     changed, order, rate = changes_since(folder, longer)
     assert changed == "changed train.steps: 10 → 20"
-    assert "--data.samples 80 keeps it" in order
+    assert "--data.train-samples 80 keeps it" in order
     assert "its decay ends at step 20 instead of 10; --optimizer.decay-steps 10 keeps it" in rate
-    kept = _with(longer, optimizer={"decay_steps": 10}, data={"samples": 80})  # as both notes say
+    kept = _with(longer, optimizer={"decay_steps": 10}, data={"train_samples": 80})  # as both notes say
     assert [line.partition(":")[0] for line in changes_since(folder, kept)] == [
-        "changed data.samples", "changed optimizer.decay_steps", "changed train.steps",
+        "changed data.train_samples", "changed optimizer.decay_steps", "changed train.steps",
     ]  # fmt: skip
     with pytest.raises(UsageError, match=r"optimizer\.decay_steps None, now 15"):
         changes_since(folder, _with(longer, optimizer={"decay_steps": 15}))
@@ -138,10 +138,10 @@ def test_longer_run_is_told_what_follows_its_steps(run_of, tmp_path):
 
 def test_more_epochs_of_conversations_continue_run(run_of, tmp_path):
     data = {"path": (write(tmp_path / "chats", 0),), "conversations": True}
-    before = _with(data=data | {"samples": 30}, train={"steps": 10, "global_batch": 4})
-    longer = _with(before, data={"samples": 60}, train={"steps": 15})
+    before = _with(data=data | {"train_samples": 30}, train={"steps": 10, "global_batch": 4})
+    longer = _with(before, data={"train_samples": 60}, train={"steps": 15})
     said = "\n".join(changes_since(run_of(before), longer))
-    assert "changed data.samples: 30 → 60" in said
+    assert "changed data.train_samples: 30 → 60" in said
     assert "sample order" not in said
 
 

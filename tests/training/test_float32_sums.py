@@ -6,7 +6,7 @@ from collections import Counter
 import jax
 import pytest
 
-from mjax.parallel.schedules import build_schedule
+from mjax.parallel.pipeline_schedules import build_schedule
 from mjax.parallel.weights import leaf_name
 from tests.small import small_config
 from tests.traced import carried, equations, traced_step

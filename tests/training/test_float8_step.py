@@ -23,9 +23,11 @@ from tests.training.test_step_equals_reference import config_of, simplest_row
 CASES = [
     simplest_row(data=2, model=2, zero=3, recompute="selective", packed=True),
     simplest_row(architecture="pre-LN", data=2, pipe=2, schedule="gpipe", zero=3),
-    simplest_row(data=2, model=2, pipe=2, schedule="1f1b", chunks=2, zero=3, sequence_parallel=True, recompute="full"),
+    simplest_row(
+        data=2, model=2, pipe=2, schedule="1f1b", virtual_stages=2, zero=3, sequence_parallel=True, recompute="full"
+    ),
     simplest_row(architecture="bloom", data=4, model=4, zero=3, sequence_parallel=True, layers="apart"),
-    simplest_row(architecture="bloom", data=2, pipe=2, chunks=2, zero=1, recompute="selective", packed=True),
+    simplest_row(architecture="bloom", data=2, pipe=2, virtual_stages=2, zero=1, recompute="selective", packed=True),
     simplest_row(architecture="post-LN", data=2, model=2, pipe=4, schedule="1f1b", zero=1, kernel="xla_blocks"),
     simplest_row(architecture="llama", model=2, context=2, data=2, zero=3),
 ]

@@ -47,9 +47,9 @@ def test_spike_is_far_above_the_mean_and_does_not_move_it():
 @pytest.mark.parametrize(
     ("values", "window", "spike", "last"),
     [
-        ([4.0, 4.0, 39.0], 100, "announce", HEALTHY),  # the first losses know no deviation
-        ([4.0, 4.0, 41.0], 100, "announce", SPIKE),
-        ([1e30], 8, "announce", HEALTHY),  # nothing to compare with
+        ([4.0, 4.0, 39.0], 100, "warn", HEALTHY),  # the first losses have no deviation
+        ([4.0, 4.0, 41.0], 100, "warn", SPIKE),
+        ([1e30], 8, "warn", HEALTHY),  # nothing to compare with
         ([4.0] * 20 + [1e30], 8, "ignore", HEALTHY),
     ],
 )
@@ -138,8 +138,8 @@ def test_guard_lets_fp16_look_for_its_scale():
         assert guard.health.problem() == "4 steps in a row were skipped"
 
 
-@pytest.mark.parametrize("spike", ["announce", "skip"])
-def test_guard_announces_a_spike_and_limits_the_loss(spike):
+@pytest.mark.parametrize("spike", ["warn", "skip"])
+def test_guard_warns_of_a_spike_and_limits_the_loss(spike):
     guard, limits = guard_of(spike=spike), []
     for step in range(1, 11):
         limits.append(guard.limit(step))

@@ -247,7 +247,7 @@ def test_a_base_is_not_removed_before_its_adapters(moved, capsys):
 @pytest.mark.ci
 def test_bf16_runs_save_on_meshes_with_copies(runs, tmp_path):
     """Frozen weights in 16 bits have copies on every such mesh; with 3 replicas ZeRO cannot split most of them."""
-    meshes = {"data": 2}, {"context": 2}, {"data": 4, "replica": 2, "zero": 1}, {"data": 3, "zero": 3}
+    meshes = {"data": 2}, {"context": 2}, {"data": 4, "replicate": 2, "zero": 1}, {"data": 3, "zero": 3}
     for number, mesh in enumerate(meshes):
         config = replace(ADAPTED, mesh=MeshConfig(**mesh), precision=PrecisionConfig(compute="bf16"))
         config = replace(config, train=replace(config.train, steps=2, global_batch=12))
@@ -264,7 +264,7 @@ def test_bf16_runs_save_on_meshes_with_copies(runs, tmp_path):
     ("changes", "words"),
     [
         ({"lora_alpha": 8.0}, "--lora.alpha 8.0 has no effect without adapters; add --lora.rank"),
-        ({"lora_rank": 4, "compute": "fp8"}, "does not work with --precision.compute fp8; type .* bf16"),
+        ({"lora_rank": 4, "compute": "fp8"}, "is not supported with --precision.compute fp8; type .* bf16"),
         ({"lora_rank": 4, "optimizer": "muon"}, "--optimizer.name muon.* use --optimizer.name adamw"),
         ({"lora_rank": 4, "kind": "bert"}, "for a model that predicts the next token, not a BERT"),
     ],

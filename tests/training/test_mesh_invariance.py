@@ -11,7 +11,7 @@ from tests.against_reference import in_layer_order
 from tests.small import batch_of, initial_state, named, program_of, small_config
 from tests.training.test_optimizer import poisoned
 
-INTERLEAVED = {"pipe": 2, "data": 2, "model": 2, "chunks": 2}
+INTERLEAVED = {"pipe": 2, "data": 2, "model": 2, "virtual_stages": 2}
 
 
 class Run:
@@ -82,7 +82,7 @@ def test_broken_weight_of_a_pipeline_is_named(interleaved):
         {"data": 4, "model": 2, "zero": 3},
         pytest.param({}, marks=pytest.mark.ci),
         pytest.param({"pipe": 4, "model": 2, "sequence_parallel": True}, marks=pytest.mark.ci),
-        pytest.param({"pipe": 2, "data": 2, "model": 2, "chunks": 1, "zero": 1}, marks=pytest.mark.ci),
+        pytest.param({"pipe": 2, "data": 2, "model": 2, "virtual_stages": 1, "zero": 1}, marks=pytest.mark.ci),
     ],
     ids=str,
 )

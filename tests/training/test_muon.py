@@ -109,7 +109,7 @@ MODELS = {
 @pytest.mark.parametrize(("model", "pipe", "chunks", "data", "tensor", "zero"), one_in(5, CASES))
 def test_direction_of_every_weight_equals_the_serial_twin(model, pipe, chunks, data, tensor, zero):
     groups = 2 if zero == 3 and data == 4 else 1
-    mesh = MeshConfig(pipe, data, tensor, chunks=chunks, zero=zero, replica=groups)
+    mesh = MeshConfig(pipe, data, tensor, virtual_stages=chunks, zero=zero, replicate=groups)
     optimizer = OptimizerConfig(name="muon", weight_decay=0.1)
     config = replace(small_config(compute="fp64"), model=MODELS[model], mesh=mesh, optimizer=optimizer)
     with jax.enable_x64(True):

@@ -12,9 +12,9 @@ from mjax.config import OptimizerConfig, PrecisionConfig
 from mjax.models.bert.model import BERT
 from mjax.models.build import build_model
 from mjax.parallel.weights import leaf_name
+from mjax.step.learning_rate import learning_rate
 from mjax.step.optimizer import backward_order, gradient_names, scale_by_adam
 from mjax.step.precision import LossScale
-from mjax.step.schedule import learning_rate
 from tests.small import batch_of, named, program_of, small_config
 
 # --- Schedules --------------------------------------------------------------------------------------------------------

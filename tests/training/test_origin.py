@@ -139,7 +139,7 @@ def there(source, tmp_path):
             {"layers": 4, "embedding_layernorm": True},
             r"layernorm False, here True\); type --config ",
         ),
-        (LLAMA, {"kv_heads": 4, "tied": True}, r"type --model.kv-heads 2 --model.no-tied, or"),
+        (LLAMA, {"kv_heads": 4, "tie_embeddings": True}, r"type --model.kv-heads 2 --model.no-tie-embeddings, or"),
     ],
 )
 def test_weights_of_another_model_are_refused(config, changes, words, there):

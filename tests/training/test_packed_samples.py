@@ -27,7 +27,7 @@ def test_batch_in_which_no_label_counts_has_no_gradient():
     assert all((gradient == 0).all() for gradient in named(gradients).values())
 
 
-def test_evaluation_is_the_mean_over_labels_that_count():
+def test_evaluation_is_the_mean_over_unmasked_labels():
     """The mean is over all batches together."""
     config = small_config(2, 1, mesh={"pipe": 2}, dropout=0.0, samples={"mask_eod_loss": True})
     run = run_of(replace(config, train=replace(config.train, eval_batches=3)))
@@ -65,7 +65,7 @@ def test_evaluation_runs_one_batch_ahead(monkeypatch):
     assert (len(in_flight), max(in_flight)) == (40, 2)
 
 
-@pytest.mark.parametrize("mesh", [{"zero": 3}, pytest.param({"pipe": 2, "chunks": 2}, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("mesh", [{"zero": 3}, pytest.param({"pipe": 2, "virtual_stages": 2}, marks=pytest.mark.ci)])
 def test_loss_mask_adds_one_number_over_data(mesh):
     """Outside of every loop, and nothing else."""
     plain, packed = (

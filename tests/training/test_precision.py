@@ -1,4 +1,4 @@
-"""What a bf16 step, and generation in bf16, compute in 16 bits: read from the traced programs.
+"""The dtypes of a bf16 step, and of generation in bf16, read from the traced programs.
 
 Every operation with a 16-bit operand or result must be in `IN_16_BITS`, under the function of mjax that wrote it. The
 rest is float32: rotary angles, norms, activations, softmax, cross entropy, routers, sums over rows, draws of tokens.
@@ -39,7 +39,7 @@ IN_16_BITS = {
         columns RowParallelLinear.__call__""",
     # Gradients of a value that is used twice.
     "add_any": """ColumnAdapter.__call__ Encoder.pooled Router.__call__ _by_group.body _norm _one_dim _sum_of_squares
-        _unit_rms_norm columns enter gated gather_tokens linear lookup""",
+        _unit_rms_norm columns enter gated all_gather_tokens linear lookup""",
     "mul": "AttentionMask.scaled ColumnAdapter.__call__ Encoder.pooled Gemma3.embed RowAdapter.__call__ gated",
     "div": "_attend_block attend_cached",  # queries by √d
     "tanh": "Encoder.pooled",
@@ -112,11 +112,11 @@ LLAMA = {"kind": "llama", "kv_heads": 4, "feed_forward": 24}
 OLMO = {**LLAMA, "qk_norm": "heads", "norms": "post"}
 GEMMA_3 = {
     "kind": "gemma3", "kv_heads": 4, "feed_forward": 24, "head_dim": 6, "window": 3, "rope_theta": 50.0,
-    "local_rope_theta": 5.0, "query_scalar": 5, "full_attention_every": 2,
+    "local_rope_theta": 5.0, "query_pre_attn_scalar": 5, "global_attention_interval": 2,
 }  # fmt: skip
 MIXTURE = {
-    "kind": "mixture", "grouped": "xla", "experts": 4, "expert_width": 24, "kv_heads": 4, "balance_loss": 0.1,
-    "z_loss": 0.01, "balance_bias": 0.01, "router": "sigmoid", "shared_width": 16,
+    "kind": "mixture", "moe_kernel": "xla", "experts": 4, "moe_ffn_hidden": 24, "kv_heads": 4, "aux_loss_coef": 0.1,
+    "z_loss": 0.01, "router_bias_update_rate": 0.01, "router": "sigmoid", "shared_expert_ffn_hidden": 16,
 }  # fmt: skip
 PACKED = {"samples": {"reset_positions": True, "reset_attention": True, "eod": 0}}
 SPLIT = {"data": 2, "model": 2, "mesh": {"sequence_parallel": True}}
@@ -139,7 +139,7 @@ ci = partial(pytest.param, marks=pytest.mark.ci)
         ci(PACKED),
         ci({"kind": "bert"}),
         ci({"kind": "bert", "head": "span"}),
-        ci({"kind": "bert", "head": "multiple_choice", "answers": 4}),
+        ci({"kind": "bert", "head": "multiple_choice", "num_labels": 4}),
         ci({**LLAMA, "qk_norm": "head", "qkv_bias": True, "lora_rank": 2, "lora_dropout": 0.1}),
         ci({**MIXTURE, "data": 2, "mesh": {"expert": 2, "zero": 3}}),
     ],

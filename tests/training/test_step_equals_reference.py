@@ -28,10 +28,10 @@ class Case(NamedTuple):
     model: int
     pipe: int
     context: int
-    across: str
+    context_attention: str
     expert: int
     schedule: str
-    chunks: int
+    virtual_stages: int
     zero: int
     sequence_parallel: bool
     micro_batches: int
@@ -42,48 +42,55 @@ class Case(NamedTuple):
     layers: str
     loss_chunks: int
     lora: str
-    replica: int
+    replicate: int
 
 
 LLAMA = {"kind": "llama", "kv_heads": 4, "feed_forward": 24}
-MIXTURE = {"kind": "mixture", "grouped": "xla", "experts": 4, "expert_width": 24, "balance_loss": 0.1, "z_loss": 0.01}
+MIXTURE = {
+    "kind": "mixture",
+    "moe_kernel": "xla",
+    "experts": 4,
+    "moe_ffn_hidden": 24,
+    "aux_loss_coef": 0.1,
+    "z_loss": 0.01,
+}
 DEEPSEEK = {
-    "experts": 8, "experts_per_token": 3, "router": "sigmoid", "router_groups": 4, "router_top_groups": 2,
-    "router_scale": 2.5, "shared_width": 20, "balance_bias": 0.01,
+    "experts": 8, "experts_per_token": 3, "router": "sigmoid", "router_n_groups": 4, "router_topk_groups": 2,
+    "router_scale": 2.5, "shared_expert_ffn_hidden": 20, "router_bias_update_rate": 0.01,
 }  # fmt: skip
 YARN = {
-    "rope_scaling": "yarn", "rope_factor": 4.0, "rope_original": 1024, "rope_theta": 50.0, "head_dim": 16,
-    "rope_share": 0.5,
+    "rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 1024, "rope_theta": 50.0, "head_dim": 16,
+    "rotary_percent": 0.5,
 }  # fmt: skip
 GEMMA_3 = {
     "kind": "gemma3", "kv_heads": 4, "feed_forward": 24, "head_dim": 6, "window": 3, "rope_theta": 50.0,
-    "local_rope_theta": 5.0, "rope_scaling": "linear", "rope_factor": 2.0, "query_scalar": 5,
+    "local_rope_theta": 5.0, "rope_scaling": "linear", "rope_factor": 2.0, "query_pre_attn_scalar": 5,
     "init_std": 0.3,
 }  # fmt: skip
-LLAMA_31 = {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original": 8, "rope_theta": 50.0}
+LLAMA_31 = {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_length": 8, "rope_theta": 50.0}
 ARCHITECTURES = {
     "gpt": {},
     "bloom": {**BLOOM, "heads": 12},  # no power of two, and divided by 4 ranks
     "pre-LN": {"kind": "bert", "layernorm": "pre", "activation": "gelu_erf"},
     "post-LN": {"kind": "bert", "layernorm": "post", "mlm_activation": "gelu_erf"},
-    "classification": {"head": "classification", "answers": 3},
-    "choices": {"head": "multiple_choice", "answers": 2, "layernorm": "post"},
+    "classification": {"head": "classification", "num_labels": 3},
+    "choices": {"head": "multiple_choice", "num_labels": 2, "layernorm": "post"},
     "span": {"head": "span"},
     "llama": {**LLAMA, "rope_scaling": "linear", "rope_factor": 2.0},
     "llama-3.1": {**LLAMA, **LLAMA_31},
     "mistral": {**LLAMA, "window": 5},
-    "alternating": {**LLAMA, "window": 3, "full_attention_every": 2},
-    "qwen-2": {**LLAMA, "qkv_bias": True, "tied": True},
+    "alternating": {**LLAMA, "window": 3, "global_attention_interval": 2},
+    "qwen-2": {**LLAMA, "qkv_bias": True, "tie_embeddings": True},
     "qwen-3": {**LLAMA, "qk_norm": "head", "head_dim": 6},
     "olmo-2": {**LLAMA, "kv_heads": None, "qk_norm": "heads", "norms": "post"},
     "one-kv-head": {**LLAMA, "kv_heads": 1, "qk_norm": "heads"},
     "two-kv-heads": {**LLAMA, "kv_heads": 2, "qk_norm": "head", "qkv_bias": True},
-    "gemma-3": {**GEMMA_3, "full_attention_every": 2},
+    "gemma-3": {**GEMMA_3, "global_attention_interval": 2},
     "yarn": {**LLAMA, **YARN, "activation": "gelu_tanh"},
     "mixtral": {**MIXTURE, "router_normalized": False, "kv_heads": 4},
     "deepseek": {**MIXTURE, **DEEPSEEK},
-    "first-dense": {**MIXTURE, "dense_layers": 1, "feed_forward": 40},
-    "every-second": {**MIXTURE, "expert_interval": 2, "feed_forward": 40},
+    "first-dense": {**MIXTURE, "first_dense_layers": 1, "feed_forward": 40},
+    "every-second": {**MIXTURE, "moe_layer_freq": 2, "feed_forward": 40},
 }
 CHOICES = Case(
     architecture=tuple(ARCHITECTURES),
@@ -91,10 +98,10 @@ CHOICES = Case(
     model=(1, 2, 4),
     pipe=(1, 2, 4),
     context=(1, 2, 4),
-    across=("-", "heads", "gather"),
+    context_attention=("-", "ulysses", "allgather"),
     expert=(1, 2, 4),
     schedule=("-", "gpipe", "1f1b"),
-    chunks=(1, 2),
+    virtual_stages=(1, 2),
     zero=(0, 1, 3),
     sequence_parallel=(False, True),
     micro_batches=(1, 2, 4),
@@ -105,7 +112,7 @@ CHOICES = Case(
     layers=("loop", "apart"),
     loss_chunks=(1, 3),
     lora=("-", "all", "some"),
-    replica=(1, 2),
+    replicate=(1, 2),
 )
 LORA = {
     "-": {},
@@ -118,10 +125,10 @@ BATCH = 16
 
 def config_of(case):
     changes = ARCHITECTURES[case.architecture]
-    period = 2 if changes.keys() & {"full_attention_every", "expert_interval"} else 1
-    axes = "pipe", "context", "expert", "chunks", "zero", "sequence_parallel", "replica"
+    period = 2 if changes.keys() & {"global_attention_interval", "moe_layer_freq"} else 1
+    axes = "pipe", "context", "expert", "virtual_stages", "zero", "sequence_parallel", "replicate"
     mesh = {name: getattr(case, name) for name in axes}
-    mesh |= {} if case.across == "-" else {"context_attention": case.across}
+    mesh |= {} if case.context_attention == "-" else {"context_attention": case.context_attention}
     mesh |= {} if case.schedule == "-" else {"schedule": case.schedule}
     samples = dict(PACKED) if case.packed else {}
     if case.architecture == "bloom":
@@ -144,7 +151,7 @@ def config_of(case):
         unroll="off" if case.layers == "loop" else "on",
         loss_chunks=case.loss_chunks,
         attention=case.kernel,
-        layers=max(2, period * case.pipe * case.chunks),
+        layers=max(2, period * case.pipe * case.virtual_stages),
         **changes,
         **lora,
     )
@@ -172,7 +179,7 @@ TABLE = read_table()
 
 @pytest.mark.parametrize("case", TABLE)
 def test_loss_and_gradients_equal_the_serial_reference(case):
-    """With adapters, loss and weights after a whole step, in which nothing else may move."""
+    """Loss and weights after a whole step with adapters, which changes no other weights."""
     config = config_of(case)
     # The loss scale is divided out.
     errors = update_errors(config) if config.model.lora_rank else largest_error(config, scale=2.0**20)
@@ -187,8 +194,8 @@ def can_run(case):
     head = "head" in ARCHITECTURES[case.architecture]
     absent = (
         (case.schedule == "-") != (case.pipe == 1)
-        or (case.across == "-") != (case.context == 1)
-        or (case.chunks > 1 and case.pipe == 1)
+        or (case.context_attention == "-") != (case.context == 1)
+        or (case.virtual_stages > 1 and case.pipe == 1)
         or (case.zero > 0 and case.data == 1)
         or (head and (case.packed or case.loss_chunks > 1))
     )
@@ -205,17 +212,17 @@ def simplest_row(**given):
     """The row with these values in which little else is chosen than what they need."""
     found = {name: values[0] for name, values in zip(Case._fields, CHOICES, strict=True)} | given
     needed = {}
-    if found["schedule"] != "-" or found["chunks"] > 1:
+    if found["schedule"] != "-" or found["virtual_stages"] > 1:
         needed["pipe"] = 2
     if found["pipe"] > 1 or "pipe" in needed:
         needed["schedule"] = "1f1b"
-    if found["chunks"] > 1:
+    if found["virtual_stages"] > 1:
         needed["micro_batches"] = 4
-    if found["across"] != "-":
+    if found["context_attention"] != "-":
         needed["context"] = 2
     if found["context"] > 1:
-        needed["across"] = "gather"
-    if found["replica"] > 1:
+        needed["context_attention"] = "allgather"
+    if found["replicate"] > 1:
         needed["zero"] = 3
     if found["zero"] or found["expert"] > 1 or "zero" in needed:
         needed["data"] = 4

@@ -57,8 +57,8 @@ def test_callback_ends_a_run_that_continues_bit_for_bit(tmp_path, whole, capsys)
     assert mjax.Trainer(CONFIG, tmp_path, data=map(batch, range(6))).train().exit_code == 0  # an iterator, too
     assert losses(tmp_path) == losses(whole)
     assert [record.loss for record in seen.records] == losses(whole)[: stopped.step]
-    assert read_config(tmp_path / "config.json").data.own
-    assert cli.main(["train", "--resume", str(tmp_path), "--train.steps", "8"]) == 2
+    assert read_config(tmp_path / "config.json").data.custom
+    assert cli.main(["train", "--run", str(tmp_path), "--train.steps", "8"]) == 2
     assert "continue it there, or start from its weights with --init" in capsys.readouterr().err
 
 
@@ -182,7 +182,7 @@ def test_data_unfit_for_the_model_are_refused(tmp_path, source, words):
     assert (tmp_path / "config.json").exists() == ("after 1 batches" in words)  # it had begun
 
 
-def test_labels_count_where_the_loss_mask_says_so(tmp_path, whole):
+def test_loss_mask_selects_the_labels(tmp_path, whole):
     counted = np.arange(16) % 2 == np.arange(8)[:, None] % 2
     masks = {"all": np.ones((8, 16), bool), "half": counted, "others": ~counted}
     first = {}
@@ -199,7 +199,7 @@ def test_labels_count_where_the_loss_mask_says_so(tmp_path, whole):
 def test_batch_of_a_loop_of_ones_own_is_checked():
     program = mjax.build_program(CONFIG, mjax.make_mesh(CONFIG.mesh))
     assert program.put_on_devices(batch(0))["tokens"].shape == (8, 16)
-    with pytest.raises(UsageError, match=r"the batch has .*; the program takes labels, tokens; with data.own=True"):
+    with pytest.raises(UsageError, match=r"the batch has .*; the program takes labels, tokens; with data.custom=True"):
         program.put_on_devices({**batch(0), "loss_mask": np.ones((8, 16), bool)})
     with pytest.raises(UsageError, match="labels of the batch holds 300"):
         program.put_on_devices({**batch(0), "labels": np.full((8, 16), 300)})

@@ -45,7 +45,7 @@ class Launcher:
         monkeypatch.setattr(health, "WINDOW", 8)
         monkeypatch.setattr(health, "MAX_SKIPPED_STEPS", 5)
         monkeypatch.setattr(health, "GOOD_AFTER", 2)
-        monkeypatch.setattr(health, "REWIND_BATCHES", 2)
+        monkeypatch.setattr(health, "ROLLBACK_BATCHES", 2)
         monkeypatch.setattr(loop, "check_devices", lambda *_: None)  # one of the test's sixteen is enough
         monkeypatch.setattr(MetricsLog, "draw", lambda *_, **__: None)  # takes longer than all steps
 
@@ -68,7 +68,7 @@ class Launcher:
         return cli.main(["train", *FLAGS, "--runs", str(self.folder), *flags])
 
     def resume(self, *flags):
-        return cli.main(["train", "--resume", str(self.run_folder), *flags])
+        return cli.main(["train", "--run", str(self.run_folder), *flags])
 
     def saved(self):
         return sorted(entry.name for entry in (self.run_folder / "checkpoints").iterdir() if entry.is_dir())
@@ -107,15 +107,15 @@ def test_poisoned_run_keeps_its_last_good_checkpoint(launcher, healthy, capfd):
 
 
 @pytest.mark.ci
-def test_rewinding_reads_the_base_of_adapters_again(launcher, capfd):
+def test_rollback_reads_the_base_of_adapters_again(launcher, capfd):
     """Frozen weights that were damaged in memory are those of the base again."""
     length = ("--train.steps", "4", "--name", "base")
     assert launcher(*length) == 0
     launcher.run_folder = launcher.folder / "lora"
     flags = ("--init", str(launcher.folder / "base"), "--name", "lora", "--lora.rank", "4")
     launcher.poisons = {13: weights(30.0)}
-    assert launcher(*flags, "--health.spike", "rewind") == 0
-    assert "rewinding to checkpoint 8" in capfd.readouterr().out
+    assert launcher(*flags, "--health.spike", "rollback") == 0
+    assert "rolling back to checkpoint 8" in capfd.readouterr().out
     assert max(launcher.losses().values()) < 7
     base, own = (named(open_run(folder).weights) for folder in (launcher.folder / "base", launcher.run_folder))
     assert all(np.array_equal(own[name], weight) for name, weight in base.items())
@@ -169,14 +169,14 @@ def test_command_goes_back_once(launcher, capfd):
 
 def test_spike_is_rewound_the_same_way_after_a_restart(launcher, capfd):
     launcher.poisons = {13: weights(30.0)}
-    assert launcher("--health.spike", "rewind") == 0
-    assert "rewinding to checkpoint 8" in capfd.readouterr().out
+    assert launcher("--health.spike", "rollback") == 0
+    assert "rolling back to checkpoint 8" in capfd.readouterr().out
     records = read_metrics(launcher.run_folder / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, 21))
     assert [record["step"] for record in records if record["skipped"]] == [12, 13]
     found = launcher.losses()
     shutil.rmtree(launcher.run_folder / "checkpoints")
-    assert launcher("--health.spike", "rewind") == 0
+    assert launcher("--health.spike", "rollback") == 0
     assert launcher.losses() == found
 
 

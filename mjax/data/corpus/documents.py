@@ -166,7 +166,7 @@ class TextFiles:
                 known = f"{', '.join(ENDINGS)} nor other text ({', '.join(OTHER_TEXT)})"
                 raise UsageError(f"{file} is neither {known}; convert or rename it")
         if split is not None and files and all(file_ending(file).startswith((".jsonl", ".parquet")) for file in files):
-            raise UsageError(f"--split-documents is for text files, and {files[0]} has its own documents; leave it out")
+            raise UsageError(f"--split-documents is for text files, and {files[0]} has documents already; remove it")
         self.files, self.key, self.all_fields, self.split, self.most = files, key, all_fields, split, most
         self.inputs = files  # by which a command knows what it has read
         self.malformed = MalformedLines(malformed)
@@ -363,7 +363,7 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
             inside = sorted(file for file in given.rglob("*") if file.is_file() and file_ending(file))
             inside = [file for file in inside if file_ending(file) in ENDINGS] or inside
             if not inside:
-                raise UsageError(f"the folder {given} has no {either(ENDINGS)} nor such as .md; name another")
+                raise UsageError(f"the folder {given} has no {either(ENDINGS)} nor text such as .md; give another")
             files += inside
         elif not given.exists() and glob.has_magic(str(given)):
             if isinstance(given, RemoteFile):

@@ -18,9 +18,9 @@ the folder.
 With `--sbatch`, each stage is an array job of Slurm that repeats the command with the stage in the environment, and its
 tasks do nothing else.
 
-**Filters.** Output files of `mjax dedup` and `mjax clean`: the documents kept, and a record of those removed.
+**Filters.** Output files of `mjax dedup` and `mjax clean`: the retained documents, and a record of the removed ones.
 
-    OUTPUT.jsonl           the documents kept, in input order
+    OUTPUT.jsonl           the retained documents, in input order
     OUTPUT.removed.jsonl   a line for each document removed: where it came from and why
     OUTPUT.report.json     documents and bytes that each step removed, with examples
 
@@ -66,6 +66,8 @@ MAX_TASKS = 256  # tasks by default, for less than LARGE bytes each
 LARGE = 2**30
 STAGE, BEGAN = "MJAX_STAGE", "MJAX_BEGAN"
 """Set in an array job: its stage, and the second at which the command was typed."""
+RETAINED = "kept"
+"""Name of the documents of the output, in the report and as a part of a job."""
 EXAMPLES = 10  # of each step, in the report
 SHOWN = 200  # characters of a text in an example
 SBATCH = {"time": "24:00:00", "mem-per-cpu": "4G"}
@@ -561,11 +563,11 @@ def check_outputs(arguments: Any, inputs: Sequence[Path]) -> None:
 def output_files(output: Path) -> dict[str, Path]:
     """The files of a run by their names in the working folder, in the order in which they are put in place."""
     removed = output.with_suffix(".removed.jsonl")
-    return {"report": output.with_suffix(".report.json"), "removed": removed, "kept": output}
+    return {"report": output.with_suffix(".report.json"), "removed": removed, RETAINED: output}
 
 
 class FilterJob(Job):
-    """A job that writes the three files of a run; a stage before `merge` writes the parts `kept` and `removed`."""
+    """A job that writes the three files of a run; a stage before `merge` writes the parts RETAINED and `removed`."""
 
     def __init__(self, arguments: Any, corpus: TextFiles, stages: Sequence[str]):
         arguments = replace(arguments, output=locate(arguments.output))
@@ -573,7 +575,7 @@ class FilterJob(Job):
 
     def merge(self, rank: int) -> None:
         """Copy a task's parts to their places."""
-        for name in ("kept", "removed"):
+        for name in (RETAINED, "removed"):
             self.put_part(name, rank, self.folder / name, self.offset(name, rank))
 
     def tallies(self, parts: Sequence[dict[str, Any]]) -> dict[str, Tally]:
@@ -588,7 +590,7 @@ class FilterJob(Job):
         """Give the files their names; returns the report: `story`, malformed lines, output and version."""
         lines = {"documents": malformed.count, "examples": malformed.examples}
         text = report_text({**story, "malformed": lines, "output": self.arguments.output, "mjax_version": __version__})
-        if (self.folder / "kept").exists():  # else a run that was killed just before its end has put all
+        if (self.folder / RETAINED).exists():  # else a run that was killed just before its end has put all
             (self.folder / "report").write_bytes(text.encode())
         self.copies = isinstance(self.arguments.output, RemoteFile)
         self.put_outputs(output_files(self.arguments.output))
@@ -661,9 +663,9 @@ def where_they_differ(one: str, other: str) -> tuple[str, str]:
 
 
 def _steps(report: dict[str, Any]) -> Iterator[Sequence[str]]:
-    """Documents and bytes: read, changed or removed by each step, kept."""
+    """Documents and bytes: read, changed or removed by each step, retained."""
     rows = [(report["read"], ""), *((step, "") for step in report.get("changed", ()))]
-    rows += [*((step, "− ") for step in report["removed"]), (report["kept"], "= ")]
+    rows += [*((step, "− ") for step in report["removed"]), (report[RETAINED], "= ")]
     for tally, sign in rows:
         share = tally["documents"] / max(report["read"]["documents"], 1)
         documents = f"{tally['documents']:,} documents"

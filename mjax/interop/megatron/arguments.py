@@ -51,7 +51,7 @@ DEFAULTS: dict[str, Any] = {
 NUMBERS = {"hidden_dropout": "hidden_dropout", "attention_dropout": "attention_dropout", "init_std": "init_method_std"}
 """Our field → Megatron's argument, of every model."""
 OF_SHAPES = {"layers": "num_layers", "hidden": "hidden_size", "vocabulary": "padded_vocab_size"}
-OF_ROPE = {"rope_theta": "rotary_base", "rope_share": "rotary_percent"}
+OF_ROPE = {"rope_theta": "rotary_base", "rotary_percent": "rotary_percent"}
 ACTIVATIONS: dict[str, Activation] = {"gpt": "gelu_tanh", "bert": "gelu_erf"}
 """Of models without arguments: the one of the published 345M."""
 
@@ -174,7 +174,7 @@ def drop_ignored(arguments: Mapping[str, Any] | None, ignored: str, source: str)
     """
     names = [name for name in ignored.split(",") if name]
     if absent := [name for name in names if name not in (arguments or {})]:
-        raise UsageError(f"--ignore {ignored}: {source} has no argument {absent[0]}; leave it out")
+        raise UsageError(f"--ignore {ignored}: {source} has no argument {absent[0]}; remove it")
     return None if arguments is None else {name: value for name, value in arguments.items() if name not in names}
 
 
@@ -237,7 +237,7 @@ def _heads(arguments: Arguments, heads: int | None) -> int:
     if theirs is None and heads is None:
         arguments.reject("it has no number of attention heads", "add --heads, 16 for the published 345M")
     if theirs is not None and heads not in (None, theirs):
-        arguments.reject(f"the model has {theirs} attention heads and --heads is {heads}", "leave it out")
+        arguments.reject(f"the model has {theirs} attention heads and --heads is {heads}", "remove it")
     return heads if theirs is None else arguments.count("num_attention_heads", least=1)
 
 
@@ -304,7 +304,7 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
         **{ours: shapes[theirs] for ours, theirs in OF_SHAPES.items()},
         qk_norm="head" if said["qk_layernorm"] else "none",
         qkv_bias=f"{layer}.{QKV}.bias" in tensors.kinds,
-        tied=not said["untie_embeddings_and_output_weights"],
+        tie_embeddings=not said["untie_embeddings_and_output_weights"],
         **(_mixture_fields(said, tensors, width) if experts else {"feed_forward": width}),
         **said.numbers({**NUMBERS, **OF_ROPE, "norm_epsilon": said.epsilon}),
         **_scaling(said),
@@ -320,14 +320,18 @@ def _scaling(arguments: Arguments) -> dict[str, Any]:
         arguments.reject(
             "use_rope_scaling and rotary_seq_len_interpolation_factor are both set; mjax knows one of the two"
         )
-    return {"rope_scaling": "llama3", "rope_factor": arguments.number("rope_scaling_factor"), "rope_original": 8192}
+    return {
+        "rope_scaling": "llama3",
+        "rope_factor": arguments.number("rope_scaling_factor"),
+        "rope_original_length": 8192,
+    }
 
 
 # --- Mixtures of experts ----------------------------------------------------------------------------------------------
 
 OVER = {"aux_loss": "micro_batch", "seq_aux_loss": "sequence"}
-"""moe_router_load_balancing_type → our balance_over. Both are E / (k T²) · Σ_i (Σ_t p_ti)(tokens of expert i), of every
-layer, with T the tokens of a micro-batch or of a sequence, and the mean over these. So the coefficients are ours."""
+"""moe_router_load_balancing_type → our aux_loss_scope. Both are E / (k T²) · Σ_i (Σ_t p_ti)(tokens of expert i) per
+layer, with T the tokens of a micro-batch or of a sequence, and the mean over these: the coefficients are equal."""
 LOSSES = (*OVER, "global_aux_loss", "none")
 
 
@@ -358,12 +362,12 @@ def _mixture_fields(arguments: Arguments, tensors: Tensors, width: int) -> dict[
         "experts": experts,
         "experts_per_token": chosen,
         "feed_forward": feed_forward,
-        "expert_width": None if feed_forward == width else width,
+        "moe_ffn_hidden": None if feed_forward == width else width,
         "router": score,
         # A softmax after the choice is the one before it, divided by the sum of those chosen.
         "router_normalized": chosen > 1 if score == "sigmoid" else not arguments["moe_router_pre_softmax"],
         "router_scale": arguments.number("moe_router_topk_scaling_factor") or 1.0,
-        "shared_width": arguments.count("moe_shared_expert_intermediate_size", 0),
+        "shared_expert_ffn_hidden": arguments.count("moe_shared_expert_intermediate_size", 0),
         "z_loss": arguments.number("moe_z_loss_coeff"),
         **_groups(arguments, score, chosen),
         **_balance(arguments)[0],
@@ -383,7 +387,7 @@ def _groups(arguments: Arguments, score: str, chosen: int) -> dict[str, int]:
         arguments.reject(
             f"moe_router_group_topk is {top} without moe_router_pre_softmax, and mjax has groups with it only"
         )
-    return {"router_groups": groups, "router_top_groups": top}
+    return {"router_n_groups": groups, "router_topk_groups": top}
 
 
 def balance_left_out(arguments: Mapping[str, Any], source: str) -> str:
@@ -406,11 +410,11 @@ def _balance(arguments: Arguments) -> tuple[dict[str, Any], str]:
     in_groups = arguments["moe_router_group_topk"] not in (None, 0, arguments["moe_router_num_groups"])
     if len(losses) == 1 and losses.keys() <= OVER.keys() and not in_groups:
         ((kind, number),) = losses.items()
-        return {"balance_loss": number, "balance_over": OVER[kind]}, ""
+        return {"aux_loss_coef": number, "aux_loss_scope": OVER[kind]}, ""
     listed = " and ".join(f"{kind} {number:g}" for kind, number in losses.items())
     return {}, (
         f"balance loss: mjax has no {listed}{' with groups of experts' if in_groups else ''}, so the run has none; to "
-        "train on with the one of mjax, add --model.balance-loss"
+        "train on with the one of mjax, add --model.aux-loss-coef"
     )
 
 

@@ -480,9 +480,9 @@ class DecoderTensors:
             return {f"{module}.{'gate' if half == '_w' else 'up'}.{what}": 0}
         model, width = self._model, self._model.mlp_width
         if ".experts." in module:
-            width = getattr(model, "expert_width_in_use", 0)
+            width = getattr(model, "expert_width", 0)
         elif ".shared_experts." in module:
-            width = getattr(model, "shared_width", 0)
+            width = getattr(model, "shared_expert_ffn_hidden", 0)
         parts = {"gate": width, "up": width}
         if kind == "linear_qkv":
             heads = {"q": model.heads, "k": model.groups, "v": model.groups}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Count
-from mjax.config.marks import ANY_FAMILY, TUNING, By, Metric
+from mjax.config.marks import ANY_FAMILY, TUNING, By, Metric, Synonyms
 from mjax.config.model import Arrays, Gelu, register
 from mjax.errors import UsageError
 from mjax.models.gpt.config import TransformerConfig
@@ -94,8 +94,8 @@ class BERTTaskConfig(EncoderConfig):
     """Architecture of the model."""
     head: Literal["classification", "multiple_choice", "span"] = "classification"
     """Scores of the head: classes of a sequence, choices of a question, or tokens as first and last of an answer."""
-    answers: Annotated[Count, ANY_FAMILY] = 2
-    """Number of classes (head classification) or choices (head multiple_choice)."""
+    num_labels: Annotated[Count, ANY_FAMILY, Synonyms("classes")] = 2
+    """Classes (head classification) or choices (head multiple_choice)."""
 
     title: ClassVar[str] = "a BERT with the head of a task"
     module: ClassVar[str] = "mjax.models.bert.model:TaskBERT"
@@ -104,12 +104,12 @@ class BERTTaskConfig(EncoderConfig):
 
     @property
     def sequences(self) -> int:
-        return self.answers if self.head == "multiple_choice" else 1
+        return self.num_labels if self.head == "multiple_choice" else 1
 
     @property
     def outputs(self) -> int:
         """Numbers that the head outputs, per sequence, or per token with head span."""
-        return {"classification": self.answers, "multiple_choice": 1, "span": 2}[self.head]
+        return {"classification": self.num_labels, "multiple_choice": 1, "span": 2}[self.head]
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -122,5 +122,5 @@ class BERTTaskConfig(EncoderConfig):
         return rows | dict.fromkeys(self.label_names, ((), "int32"))
 
     def limits(self) -> dict[str, int]:
-        labels = {"label": self.answers, "start": self.sequence, "end": self.sequence}
+        labels = {"label": self.num_labels, "start": self.sequence, "end": self.sequence}
         return {**super().limits(), "token_types": 2, "documents": 2, **labels}

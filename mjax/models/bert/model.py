@@ -56,13 +56,13 @@ from mjax.models.parts.positions import document_positions
 from mjax.models.protocol import Context, LanguageModel
 from mjax.models.stack import stack
 from mjax.parallel import mappings, random
-from mjax.parallel.layers import VocabParallelEmbedding, local_rows, normal
-from mjax.parallel.overlap import rematerialize
-from mjax.parallel.products import linear
+from mjax.parallel.autodiff import rematerialize
+from mjax.parallel.layers import VocabParallelEmbedding, normal_init, to_local_ids
+from mjax.parallel.linear import linear
 from mjax.parallel.random import dropout
-from mjax.parallel.sums import add_bias, lookup
-from mjax.parallel.tokens import TokenLayout
-from mjax.parallel.weights import parameter
+from mjax.parallel.reductions import add_bias, lookup
+from mjax.parallel.token_layout import TokenLayout
+from mjax.parallel.weights import make_param
 
 TOKEN_TYPES = 2
 
@@ -74,8 +74,8 @@ class Linear(nnx.Module):
     """y = x A + b, replicated over `model`."""
 
     def __init__(self, key: Array, width: int, out: int, std: float, dtype):
-        self.kernel = parameter(key, normal(std), (width, out), ("in", "out"), dtype, muon=False)
-        self.bias = parameter(key, jax.nn.initializers.zeros, (out,), ("out",), dtype)
+        self.kernel = make_param(key, normal_init(std), (width, out), ("in", "out"), dtype, muon=False)
+        self.bias = make_param(key, jax.nn.initializers.zeros, (out,), ("out",), dtype)
 
     def __call__(self, x: Float[Array, "t into"]) -> Float[Array, "t out"]:
         return add_bias(linear(self.kernel[...], x, 1), self.bias[...])
@@ -88,7 +88,7 @@ class MLMHead(nnx.Module):
         self.activation = config.mlm_activation or config.activation
         self.transform = Linear(key, config.hidden, config.hidden, config.init_std, dtype)
         self.norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
-        self.bias = parameter(key, jax.nn.initializers.zeros, (config.padded_vocabulary,), ("token",), dtype)
+        self.bias = make_param(key, jax.nn.initializers.zeros, (config.padded_vocabulary,), ("token",), dtype)
 
     def __call__(self, x: Float[Array, "t h"], embedding: VocabParallelEmbedding) -> Output:
         activation = rematerialize(partial(activate, name=self.activation))
@@ -107,7 +107,7 @@ class Encoder(LanguageModel):
         self.embedding = VocabParallelEmbedding(
             embedding, config.vocabulary, config.padded_vocabulary, hidden, std, dtype
         )
-        rows = partial(parameter, initializer=normal(std), dims=("position", "out"), dtype=dtype)
+        rows = partial(make_param, initializer=normal_init(std), dims=("position", "out"), dtype=dtype)
         self.positions = rows(positions, shape=(config.max_positions, hidden))
         self.token_types = rows(token_types, shape=(TOKEN_TYPES, hidden))
         block = Block if config.layernorm == "pre" else PostNormBlock
@@ -144,10 +144,12 @@ class Encoder(LanguageModel):
           `context`, a rank has only those whose first token it has.
         """
         first = jnp.arange(tokens.sequences) * tokens.positions
-        rows, owned = local_rows(first, x.shape[0]) if tokens.split else (first, jnp.ones(first.shape, bool))
-        if tokens.across:
-            owned = owned & (mappings.rank(CONTEXT) == 0)
-        return jnp.tanh(self.pooler(lookup(x, rows))), owned
+        rows, is_local = (
+            to_local_ids(first, x.shape[0]) if tokens.sequence_parallel else (first, jnp.ones(first.shape, bool))
+        )
+        if tokens.context_attention:
+            is_local = is_local & (mappings.rank(CONTEXT) == 0)
+        return jnp.tanh(self.pooler(lookup(x, rows))), is_local
 
 
 class BERT(Encoder):
@@ -190,14 +192,14 @@ class BERT(Encoder):
         losses = self.output(x).cross_entropy(batch["labels"], context)
         masked = losses.sum(where=batch["loss_mask"].reshape(-1))
 
-        pooled, owned = self.pool(x, tokens)
+        pooled, is_local = self.pool(x, tokens)
         scores = self.order(pooled)
         log_probabilities = jax.nn.log_softmax(scores.astype(losses.dtype), axis=-1)
         swapped = batch["sentence_order"]
         order = -jnp.take_along_axis(log_probabilities, swapped[:, None], axis=-1)[:, 0]
         correct = (scores[:, 1] > scores[:, 0]) == (swapped == 1)
-        sums = jnp.stack([order.sum(where=owned), correct.sum(where=owned, dtype=order.dtype)])
-        order_loss, order_found = mappings.leave(sums) if tokens.split else sums
+        sums = jnp.stack([order.sum(where=is_local), correct.sum(where=is_local, dtype=order.dtype)])
+        order_loss, order_found = mappings.reduce_from_region(sums) if tokens.sequence_parallel else sums
         return {"mlm_loss": masked, "order_loss": order_loss, "order_accuracy": order_found}
 
 
@@ -228,19 +230,21 @@ class TaskBERT(Encoder):
         x, tokens = self.final_norm(x), context.tokens
         if self.config.head == "span":
             scores = self.head(x)
-            if tokens.split:
-                scores = mappings.all_gather(scores.T, MODEL, -1).T
-            scores = tokens.all_positions(tokens.split_sequences(_wide(scores))).swapaxes(1, 2)  # [b, 2, s]
+            if tokens.sequence_parallel:
+                scores = mappings.all_gather_invariant(scores.T, MODEL, -1).T
+            scores = tokens.gather_positions(tokens.split_sequences(_wide(scores))).swapaxes(1, 2)  # [b, 2, s]
             return jnp.where(context.documents[:, None] == 0, scores, MASKED)
-        pooled, owned = self.pool(x, tokens)
+        pooled, is_local = self.pool(x, tokens)
         pooled = dropout(pooled, self.config.hidden_dropout, context.with_layer(0).layer_key(random.HEAD))
         scores = _wide(self.head(pooled))
-        axes = [axis for axis, splits in ((MODEL, tokens.split), (CONTEXT, tokens.across)) if splits]
+        axes = [
+            axis for axis, splits in ((MODEL, tokens.sequence_parallel), (CONTEXT, tokens.context_attention)) if splits
+        ]
         if axes:
-            scores = jnp.where(owned[:, None], scores, 0)
+            scores = jnp.where(is_local[:, None], scores, 0)
         for axis in axes:
-            scores = mappings.leave(scores, axis)
-        return scores.reshape(-1, self.config.answers)
+            scores = mappings.reduce_from_region(scores, axis)
+        return scores.reshape(-1, self.config.num_labels)
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
         """The number of samples."""

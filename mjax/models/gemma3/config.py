@@ -22,14 +22,14 @@ class Gemma3Config(DecoderConfig):
     """Width of an attention head, d."""
     window: Annotated[Count | None, TUNING] = 512
     """Tokens that a position sees in a layer with a window, itself included."""
-    full_attention_every: Annotated[Count | None, TUNING] = 6
-    """Of so many layers the last sees everything. Layers after the last whole group have windows."""
+    global_attention_interval: Annotated[Count | None, TUNING] = 6
+    """Every so many layers one has no window, the last of each group. Layers after the last whole group have one."""
     rope_theta: Annotated[Positive, NEW_RUN] = 1_000_000.0
     """Base of the rotary frequencies in layers that see everything; --model.rope-scaling is for these layers too."""
     local_rope_theta: Positive = 10_000.0
     """Base of the rotary frequencies in layers with a window."""
-    query_scalar: Count = 256
-    """Scores are q k / √query_scalar."""
+    query_pre_attn_scalar: Count = 256
+    """Scores are q k / √query_pre_attn_scalar."""
     norm_epsilon: Tuned = 1e-6
     """Added to the mean square in RMSNorm."""
 

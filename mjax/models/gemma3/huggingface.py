@@ -18,7 +18,7 @@ from mjax.models.llama.huggingface import (
     LLAMA,
     SLIDING,
     attention_kinds,
-    full_attention_every,
+    global_attention_interval,
     layer_types,
 )
 
@@ -26,7 +26,7 @@ from mjax.models.llama.huggingface import (
 def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings without those of positions and kinds of layers, and our fields for these."""
     values = dict(values)
-    every = _full_attention_every(values, file)
+    every = _global_attention_interval(values, file)
     by_kind = values.pop("rope_parameters", None) or {}
     if not isinstance(by_kind, dict) or not by_kind.keys() <= {FULL, SLIDING}:
         raise UsageError(
@@ -48,10 +48,10 @@ def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, 
             f"{file}: rope_type of {SLIDING} is {local['rope_scaling']!r}, and mjax scales the positions of {FULL} "
             "only; convert another model"
         )
-    return values, {**fields, "full_attention_every": every}
+    return values, {**fields, "global_attention_interval": every}
 
 
-def _full_attention_every(values: dict[str, Any], file: str) -> int | None:
+def _global_attention_interval(values: dict[str, Any], file: str) -> int | None:
     """Take the kinds of layers out of `values`: of so many layers the last sees everything."""
     pattern, old = values.pop("_sliding_window_pattern", 6), values.pop("sliding_window_pattern", None)
     every, layers = pattern if old is None else old, values.get("num_hidden_layers")
@@ -60,13 +60,13 @@ def _full_attention_every(values: dict[str, Any], file: str) -> int | None:
     kinds = layer_types(values, file)
     if not kinds or (len(kinds) == layers and kinds == attention_kinds(layers, every)):
         return every
-    return full_attention_every(kinds, layers, file)
+    return global_attention_interval(kinds, layers, file)
 
 
 def _write(model: Gemma3Config) -> dict[str, Any]:
     values, theta = LLAMA.write(model), model.local_rope_theta
     by_kind = {SLIDING: {"rope_type": "default", "rope_theta": theta}, FULL: values["rope_parameters"]}
-    every = model.full_attention_every or model.layers + 1
+    every = model.global_attention_interval or model.layers + 1
     kinds = {"layer_types": attention_kinds(model.layers, every), "sliding_window_pattern": every}
     return {**values, "rope_parameters": by_kind, **kinds}
 
@@ -87,7 +87,7 @@ GEMMA3 = replace(
         "num_key_value_heads": ("kv_heads", ...),
         "head_dim": ("head_dim", 256),
         "sliding_window": ("window", 4096),
-        "query_pre_attn_scalar": ("query_scalar", 256),
+        "query_pre_attn_scalar": ("query_pre_attn_scalar", 256),
         "rms_norm_eps": ("norm_epsilon", 1e-6),
         "attention_dropout": ("attention_dropout", 0.0),
         "rope_theta": ("rope_theta", 1e6),
@@ -103,7 +103,7 @@ GEMMA3 = replace(
     },
     read=_read,
     write=_write,
-    read_fields=LLAMA.read_fields | {"full_attention_every"},
+    read_fields=LLAMA.read_fields | {"global_attention_interval"},
     without_effect=frozenset({"cache_implementation"}),
 )
 FAMILIES = (GEMMA3,)

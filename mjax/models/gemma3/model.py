@@ -34,9 +34,9 @@ from mjax.models.parts.positions import Positions
 from mjax.models.parts.rotary import Rotary
 from mjax.models.protocol import Context
 from mjax.parallel import random
-from mjax.parallel.overlap import rematerialize
-from mjax.parallel.sums import wide_type
-from mjax.parallel.weights import parameter
+from mjax.parallel.autodiff import rematerialize
+from mjax.parallel.reductions import accumulation_dtype
+from mjax.parallel.weights import make_param
 
 
 class SandwichBlock(Block):
@@ -61,14 +61,14 @@ class UnitRMSNorm(nnx.Module):
     def __init__(self, width: int, epsilon: float, dtype, of_heads: bool = False):
         self.epsilon = epsilon
         zeros = jax.nn.initializers.zeros
-        self.scale = parameter(None, zeros, (width,), ("out",), dtype, grad_partial_over_model=of_heads)
+        self.scale = make_param(None, zeros, (width,), ("out",), dtype, grad_partial_over_model=of_heads)
 
     def __call__(self, x: Array) -> Array:
         return rematerialize(partial(_unit_rms_norm, epsilon=self.epsilon))(x, self.scale[...])
 
 
 def _unit_rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
-    wide = x.astype(wide_type(x.dtype))
+    wide = x.astype(accumulation_dtype(x.dtype))
     normed = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon)
     return (normed * (1 + scale.astype(wide.dtype))).astype(x.dtype)
 
@@ -98,7 +98,7 @@ def _layer(key: Array, config: Gemma3Config, dtype) -> SandwichBlock:
             LocalAndGlobal(config),
             config.groups,
             bias=False,
-            scale=math.sqrt(config.head_size / config.query_scalar),
+            scale=math.sqrt(config.head_size / config.query_pre_attn_scalar),
             qk_norm=lambda heads: norm(config.head_size, of_heads=True),
         ),
         attention_out_norm=norm(config.hidden),

@@ -57,6 +57,6 @@ class GPTConfig(TransformerConfig):
     def check(self, config) -> None:
         if self.positions == "alibi" and config.data.reset_positions:
             raise UsageError(
-                "--data.reset-positions is for learned positions; leave it out, ALiBi counts distances, which "
-                "are the same wherever a document begins"
+                "--data.reset-positions is not supported with --model.positions alibi (a distance does not depend on "
+                "where a document begins); remove it"
             )

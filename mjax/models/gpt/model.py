@@ -28,9 +28,9 @@ from mjax.models.parts.positions import NO_POSITIONS, ALiBi, Positions, document
 from mjax.models.protocol import Context
 from mjax.models.stack import stack
 from mjax.parallel import random
-from mjax.parallel.layers import VocabParallelEmbedding, normal
-from mjax.parallel.sums import lookup
-from mjax.parallel.weights import parameter
+from mjax.parallel.layers import VocabParallelEmbedding, normal_init
+from mjax.parallel.reductions import lookup
+from mjax.parallel.weights import make_param
 
 
 class GPT(CausalModel):
@@ -43,8 +43,12 @@ class GPT(CausalModel):
             embedding, config.vocabulary, config.padded_vocabulary, config.hidden, config.init_std, dtype
         )
         if config.positions == "learned":
-            self.positions = parameter(
-                positions, normal(config.init_std), (config.max_positions, config.hidden), ("position", "out"), dtype
+            self.positions = make_param(
+                positions,
+                normal_init(config.init_std),
+                (config.max_positions, config.hidden),
+                ("position", "out"),
+                dtype,
             )
         if config.embedding_layernorm:
             self.embedding_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)

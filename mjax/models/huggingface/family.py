@@ -115,7 +115,7 @@ SIZES = {
 """Rows of most families."""
 GATES = {"silu": "silu", "swish": "silu", **ACTIVATIONS}
 """The activations of a gated MLP."""
-MOST_WHOLE, MOST = 2**31, 1e30
+MAX_WHOLE_NUMBER, MAX_NUMBER = 2**31, 1e30
 """Above any meaningful number in a config.json."""
 ONLY = {"add_cross_attention": False, "is_encoder_decoder": False, "tie_word_embeddings": True}
 """Settings of every family that change what the model computes, and the only supported value of each."""
@@ -204,9 +204,9 @@ def _read(family: Family, values: dict[str, Any], name: str, file: str) -> Any:
         if not isinstance(value, bool):
             raise UsageError(f"{file}: {name} is {value!r}, not true or false; restore the file")
         return value
-    types, least, most, kind = (int,), 1, MOST_WHOLE, "a whole number above 0"
+    types, least, most, kind = (int,), 1, MAX_WHOLE_NUMBER, "a whole number above 0"
     if isinstance(default, float):
-        types, least, most, kind = (int, float), 0, MOST, "a number from 0 on"
+        types, least, most, kind = (int, float), 0, MAX_NUMBER, "a number from 0 on"
     if type(value) not in types or not least <= value < most:
         raise UsageError(f"{file}: {name} is {value!r}, which is not {kind}; restore the file")
     return float(value) if isinstance(default, float) else value

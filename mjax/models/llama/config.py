@@ -21,7 +21,7 @@ class DecoderConfig(GroupedQueryConfig, RotaryConfig, GatedMLPConfig):
     hidden_dropout: HiddenDropout = 0.0
     """Dropout rate on the embedding and on both residual branches of a layer."""
 
-    tied = True
+    tie_embeddings = True
 
 
 @register
@@ -32,20 +32,20 @@ class LlamaConfig(DecoderConfig):
     kind: Literal["llama"] = "llama"
     """Architecture of the model."""
     activation: Annotated[
-        Literal["silu", "gelu_tanh", "gelu_erf"], TUNING, UNPLANNED, Synonyms("activation-function")
+        Literal["silu", "gelu_tanh", "gelu_erf"], TUNING, UNPLANNED, Synonyms("activation-function swiglu=silu")
     ] = "silu"
     """Activation of the MLP's gate: silu makes it SwiGLU, GELU GeGLU (arXiv 2002.05202)."""
     norms: Literal["pre", "post"] = "pre"
     """RMSNorm before attention and MLP, or after each and before it is added to the stream, as in OLMo 2."""
-    qk_norm: Literal["none", "head", "heads"] = "none"
+    qk_norm: Annotated[Literal["none", "head", "heads"], Synonyms("qk-layernorm=head")] = "none"
     """RMSNorm of queries and keys before they are turned: of each head by itself with one weight for all (Qwen 3), or
     of all heads together (OLMo 2)."""
-    qkv_bias: bool = False
+    qkv_bias: Annotated[bool, Synonyms("add-qkv-bias")] = False
     """Whether queries, keys and values have a bias, as in Qwen 2."""
-    tied: bool = False
-    """Whether the embedding is the output layer too."""
-    rope_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0
-    """Share of a head that is turned; the rest knows no positions."""
+    tie_embeddings: Annotated[bool, Synonyms("tie-word-embeddings")] = False
+    """Use the embedding as the output layer too."""
+    rotary_percent: Annotated[float, Bounds(gt=0, le=1), Synonyms("partial-rotary-factor rotary-pct")] = 1.0
+    """Fraction of a head's dims that are rotated by position."""
 
     title: ClassVar[str] = "a Llama"
     module: ClassVar[str] = "mjax.models.llama.model:Llama"
@@ -53,4 +53,4 @@ class LlamaConfig(DecoderConfig):
 
     @property
     def rotary_dim(self) -> int:
-        return int(self.head_size * self.rope_share)
+        return int(self.head_size * self.rotary_percent)

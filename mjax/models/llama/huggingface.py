@@ -66,11 +66,15 @@ def _read_rope(values: dict[str, Any], file: str) -> dict[str, Any]:
         raise UsageError(f"{file}: factor is {factor!r}, which is not a number from 1 on; restore the file")
     _check_scaling(rope, kind, factor, file)
     if kind == "default":
-        return {"rope_scaling": "none", "rope_factor": 1.0, "rope_original": None}
+        return {"rope_scaling": "none", "rope_factor": 1.0, "rope_original_length": None}
     original = values.get("max_position_embeddings") if original is None else original
     if kind != "linear" and (type(original) is not int or original < 1):
         raise UsageError(f"{file}: original_max_position_embeddings is {original!r}; restore the file")
-    return {"rope_scaling": kind, "rope_factor": float(factor), "rope_original": None if kind == "linear" else original}
+    return {
+        "rope_scaling": kind,
+        "rope_factor": float(factor),
+        "rope_original_length": None if kind == "linear" else original,
+    }
 
 
 def _check_scaling(settings: dict[str, Any], kind: str, factor: float, file: str) -> None:
@@ -88,7 +92,7 @@ def _write(model: RotaryConfig) -> dict[str, Any]:
     if model.rope_scaling == "none":
         return {"rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta}, "rope_scaling": None}
     rope = {"rope_type": model.rope_scaling, "factor": model.rope_factor, **SCALINGS[model.rope_scaling]}
-    rope["original_max_position_embeddings"] = model.rope_original
+    rope["original_max_position_embeddings"] = model.rope_original_length
     rope = {name: value for name, value in rope.items() if value is not None}
     return {"rope_parameters": {**rope, "rope_theta": model.rope_theta}, "rope_scaling": rope}
 
@@ -124,14 +128,14 @@ LLAMA = Family(
         "rms_norm_eps": ("norm_epsilon", 1e-6),
         "attention_dropout": ("attention_dropout", 0.0),
         "rope_theta": ("rope_theta", 10_000.0),
-        "tie_word_embeddings": ("tied", False),
+        "tie_word_embeddings": ("tie_embeddings", False),
     },
     nullable=frozenset({"num_key_value_heads", "head_dim"}),
     only={"attention_bias": False, "mlp_bias": False},
     read=_read,
     write=_write,
     read_fields=frozenset({
-        "rope_scaling", "rope_factor", "rope_original",
+        "rope_scaling", "rope_factor", "rope_original_length",
         "hidden_dropout",  # of training only
     }),
     without_effect=frozenset({"is_llama_config"}),  # of the trainer
@@ -159,7 +163,7 @@ def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[
     kinds = layer_types(values, file)
     values, fields = _read(values, file)
     window, first = values.pop("sliding_window", 4096), values.pop("max_window_layers", 28)
-    no_window = fields | {"window": None, "full_attention_every": None}
+    no_window = fields | {"window": None, "global_attention_interval": None}
     if not values.pop("use_sliding_window", False) or window is None:
         return values, no_window
     layers = values.get("num_hidden_layers")
@@ -170,7 +174,10 @@ def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[
     kinds = kinds or [FULL if layer < first else SLIDING for layer in range(layers)]
     if SLIDING not in kinds:
         return values, no_window
-    return values, fields | {"window": window, "full_attention_every": full_attention_every(kinds, layers, file)}
+    return values, fields | {
+        "window": window,
+        "global_attention_interval": global_attention_interval(kinds, layers, file),
+    }
 
 
 def attention_kinds(layers: int, every: int | None) -> list[str]:
@@ -178,7 +185,7 @@ def attention_kinds(layers: int, every: int | None) -> list[str]:
     return [FULL if every and layer % every == 0 else SLIDING for layer in range(1, layers + 1)]
 
 
-def full_attention_every(kinds: list[str], layers: Any, file: str) -> int | None:
+def global_attention_interval(kinds: list[str], layers: Any, file: str) -> int | None:
     """The n of a pattern in which every n-th layer sees everything; None if no layer does."""
     every = kinds.index(FULL) + 1 if FULL in kinds else None
     if len(kinds) == layers and kinds == attention_kinds(layers, every):
@@ -193,7 +200,7 @@ def _write_qwen(model: LlamaConfig) -> dict[str, Any]:
     """The settings of positions and windows in config.json."""
     if model.window is None:
         return {**_write(model), "use_sliding_window": False}
-    kinds = attention_kinds(model.layers, model.full_attention_every)
+    kinds = attention_kinds(model.layers, model.global_attention_interval)
     windows = {"use_sliding_window": True, "sliding_window": model.window, "layer_types": kinds}
     return {**_write(model), **windows, "max_window_layers": 0}  # which readers without layer_types go by
 
@@ -206,7 +213,7 @@ QWEN2 = replace(
     fields={**LLAMA.fields, "num_key_value_heads": ("kv_heads", ...)},
     only={},
     read=_read_qwen,
-    read_fields=LLAMA.read_fields | {"window", "full_attention_every"},
+    read_fields=LLAMA.read_fields | {"window", "global_attention_interval"},
     write=_write_qwen,
 )
 

@@ -33,10 +33,10 @@ from mjax.models.parts.rotary import Rotary
 from mjax.models.protocol import Context
 from mjax.models.stack import stack
 from mjax.parallel import mappings, random
+from mjax.parallel.autodiff import rematerialize
 from mjax.parallel.layers import VocabParallelEmbedding, local_columns
-from mjax.parallel.overlap import rematerialize
-from mjax.parallel.sums import wide_type
-from mjax.parallel.weights import parameter
+from mjax.parallel.reductions import accumulation_dtype
+from mjax.parallel.weights import make_param
 
 
 def llama_layer(key: Array, config: LlamaConfig, dtype, mlp: type[nnx.Module] = GatedMLP) -> Block:
@@ -64,7 +64,9 @@ def llama_layer(key: Array, config: LlamaConfig, dtype, mlp: type[nnx.Module] = 
 
 def make_rotary(config: RotaryConfig) -> Rotary:
     """The rotary positions of a config."""
-    return Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling, config.rope_factor, config.rope_original)
+    return Rotary(
+        config.rotary_dim, config.rope_theta, config.rope_scaling, config.rope_factor, config.rope_original_length
+    )
 
 
 def _qk_norm(heads: int, config: LlamaConfig, dtype) -> nnx.Module | None:
@@ -84,18 +86,18 @@ class AllHeadsRMSNorm(nnx.Module):
 
     def __init__(self, heads: int, size: int, epsilon: float, dtype):
         self.epsilon, self.heads, self.size = epsilon, heads, size
-        self.scale = parameter(None, jax.nn.initializers.ones, (heads, size), ("columns", "out"), dtype)
+        self.scale = make_param(None, jax.nn.initializers.ones, (heads, size), ("columns", "out"), dtype)
 
     def __call__(self, x: Float[Array, "b s n d"]) -> Float[Array, "b s n d"]:
         squares = rematerialize(_sum_squares)(x)
         summed = x.shape[-2] * mappings.size(MODEL)  # heads, those of several ranks as often
-        mean = mappings.sum_over(squares, frozenset({MODEL})) / (summed * self.size)
+        mean = mappings.psum(squares, frozenset({MODEL})) / (summed * self.size)
         scale = local_columns(self.scale[...], self.heads, 0)
         return rematerialize(scale_rows)(x, jax.lax.rsqrt(mean + self.epsilon), scale)
 
 
 def _sum_squares(x: Float[Array, "b s n d"]) -> Float[Array, "b s 1 1"]:
-    return jnp.square(x.astype(wide_type(x.dtype))).sum((-2, -1), keepdims=True)
+    return jnp.square(x.astype(accumulation_dtype(x.dtype))).sum((-2, -1), keepdims=True)
 
 
 class Llama(CausalModel):
@@ -122,7 +124,7 @@ class Llama(CausalModel):
         layers = {name: partial(layer, config=config, dtype=dtype) for name, layer in self.layers.items()}
         self.blocks = stack(blocks, config, layers)
         self.final_norm = RMSNorm(config.hidden, config.norm_epsilon, dtype)
-        if not config.tied:
+        if not config.tie_embeddings:
             self.head = table(head)
 
     def embed(self, batch: dict[str, Array], context: Context) -> Float[Array, "t h"]:
@@ -130,4 +132,4 @@ class Llama(CausalModel):
         return context.with_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
 
     def output(self, x: Float[Array, "t h"]) -> Output:
-        return Output(self.embedding if self.config.tied else self.head, self.final_norm(x))
+        return Output(self.embedding if self.config.tie_embeddings else self.head, self.final_norm(x))

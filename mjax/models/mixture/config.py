@@ -27,4 +27,4 @@ class MixtureConfig(ExpertsConfig, LlamaConfig):
     def check(self, config) -> None:
         super().check(config)
         if self.norms == "post":
-            raise UsageError("--model.norms post is not there for a mixture of experts; leave it out")
+            raise UsageError("--model.norms post is not supported for a mixture of experts; remove it")

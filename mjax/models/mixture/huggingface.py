@@ -14,7 +14,7 @@ from mjax.errors import UsageError
 from mjax.models.llama.huggingface import LAYER, LLAMA, MISTRAL, OLMO2, QWEN3
 from mjax.models.mixture.config import MixtureConfig
 
-OF_TRAINING = frozenset({"grouped", "balance_loss", "balance_over", "z_loss"})
+OF_TRAINING = frozenset({"moe_kernel", "aux_loss_coef", "aux_loss_scope", "z_loss"})
 """Fields that change what is learned, and no result."""
 
 
@@ -56,8 +56,8 @@ MIXTRAL = replace(
         "sliding_window": ("window", None),
     },
     only={"router_jitter_noise": 0.0},
-    read_fields=MISTRAL.read_fields | OF_TRAINING | {"expert_width"},
-    write=lambda model: {**MISTRAL.write(model), "intermediate_size": model.expert_width_in_use},
+    read_fields=MISTRAL.read_fields | OF_TRAINING | {"moe_ffn_hidden"},
+    write=lambda model: {**MISTRAL.write(model), "intermediate_size": model.expert_width},
     without_effect=MISTRAL.without_effect | WITHOUT_EFFECT,
 )
 
@@ -75,8 +75,8 @@ OLMOE = replace(
         "norm_topk_prob": ("router_normalized", False),
     },
     only={"attention_bias": False, "clip_qkv": None},
-    read_fields=LLAMA.read_fields | OF_TRAINING | {"expert_width"},
-    write=lambda model: {**LLAMA.write(model), "intermediate_size": model.expert_width_in_use},
+    read_fields=LLAMA.read_fields | OF_TRAINING | {"moe_ffn_hidden"},
+    write=lambda model: {**LLAMA.write(model), "intermediate_size": model.expert_width},
     without_effect=LLAMA.without_effect | WITHOUT_EFFECT,
 )
 
@@ -95,12 +95,12 @@ def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[
             "convert another model"
         )
     values, fields = QWEN3.read(values, file)
-    return values, fields | {"dense_layers": len(dense), "expert_interval": every}
+    return values, fields | {"first_dense_layers": len(dense), "moe_layer_freq": every}
 
 
 def _write_qwen(model: MixtureConfig) -> dict[str, Any]:
-    dense = list(range(model.dense_layers))
-    return {**QWEN3.write(model), "decoder_sparse_step": model.expert_interval, "mlp_only_layers": dense}
+    dense = list(range(model.first_dense_layers))
+    return {**QWEN3.write(model), "decoder_sparse_step": model.moe_layer_freq, "mlp_only_layers": dense}
 
 
 QWEN3_MOE = replace(
@@ -113,7 +113,7 @@ QWEN3_MOE = replace(
     fields={
         **QWEN3.fields,
         "head_dim": ("head_dim", None),
-        "moe_intermediate_size": ("expert_width", 768),
+        "moe_intermediate_size": ("moe_ffn_hidden", 768),
         "num_experts": ("experts", 128),
         "num_experts_per_tok": ("experts_per_token", 8),
         "norm_topk_prob": ("router_normalized", False),
@@ -121,7 +121,7 @@ QWEN3_MOE = replace(
     only={"attention_bias": False},
     other_names={"num_local_experts": "num_experts"},  # as transformers 5 writes it
     read=_read_qwen,
-    read_fields=QWEN3.read_fields | OF_TRAINING | {"dense_layers", "expert_interval"},
+    read_fields=QWEN3.read_fields | OF_TRAINING | {"first_dense_layers", "moe_layer_freq"},
     write=_write_qwen,
     without_effect=QWEN3.without_effect | WITHOUT_EFFECT,
 )

@@ -4,8 +4,8 @@
     x ─┬─ norm ─ attention ─ + ─┬─ norm ─ router ─ k of E experts ─ + ─▶
        └─────────────────────┘  └──────────────────────────────────┘
 
-Some layers may have an MLP as a Llama's instead: the first `dense_layers` (DeepSeek-V3, arXiv 2412.19437), or all but
-every `expert_interval`-th.
+Some layers may have the MLP of a Llama instead: the first `first_dense_layers` (DeepSeek-V3, arXiv 2412.19437), or all
+but every `moe_layer_freq`-th.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Mixture(Llama):
 
     def __init__(self, key: Array, config: MixtureConfig, dtype=jnp.float32):
         super().__init__(key, config, dtype)
-        weights = {"balance_loss": config.balance_loss, "z_loss": config.z_loss}
+        weights = {"balance_loss": config.aux_loss_coef, "z_loss": config.z_loss}
         self.loss_weights = {"loss": 1.0} | {
             name: weight * config.expert_layers for name, weight in weights.items() if weight
         }
@@ -59,10 +59,10 @@ class Mixture(Llama):
         return means | {"expert_load": (load.max(-1) / load.mean(-1)).max(), "expert_shares": shares}
 
     def adjustments(self, means: dict[str, Array]) -> dict[str, Array]:
-        """The step of every router's bias, [l, E]: `balance_bias` towards a balanced `expert_load`."""
-        if not self.config.balance_bias:
+        """The step of every router's bias, [l, E]: `router_bias_update_rate` towards a balanced `expert_load`."""
+        if not self.config.router_bias_update_rate:
             return {}
         load = means["expert_load"]
-        step = self.config.balance_bias * bias_update_sign(load).astype(load.dtype)
+        step = self.config.router_bias_update_rate * bias_update_sign(load).astype(load.dtype)
         (stack,) = (stack for stack in layer_stacks(self.config) if stack.kinds[0].weights == EXPERTS)
         return {f"{stack.name}.mlp.router.bias": step}

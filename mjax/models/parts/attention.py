@@ -20,7 +20,7 @@ from mjax.models.parts.mask import AttentionMask
 from mjax.models.parts.positions import NO_POSITIONS, Positions
 from mjax.models.protocol import Context
 from mjax.parallel import mappings, random
-from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, columns
+from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, apply_column_parallel
 
 
 class Attention(nnx.Module):
@@ -69,9 +69,9 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
         lora = context.layer_key(random.LORA_QKV)
-        q, k, v = self._split_heads(columns(x, context.tokens, *self._projections(), key=lora), context)
+        q, k, v = self._split_heads(apply_column_parallel(x, context.tokens, *self._projections(), key=lora), context)
         attended = attend_across(q, k, v, self._mask(context), self.config.attention, context.tokens)
-        attended = attended.reshape(context.tokens.count, *attended.shape[2:])
+        attended = attended.reshape(context.tokens.num_tokens, *attended.shape[2:])
         return self.out(checkpoint_name(attended, "context"), context.tokens, context.layer_key(random.LORA_OUT))
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> KeyValues:
@@ -84,7 +84,9 @@ class Attention(nnx.Module):
         self, x: Float[Array, "t h"], context: Context, cached: KeyValues, lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "t h"], KeyValues]:
         """Like `Block.decode`, for attention alone."""
-        wholes = columns(x, context.tokens, *self._projections(), whole=True)  # weights are not cut for every token
+        wholes = apply_column_parallel(
+            x, context.tokens, *self._projections(), whole=True
+        )  # weights are not cut for every token
         parts = [part for y in wholes for part in (y[None] if y.ndim == 3 else y.swapaxes(0, 1))]
         (q, k, v), mask = self._split_heads(parts, context), self._mask(context)
         if context.slots is None:
@@ -92,7 +94,7 @@ class Attention(nnx.Module):
             cached = cached.fill(k, v)
         else:
             attended, cached = attend_cached(q, k, v, cached, lengths, context.slots, mask)
-        return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), cached
+        return self.out(attended.reshape(context.tokens.num_tokens, *attended.shape[2:]), context.tokens), cached
 
     def _mask(self, context: Context) -> AttentionMask:
         config, documents, slopes = self.config, context.documents, self.positions.slopes()

@@ -30,14 +30,14 @@ from mjax.config.axes import CONTEXT, MODEL
 from mjax.models.parts.flash import attend_fused
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
-from mjax.parallel import mappings, scopes
-from mjax.parallel.overlap import linear_map, tie
+from mjax.parallel import mappings, named_scopes
+from mjax.parallel.autodiff import linear_call, optimization_barrier
 from mjax.parallel.random import dropout
-from mjax.parallel.sums import wide_type
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.reductions import accumulation_dtype
+from mjax.parallel.token_layout import TokenLayout
 
 
-@jax.named_scope(scopes.ATTENTION)
+@jax.named_scope(named_scopes.ATTENTION)
 def attend(
     q: Float[Array, "b s n d"], k: Float[Array, "b S k d"], v: Float[Array, "b S k e"], mask: AttentionMask, kernel: str
 ) -> Float[Array, "b s n e"]:
@@ -64,7 +64,7 @@ def attend(
     if mask.slopes is not None:
         # Tied to this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every layer
         # reads from memory what is free to compute.
-        slopes, _ = tie((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
+        slopes, _ = optimization_barrier((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
         mask = replace(mask, slopes=slopes)
     if kernel == "xla" or mask.position_ids is not None:
         return _attend_block(q, k, v, 0, mask)
@@ -78,9 +78,9 @@ def _repeat_heads(x: Float[Array, "b s k d"], heads: int) -> Float[Array, "b s n
 
     def sum_copies(gradient, _):  # autodiff would sum the gradients of a group in 16 bits
         groups = gradient.reshape(*gradient.shape[:2], -1, count, gradient.shape[-1])
-        return groups.sum(3, dtype=wide_type(gradient.dtype)).astype(gradient.dtype)
+        return groups.sum(3, dtype=accumulation_dtype(gradient.dtype)).astype(gradient.dtype)
 
-    return linear_map(lambda x, _: jnp.repeat(x, count, axis=2), sum_copies, x)
+    return linear_call(lambda x, _: jnp.repeat(x, count, axis=2), sum_copies, x)
 
 
 def _attend_in_blocks(q: Array, k: Array, v: Array, mask: AttentionMask) -> Array:
@@ -153,7 +153,8 @@ def _attend_block(
 #
 #     gather    every rank gets the keys and values of all positions, and attends from its own queries (Llama 3, arXiv
 #               2407.21783, section 3.3.2). With grouped heads these are few. The backward pass sums their gradients by
-#               a reduce-scatter. Queries are balanced: rank r of c has the chunks r and 2c − 1 − r of 2c (`tokens.py`).
+#               a reduce-scatter. Queries are balanced: rank r of c has the chunks r and 2c − 1 − r of 2c
+#               (`token_layout.py`).
 #
 # Numbers sent by a rank in the forward pass of a layer: 4 · (c − 1) / c · b s n d / c of `heads`, and 2 · (c − 1) / c ·
 # b s k d of `gather`, with n heads and k key-value heads on a rank of `model`.
@@ -181,7 +182,7 @@ def attend_across(
       kernel: as for `attend`.
       tokens: which positions they are, and how to attend to those of other ranks.
     """
-    if tokens.across == "heads":
+    if tokens.context_attention == "ulysses":
         local, slopes = q.shape[HEADS] // mappings.size(CONTEXT), mask.slopes
         first = mappings.rank(CONTEXT) * local
         if slopes is not None:
@@ -190,9 +191,9 @@ def attend_across(
         q, k, v = (mappings.all_to_all(x, CONTEXT, HEADS, POSITIONS) for x in (q, *map(_enough, (k, v))))
         attended = attend(q, k, v, replace(mask, slopes=slopes, first_head=first), kernel)
         return mappings.all_to_all(attended, CONTEXT, POSITIONS, HEADS)
-    if tokens.across == "gather":
+    if tokens.context_attention == "allgather":
         mask = replace(mask, position_ids=tokens.position_ids())
-        k, v = tokens.all_positions(k), tokens.all_positions(v)
+        k, v = tokens.gather_positions(k), tokens.gather_positions(v)
     return attend(q, k, v, mask, kernel)
 
 

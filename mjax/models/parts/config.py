@@ -22,16 +22,15 @@ EXPERTS = "experts"
 class GroupedQueryConfig(ModelConfig):
     """Attention whose heads share keys and values, with a window in all layers or some."""
 
-    kv_heads: Annotated[Count | None, By("groups")] = None
+    kv_heads: Annotated[Count | None, By("groups"), Synonyms("query-groups key-value-heads")] = None
     """Heads of keys and values, k, each for heads / kv_heads neighbouring heads of queries (grouped-query attention,
     arXiv 2305.13245); as many as heads when not given."""
-    head_dim: Annotated[Count | None, By("head_size")] = None
+    head_dim: Annotated[Count | None, By("head_size"), Synonyms("kv-channels")] = None
     """Width of an attention head, d; hidden / heads when not given."""
-    window: Annotated[Count | None, TUNING] = None
+    window: Annotated[Count | None, TUNING, Synonyms("sliding-window window~")] = None
     """Tokens that a position sees in attention, itself included (sliding window); all before it when not given."""
-    full_attention_every: Annotated[Count | None, TUNING] = None
-    """Of so many layers the last sees everything despite the window: 2 alternates, 4 is OLMo 3; no layer does when not
-    given."""
+    global_attention_interval: Annotated[Count | None, TUNING] = None
+    """Every so many layers one has no window, the last of each group: 2 alternates, 4 is OLMo 3; none by default."""
     attention_dropout: AttentionDropout = 0.0
     """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
 
@@ -42,18 +41,18 @@ class GroupedQueryConfig(ModelConfig):
 
     @property
     def pattern(self) -> Pattern:
-        if self.full_attention_every is None:
+        if self.global_attention_interval is None:
             return super().pattern
-        return Pattern((LayerKind(self.window),) * (self.full_attention_every - 1) + (LayerKind(),))
+        return Pattern((LayerKind(self.window),) * (self.global_attention_interval - 1) + (LayerKind(),))
 
     def column_sizes(self) -> dict[str, int]:
         return {"key-value heads": self.groups}
 
     def check(self, config) -> None:
         super().check(config)
-        if self.full_attention_every is not None and self.window is None:
+        if self.global_attention_interval is not None and self.window is None:
             raise UsageError(
-                f"--model.full-attention-every {self.full_attention_every} does nothing without a window; "
+                f"--model.global-attention-interval {self.global_attention_interval} does nothing without a window; "
                 "add --model.window, such as 4096"
             )
         if self.heads % self.groups:
@@ -67,15 +66,15 @@ class GroupedQueryConfig(ModelConfig):
 class RotaryConfig(ModelConfig):
     """Rotary positions."""
 
-    rope_theta: Annotated[Positive, NEW_RUN] = 10_000.0
+    rope_theta: Annotated[Positive, NEW_RUN, Synonyms("rotary-base")] = 10_000.0
     """Base of the rotary frequencies, θ (arXiv 2104.09864)."""
     rope_scaling: Annotated[RopeScaling, TUNING] = "none"
     """How frequencies are lowered for sequences longer than those of pretraining: all equally, as Llama 3.1 does, or by
     YaRN (arXiv 2309.00071)."""
-    rope_factor: Annotated[float, Bounds(ge=1), TUNING] = 1.0
+    rope_factor: Annotated[float, Bounds(ge=1), TUNING, Synonyms("rope-scaling-factor")] = 1.0
     """By how much: the new length over the old one."""
-    rope_original: Annotated[Count | None, TUNING] = None
-    """Positions of pretraining, which llama3 and yarn need."""
+    rope_original_length: Annotated[Count | None, TUNING] = None
+    """Positions of pretraining, for llama3 and yarn."""
 
     @property
     def rotary_dim(self) -> int:
@@ -84,24 +83,24 @@ class RotaryConfig(ModelConfig):
 
     @property
     def unscaled_sequence(self) -> int:
-        return self.rope_original or round(self.max_positions / self.rope_factor)
+        return self.rope_original_length or round(self.max_positions / self.rope_factor)
 
     def check(self, config) -> None:
         super().check(config)
         if self.rotary_dim % 2 or not self.rotary_dim:
             raise UsageError(
                 f"rotary positions turn pairs of dims, and here {self.rotary_dim} of a head's {self.head_size}; choose "
-                "--model.head-dim and --model.rope-share so that it is an even number"
+                "--model.head-dim and --model.rotary-percent so that it is an even number"
             )
         if self.rope_scaling == "none" and self.rope_factor != 1:
             raise UsageError(
                 f"--model.rope-factor {self.rope_factor:g} does nothing with --model.rope-scaling none; add "
                 "--model.rope-scaling yarn, llama3 or linear"
             )
-        if self.rope_scaling in ("llama3", "yarn") and self.rope_original is None:
+        if self.rope_scaling in ("llama3", "yarn") and self.rope_original_length is None:
             raise UsageError(
                 f"--model.rope-scaling {self.rope_scaling} needs the length of pretraining; add "
-                "--model.rope-original, such as 8192"
+                "--model.rope-original-length, such as 8192"
             )
 
 
@@ -145,19 +144,19 @@ class GatedMLPConfig(ModelConfig):
 class ExpertsConfig(GatedMLPConfig):
     """Layers with experts, and layers with one MLP."""
 
-    experts: Annotated[Count, Synonyms("num-experts num-local-experts n-routed-experts")] = 8
+    experts: Annotated[Count, Synonyms("experts local-experts n-routed-experts")] = 8
     """Experts of a layer, E: gated MLPs."""
-    experts_per_token: Annotated[Count, Synonyms("moe-router-topk num-experts-per-tok")] = 2
+    experts_per_token: Annotated[Count, Synonyms("moe-router-topk experts-per-tok")] = 2
     """Experts that a token takes, those with the best scores, k."""
-    expert_width: Annotated[Count | None, By("expert_width_in_use"), Synonyms("moe-ffn-hidden-size")] = None
-    """Width of an expert; that of the MLP (feed_forward) when not given."""
-    dense_layers: Annotated[CountOrZero, Synonyms("first-k-dense-replace")] = 0
-    """The first layers, so many, have one MLP, of width feed_forward, instead of experts (DeepSeek-V3: 3)."""
-    expert_interval: Annotated[Count, Synonyms("moe-layer-freq decoder-sparse-step")] = 1
-    """Of so many layers the last has experts, and the others have one MLP, of width feed_forward; 1: all have experts,
-    2: every second one."""
-    grouped: Annotated[Literal["auto", "pallas", "xla"], Synonyms("moe-grouped-gemm")] = "auto"
-    """Kernel of the products of experts: auto takes pallas on an NVIDIA GPU, and elsewhere xla, which runs one product
+    moe_ffn_hidden: Annotated[Count | None, By("expert_width"), Synonyms("moe-ffn-hidden moe-intermediate")] = None
+    """Width of an expert; feed_forward by default."""
+    first_dense_layers: Annotated[CountOrZero, Synonyms("first-k-dense-replace")] = 0
+    """First layers that have one MLP, of width feed_forward, instead of experts (DeepSeek-V3: 3)."""
+    moe_layer_freq: Annotated[Count, Synonyms("decoder-sparse-step")] = 1
+    """Every so many layers one has experts, the last of each group, and the others one MLP of width feed_forward; 1:
+    all have experts, 2: every second one."""
+    moe_kernel: Annotated[Literal["auto", "pallas", "xla"], Synonyms("moe-grouped-gemm")] = "auto"
+    """Kernel of the grouped matmuls of experts. auto: pallas on an NVIDIA GPU, elsewhere xla, which runs one matmul
     after the other."""
     router: Annotated[Literal["softmax", "sigmoid"], Synonyms("moe-router-score-function")] = "softmax"
     """Function from the router's scores to the weights of the experts: a softmax over all of them, or a sigmoid of each
@@ -167,73 +166,76 @@ class ExpertsConfig(GatedMLPConfig):
     those k only (Mixtral)."""
     router_scale: Annotated[Positive, Synonyms("moe-router-topk-scaling-factor routed-scaling-factor")] = 1.0
     """Factor of the weights (DeepSeek-V3: 2.5)."""
-    router_groups: Count = 1
-    """Groups of neighbouring experts: a token first chooses groups, by the sum of their two best scores, and then
-    experts in them (DeepSeek-V3)."""
-    router_top_groups: Count | None = None
-    """Groups that a token chooses; all when not given."""
-    shared_width: Annotated[CountOrZero, Synonyms("moe-shared-expert-intermediate-size")] = 0
-    """Width of the shared expert, which every token takes besides the others, of several together; 0: none."""
-    balance_loss: Annotated[Tuned, Synonyms("moe-aux-loss-coeff router-aux-loss-coef")] = 0.0
-    """Coefficient of the loss that balances experts, of every layer: E · Σ f P, with f the share of assignments and P
-    the mean weight of an expert, over what balance_over says; 1 when balanced."""
-    balance_bias: Annotated[Tuned, Synonyms("moe-router-bias-update-rate moe-router-enable-expert-bias")] = 0.0
-    """Balance experts without a loss (DeepSeek-V3; arXiv 2408.15664): a step moves the bias with which an expert is
-    chosen by so much, up if it had fewer tokens than the mean of its layer, down if more; 0.001 there, 0: no bias."""
-    balance_over: Annotated[Literal["sequence", "micro_batch"], TUNING] = "sequence"
-    """Tokens that the balance loss compares: those of each sequence, which depends on neither mesh nor micro-batch; or,
-    as Megatron's aux_loss, those of a micro-batch, which change with train.micro_batch and the mesh."""
+    router_n_groups: Annotated[Count, Synonyms("moe-router-num-groups n-group")] = 1
+    """Groups of adjacent experts: a token first selects groups, by the sum of their two best scores, and then experts
+    in them (DeepSeek-V3)."""
+    router_topk_groups: Annotated[Count | None, Synonyms("moe-router-group-topk topk-group")] = None
+    """Groups that a token selects; all by default."""
+    shared_expert_ffn_hidden: Annotated[CountOrZero, Synonyms("moe-shared-expert-intermediate")] = 0
+    """Width of the shared experts together, which every token uses; 0: none."""
+    aux_loss_coef: Annotated[Tuned, Synonyms("moe-aux-loss-coeff router-aux-loss-coef")] = 0.0
+    """Coefficient of the load-balancing loss of every layer: E · Σ f P, with f the share of assignments and P the mean
+    weight of an expert over the tokens of aux_loss_scope; 1 when balanced."""
+    router_bias_update_rate: Annotated[Tuned, Synonyms("moe-router-bias-update-rate moe-router-enable-expert-bias")] = (
+        0.0
+    )
+    """Balance experts without a loss (DeepSeek-V3: 0.001; arXiv 2408.15664): the change per step of an expert's bias in
+    the router, up if it had fewer tokens than the mean of its layer, down if more; 0: no bias."""
+    aux_loss_scope: Annotated[Literal["sequence", "micro_batch"], TUNING] = "sequence"
+    """Tokens that the load-balancing loss compares. sequence: of each sequence, independent of mesh and micro-batch;
+    micro_batch: of a micro-batch, as Megatron's aux_loss, so it changes with train.micro_batch and the mesh."""
     z_loss: Annotated[Tuned, Synonyms("moe-z-loss-coeff")] = 0.0
     """Coefficient of the mean of logsumexp(scores)² over tokens, of every layer: keeps the router's scores small
     (arXiv 2202.08906)."""
 
     @property
-    def expert_width_in_use(self) -> int:
+    def expert_width(self) -> int:
         """Width of an expert."""
-        return self.mlp_width if self.expert_width is None else self.expert_width
+        return self.mlp_width if self.moe_ffn_hidden is None else self.moe_ffn_hidden
 
     @property
     def top_groups(self) -> int:
         """Groups that a token chooses."""
-        return self.router_groups if self.router_top_groups is None else self.router_top_groups
+        return self.router_n_groups if self.router_topk_groups is None else self.router_topk_groups
 
     @property
     def expert_layers(self) -> int:
         """Layers with experts."""
-        return (self.layers - self.dense_layers) // self.expert_interval
+        return (self.layers - self.first_dense_layers) // self.moe_layer_freq
 
     @property
     def pattern(self) -> Pattern:
-        windows, interval, dense = super().pattern.group, self.expert_interval, self.dense_layers
+        windows, interval, dense = super().pattern.group, self.moe_layer_freq, self.first_dense_layers
         kinds = [windows[i % len(windows)] for i in range(dense + math.lcm(len(windows), interval))]
         for i in range(dense + interval - 1, len(kinds), interval):
             kinds[i] = kinds[i]._replace(weights=EXPERTS)
         return Pattern(tuple(kinds[dense:]), tuple(kinds[:dense]))
 
     def columns(self) -> dict[str, int]:
-        found = {**super().columns(), "expert width": self.expert_width_in_use}
+        sizes = {**super().columns(), "expert width": self.expert_width}
         if self.expert_layers == self.layers:
-            del found["feed-forward width"]
-        return found | ({"shared expert width": self.shared_width} if self.shared_width else {})
+            del sizes["feed-forward width"]
+        return sizes | ({"shared expert width": self.shared_expert_ffn_hidden} if self.shared_expert_ffn_hidden else {})
 
     def check(self, config) -> None:
         super().check(config)
         if self.expert_layers < 1:
             raise UsageError(
-                f"--model.dense-layers {self.dense_layers} and --model.expert-interval {self.expert_interval} leave no "
-                f"layer of --model.layers {self.layers} with experts; lower them, or use --model.kind llama"
+                f"--model.first-dense-layers {self.first_dense_layers} and --model.moe-layer-freq "
+                f"{self.moe_layer_freq} leave no layer of --model.layers {self.layers} with experts; lower them, or "
+                "use --model.kind llama"
             )
         if config.precision.compute == "fp8":
             raise UsageError(
-                "--precision.compute fp8 is not there for a mixture of experts, whose grouped products are in bf16; "
-                "use --precision.compute bf16"
+                "--precision.compute fp8 is not supported for a mixture of experts (grouped matmuls run in bf16); use "
+                "--precision.compute bf16"
             )
-        in_groups, several = self.experts // self.router_groups * self.top_groups, self.router_groups > 1
-        uneven = self.experts % self.router_groups or (several and self.experts < 2 * self.router_groups)
-        if uneven or not 1 <= self.top_groups <= self.router_groups:
+        in_groups, several = self.experts // self.router_n_groups * self.top_groups, self.router_n_groups > 1
+        uneven = self.experts % self.router_n_groups or (several and self.experts < 2 * self.router_n_groups)
+        if uneven or not 1 <= self.top_groups <= self.router_n_groups:
             raise UsageError(
-                f"--model.router-groups {self.router_groups} and --model.router-top-groups {self.top_groups} do not "
-                f"cut {self.experts} experts into groups of two or more, of which that many can be chosen; use a "
+                f"--model.router-n-groups {self.router_n_groups} and --model.router-topk-groups {self.top_groups} do "
+                f"not cut {self.experts} experts into groups of two or more, of which that many can be chosen; use a "
                 f"divisor of --model.experts {self.experts}, and at most as many"
             )
         if self.experts_per_token > in_groups:
@@ -241,8 +243,8 @@ class ExpertsConfig(GatedMLPConfig):
                 f"--model.experts-per-token {self.experts_per_token} is more than the {in_groups} experts that a token "
                 "can choose from; lower it, or raise --model.experts"
             )
-        if self.balance_bias and self.experts_per_token == self.experts:
+        if self.router_bias_update_rate and self.experts_per_token == self.experts:
             raise UsageError(
-                f"--model.balance-bias {self.balance_bias:g} does nothing where a token takes all {self.experts} "
-                "experts; leave it out, or lower --model.experts-per-token"
+                f"--model.router-bias-update-rate {self.router_bias_update_rate:g} does nothing where a token "
+                f"takes all {self.experts} experts; remove it, or lower --model.experts-per-token"
             )

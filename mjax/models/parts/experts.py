@@ -44,12 +44,12 @@ from mjax.models.parts.mlp import GatedMLP, apply_gate
 from mjax.models.parts.router import Router, RouterOutput, Sums
 from mjax.models.protocol import Context
 from mjax.parallel import mappings
-from mjax.parallel.grouped import ROWS, Groups, group, grouped_matmul
-from mjax.parallel.layers import normal
-from mjax.parallel.overlap import linear_map, rematerialize, tie
-from mjax.parallel.sums import wide_type
-from mjax.parallel.tokens import TokenLayout
-from mjax.parallel.weights import parameter
+from mjax.parallel.autodiff import linear_call, optimization_barrier, rematerialize
+from mjax.parallel.grouped import ROWS, Groups, assign_rows, grouped_matmul
+from mjax.parallel.layers import normal_init
+from mjax.parallel.reductions import accumulation_dtype
+from mjax.parallel.token_layout import TokenLayout
+from mjax.parallel.weights import make_param
 
 
 class Experts(nnx.Module):
@@ -57,17 +57,17 @@ class Experts(nnx.Module):
 
     def __init__(self, key: Array, config: ExpertsConfig, dtype):
         router, up, down, shared = jax.random.split(key, 4)
-        experts, width, hidden = config.experts, config.expert_width_in_use, config.hidden
-        self.config, self.kernel = config, "xla" if config.grouped == "auto" else config.grouped
+        experts, width, hidden = config.experts, config.expert_width, config.hidden
+        self.config, self.kernel = config, "xla" if config.moe_kernel == "auto" else config.moe_kernel
         self.router = Router(router, config, dtype)
-        self.up = parameter(
-            up, normal(config.init_std), (experts, hidden, 2, width), ("expert", "in", "part", "columns"), dtype
+        self.up = make_param(
+            up, normal_init(config.init_std), (experts, hidden, 2, width), ("expert", "in", "part", "columns"), dtype
         )
-        self.down = parameter(
-            down, normal(config.residual_std), (experts, width, hidden), ("expert", "rows", "out"), dtype
+        self.down = make_param(
+            down, normal_init(config.residual_std), (experts, width, hidden), ("expert", "rows", "out"), dtype
         )
-        if config.shared_width:
-            self.shared = GatedMLP(shared, config, dtype, config.shared_width)
+        if config.shared_expert_ffn_hidden:
+            self.shared = GatedMLP(shared, config, dtype, config.shared_expert_ffn_hidden)
 
     def __call__(self, x: Float[Array, "t h"], context: Context) -> tuple[Float[Array, "t h"], Sums]:
         """The sum of the experts' results for this rank's rows, and what the router adds to the means of the model."""
@@ -77,13 +77,15 @@ class Experts(nnx.Module):
         rows, weights, experts = _enter(x, choice, region)
         rows_of_tile = ROWS.get(self.kernel, ROWS["pallas"])
         which = experts.reshape(-1) - region.rank * local
-        groups, row_of = group(which, local, rows_of_tile, at_once=region.count)
+        groups, row_of = assign_rows(which, local, rows_of_tile, max_group_rows=region.count)
         sent = TokenPermutation(row_of.reshape(experts.shape), _sources(row_of, len(groups.of_tile) * groups.rows))
         y = region.leave(combine(self._apply_experts(dispatch(rows, sent), row_weights(weights, sent), groups), sent))
-        if self.config.shared_width:
-            y, x = sequence_collectives(y, x, context.tokens.split)
+        if self.config.shared_expert_ffn_hidden:
+            y, x = sequence_collectives(y, x, context.tokens.sequence_parallel)
             y = y + self.shared(x, context)
-        y, sums = sequence_collectives(y, self.router.aux_loss_sums(choice, context.tokens), context.tokens.split)
+        y, sums = sequence_collectives(
+            y, self.router.aux_loss_sums(choice, context.tokens), context.tokens.sequence_parallel
+        )
         return y, self.router.sums(sums, context)
 
     def _apply_experts(
@@ -115,7 +117,7 @@ class ExpertRegion:
     @property
     def count(self) -> int:
         """T, the tokens of all ranks together."""
-        return self.tokens.count * (self.ranks if self.split else 1)
+        return self.tokens.num_tokens * (self.ranks if self.split else 1)
 
     @property
     def rank(self) -> Array | int:
@@ -126,26 +128,26 @@ class ExpertRegion:
         self, x: Float[Array, "t h"], weights: Float[Array, "t k"]
     ) -> tuple[Float[Array, "T h"], Float[Array, "T k"]]:
         """f of two arrays. With sequence parallelism each row crosses `expert` once, then `model`."""
-        over_experts = mappings.gather_tokens if self.split else mappings.enter
+        over_experts = mappings.all_gather_tokens if self.split else mappings.copy_to_region
         steps = [(partial(over_experts, axis=EXPERT), self.split)] if self.ranks > 1 else []
-        for enter, waits in (*steps, (self.tokens.enter, self.tokens.split)):
+        for enter, waits in (*steps, (self.tokens.gather_rows, self.tokens.sequence_parallel)):
             x, weights = sequence_collectives(enter(x), weights, waits)
             weights, x = sequence_collectives(enter(weights), x, waits)
         return x, weights
 
     def leave(self, partial: Float[Array, "T h"]) -> Float[Array, "t h"]:
         """g: the sum of all ranks' partial results."""
-        y = self.tokens.leave(partial)
+        y = self.tokens.reduce_rows(partial)
         if self.ranks == 1:
             return y
-        return mappings.scatter_tokens(y, EXPERT) if self.split else mappings.leave(y, EXPERT)
+        return mappings.reduce_scatter_tokens(y, EXPERT) if self.split else mappings.reduce_from_region(y, EXPERT)
 
 
 def sequence_collectives(collected: Array, others, waits: bool) -> tuple:
     """The result of a collective, if it `waits`, and the operands of the next one, which then begins after it, and in
     the backward pass before it. Simulated devices may begin two that do not depend on each other in different orders,
     each of them waiting for the other one; a GPU runs them in the order of the program."""
-    return tie((collected, others)) if waits else (collected, others)
+    return optimization_barrier((collected, others)) if waits else (collected, others)
 
 
 def _enter(
@@ -194,17 +196,17 @@ def _sources(row_of: Int[Array, " A"], rows: int) -> Int[Array, " {rows}"]:
 
 def dispatch(x: Float[Array, "t h"], sent: TokenPermutation) -> Float[Array, "r h"]:
     """The rows of the assignments, zeros in rows that fill tiles."""
-    return linear_map(_take_tokens, _sum_rows, x, sent)
+    return linear_call(_take_tokens, _sum_rows, x, sent)
 
 
 def combine(rows: Float[Array, "r h"], sent: TokenPermutation) -> Float[Array, "t h"]:
     """The sum of each token's rows, in float32 or wider."""
-    return linear_map(_sum_rows, _take_tokens, rows, sent)
+    return linear_call(_sum_rows, _take_tokens, rows, sent)
 
 
 def row_weights(weights: Float[Array, "t k"], sent: TokenPermutation) -> Float[Array, " r"]:
     """The weight of each row, 0 for rows that fill tiles."""
-    return linear_map(
+    return linear_call(
         lambda weights, sent: _take_or_zero(weights.reshape(-1), sent.sources),
         lambda gradient, sent: _take_or_zero(gradient, sent.rows),
         weights,
@@ -217,7 +219,7 @@ def _take_tokens(x: Array, sent: TokenPermutation) -> Array:
 
 
 def _sum_rows(rows: Array, sent: TokenPermutation) -> Array:
-    wide = wide_type(rows.dtype)
+    wide = accumulation_dtype(rows.dtype)
     return sum(_take_or_zero(rows, each).astype(wide) for each in sent.rows.T).astype(rows.dtype)
 
 

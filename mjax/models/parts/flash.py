@@ -1,8 +1,8 @@
 """The fused kernels of attention: cuDNN's, and `flash`, with dropout, in Pallas for GPUs (arXiv 2307.08691).
 
 cuDNN's attention has no dropout in JAX's public interface, and XLA's writes scores and probabilities [b, n, s, s] to
-memory. Here the mask of a tile is hashed where its probabilities are, from the words of `DropoutKey.rows`: the same
-masks as those of the other kernels, on every mesh, and nothing of the size s × s in memory.
+memory. Here the mask of a tile is hashed where its probabilities are, from `DropoutKey.row_words`: the same masks as
+those of the other kernels, on every mesh, and nothing of the size s × s in memory.
 
 With P = softmax(S), M the mask over 1 − rate, and O = (P ∘ M) V, the backward pass computes P and M again, by tiles:
 
@@ -33,7 +33,7 @@ from mjax.errors import UsageError
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
 from mjax.parallel import mappings
-from mjax.parallel.random import keeps
+from mjax.parallel.random import keep_mask_from_words
 
 FLASH_STAND_IN = "cudnn, traced only"
 """Kernel name for a program that is only traced: inputs, outputs and residuals of cuDNN's or `flash`, on a machine
@@ -45,7 +45,7 @@ class FlashInputs(NamedTuple):
     """The arrays besides queries, keys and values; None where there is no such thing.
 
     Attributes:
-      first, second: words of the rows of probabilities (`DropoutKey.rows`).
+      first, second: words of the rows of probabilities (`DropoutKey.row_words`).
       documents: number of each token's document.
       slopes: of ALiBi.
       starts: the first block of each half of the queries among those of the keys, where the queries are not
@@ -72,7 +72,7 @@ def attend_fused(
         lacks |= {"dropout": mask.key is not None, "queries of some positions": mask.position_ids is not None}
     for feature, needed in lacks.items():
         if needed and kernel in FUSED:
-            raise UsageError(f"--model.attention {kernel} has no {feature}; use --model.attention xla")
+            raise UsageError(f"--model.attention {kernel} is not supported with {feature}; use --model.attention xla")
     attend = _attend_cudnn if kernel in ("cudnn", FLASH_STAND_IN) else _attend_flash
     return attend(q, k, v, kernel, mask)
 
@@ -102,7 +102,7 @@ def _attend_flash(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask
     assert run % BLOCK == k.shape[1] % BLOCK == 0, "flash takes whole blocks of queries and keys (position_unit)"
     words = None, None
     if mask.key is not None:
-        words = mask.key.rows(mask.heads(heads), jnp.arange(positions) if rows is None else rows)
+        words = mask.key.row_words(mask.heads(heads), jnp.arange(positions) if rows is None else rows)
     starts = None if rows is None else jnp.stack([rows[0], rows[positions // 2]]) // BLOCK
     aux = FlashInputs(*words, mask.documents, mask.slopes, starts)
     static = AttentionMask(mask.causal, mask.window, rate=mask.rate)
@@ -286,7 +286,7 @@ def _apply_dropout(x: Array, query: _Query, key, aux: FlashInputs, how: Attentio
         return x
     first, second = (words[query.head, _span(query.local)][:, None] for words in (aux.first, aux.second))
     column = (key * BLOCK + jnp.arange(BLOCK)[None, :]).astype(jnp.uint32)
-    return jnp.where(keeps(how.rate, first, second, column), x * (1.0 / (1.0 - how.rate)), 0.0)
+    return jnp.where(keep_mask_from_words(how.rate, first, second, column), x * (1.0 / (1.0 - how.rate)), 0.0)
 
 
 def _key_range(query: _Query, blocks: int, how: AttentionMask) -> tuple:

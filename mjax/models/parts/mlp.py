@@ -16,9 +16,9 @@ from jaxtyping import Array, Float
 from mjax.models.parts.config import GatedMLPConfig, MLPConfig
 from mjax.models.protocol import Context
 from mjax.parallel import random
+from mjax.parallel.autodiff import rematerialize
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from mjax.parallel.overlap import rematerialize
-from mjax.parallel.sums import wide_type
+from mjax.parallel.reductions import accumulation_dtype
 
 
 class MLP(nnx.Module):
@@ -64,7 +64,7 @@ def apply_gate(both: Float[Array, "bs 2 f"], activation: str) -> Float[Array, "b
 
 def activate(x: Float[Array, "*dims"], name: str) -> Float[Array, "*dims"]:
     """`gelu_tanh`, `gelu_erf` or `silu` of x, computed in float32 or wider."""
-    wide = x.astype(wide_type(x.dtype))
+    wide = x.astype(accumulation_dtype(x.dtype))
     match name:
         case "silu":
             y = jax.nn.silu(wide)

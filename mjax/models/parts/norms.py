@@ -16,9 +16,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mjax.parallel import mappings
-from mjax.parallel.overlap import blockwise_sum, tie, with_backward
-from mjax.parallel.sums import wide_type
-from mjax.parallel.weights import parameter
+from mjax.parallel.autodiff import blockwise_sum, optimization_barrier, with_backward
+from mjax.parallel.reductions import accumulation_dtype
+from mjax.parallel.weights import make_param
 
 
 class LayerNorm(nnx.Module):
@@ -26,8 +26,8 @@ class LayerNorm(nnx.Module):
 
     def __init__(self, width: int, epsilon: float, dtype):
         self.epsilon = epsilon
-        self.scale = parameter(None, jax.nn.initializers.ones, (width,), ("out",), dtype)
-        self.bias = parameter(None, jax.nn.initializers.zeros, (width,), ("out",), dtype)
+        self.scale = make_param(None, jax.nn.initializers.ones, (width,), ("out",), dtype)
+        self.bias = make_param(None, jax.nn.initializers.zeros, (width,), ("out",), dtype)
 
     def __call__(self, x: Float[Array, "*rows h"]) -> Float[Array, "*rows h"]:
         return _norm(x, self.scale[...], self.bias[...], self.epsilon)
@@ -42,7 +42,7 @@ class RMSNorm(nnx.Module):
     def __init__(self, width: int, epsilon: float, dtype, of_heads: bool = False):
         self.epsilon = epsilon
         ones = jax.nn.initializers.ones
-        self.scale = parameter(None, ones, (width,), ("out",), dtype, grad_partial_over_model=of_heads)
+        self.scale = make_param(None, ones, (width,), ("out",), dtype, grad_partial_over_model=of_heads)
 
     def __call__(self, x: Float[Array, "*rows h"]) -> Float[Array, "*rows h"]:
         return _norm(x, self.scale[...], None, self.epsilon)
@@ -50,7 +50,7 @@ class RMSNorm(nnx.Module):
 
 def scale_rows(x: Array, inverse: Array, scale: Array) -> Array:
     """cast(x · inverse) · scale. The product is exact in float32 and rounded once; so is the gradient of the scale."""
-    wide = wide_type(x.dtype)
+    wide = accumulation_dtype(x.dtype)
     rows = (x.astype(wide) * inverse).astype(x.dtype)
     return (rows.astype(wide) * scale.astype(wide)).astype(x.dtype)
 
@@ -84,7 +84,7 @@ def _one_dim(x: Array, scale: Array, bias: Array | None, epsilon: float) -> Arra
 
 def _one_dim_backward(epsilon: float, saved, gradient: Array):
     x, scale, bias = saved
-    x, gradient = tie((x, gradient))
+    x, gradient = optimization_barrier((x, gradient))
     statistics = _one_pass_statistics(x, epsilon) if bias is not None else _statistics(x, epsilon, False)
     rows = _normalize(x, statistics)
     g = gradient.astype(rows.dtype)
@@ -94,7 +94,7 @@ def _one_dim_backward(epsilon: float, saved, gradient: Array):
         to_x = to_x - along.mean(-1, keepdims=True)
     to_x = (to_x * statistics[-1]).astype(x.dtype)
 
-    rows = _normalize(x, tie(statistics))
+    rows = _normalize(x, optimization_barrier(statistics))
     rows = rows.astype(x.dtype) if bias is None else rows
 
     def to_weight(terms, weight):
@@ -106,7 +106,7 @@ def _one_dim_backward(epsilon: float, saved, gradient: Array):
 def _statistics(x: Float[Array, "*rows h"], epsilon: float, centred: bool) -> tuple[Float[Array, "*rows 1"], ...]:
     """Mean of the last dim, if `centred`, and the inverse of the root of the mean square around it or around 0; in
     float32 or wider."""
-    wide = x.astype(wide_type(x.dtype))
+    wide = x.astype(accumulation_dtype(x.dtype))
     mean = [wide.mean(-1, keepdims=True)] if centred else []
     return *mean, jax.lax.rsqrt(jnp.square(_around(wide, mean)).mean(-1, keepdims=True) + epsilon)
 
@@ -116,7 +116,7 @@ def _one_pass_statistics(
 ) -> tuple[Float[Array, "*rows 1"], Float[Array, "*rows 1"]]:
     """Mean and inverse standard deviation, of the distances from the first element of a row: their sum and that of
     their squares are one kernel, and neither is large beside the variance."""
-    wide = x.astype(wide_type(x.dtype))
+    wide = x.astype(accumulation_dtype(x.dtype))
     first = wide[..., :1]
     mean = (wide - first).mean(-1, keepdims=True)
     variance = jnp.square(wide - first).mean(-1, keepdims=True) - jnp.square(mean)

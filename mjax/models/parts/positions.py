@@ -31,8 +31,8 @@ from jaxtyping import Array, Float, Int
 from mjax.config.axes import MODEL
 from mjax.models.protocol import Context
 from mjax.parallel import mappings
-from mjax.parallel.sums import lookup, tile_rows
-from mjax.parallel.tokens import TokenLayout
+from mjax.parallel.reductions import lookup, tile_rows
+from mjax.parallel.token_layout import TokenLayout
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ NO_POSITIONS = Positions()
 
 def document_positions(table: Float[Array, "S h"], tokens: TokenLayout) -> Float[Array, "bs h"]:
     """The rows of a learned table of positions for all tokens."""
-    if not tokens.across:
+    if not tokens.context_attention:
         return tile_rows(table[: tokens.positions], tokens.sequences)
     return tile_rows(lookup(table, tokens.position_ids()), tokens.sequences)
 

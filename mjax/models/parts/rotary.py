@@ -27,8 +27,8 @@ from jaxtyping import Array, Float, Int
 
 from mjax.models.parts.positions import Positions
 from mjax.models.protocol import Context
-from mjax.parallel.overlap import linear_map
-from mjax.parallel.sums import wide_type
+from mjax.parallel.autodiff import linear_call
+from mjax.parallel.reductions import accumulation_dtype
 
 LOW, HIGH = 1.0, 4.0  # of llama3: what the original length is divided by for the two limits of a wavelength
 SLOW, FAST = 1.0, 32.0  # of yarn: turns over the original length
@@ -87,11 +87,11 @@ class Rotary(Positions):
 # sin of every layer.
 def _rotate(x: Float[Array, "b s n d"], positions: Int[Array, "#b s"], rotary: Rotary) -> Float[Array, "b s n d"]:
     forward, backward = (partial(_rotate_by, rotary=rotary, direction=direction) for direction in (1.0, -1.0))
-    return linear_map(forward, backward, x, positions)
+    return linear_call(forward, backward, x, positions)
 
 
 def _rotate_by(x: Array, positions: Array, rotary: Rotary, direction: float) -> Array:
-    wide = wide_type(x.dtype)
+    wide = accumulation_dtype(x.dtype)
     angle = positions[..., None, None].astype(wide) * jnp.asarray(rotary.frequencies(), wide)  # [b, s, 1, dims / 2]
     cos, sin = jnp.cos(angle) * rotary.magnitude(), jnp.sin(angle) * (direction * rotary.magnitude())
     a, b = jnp.split(x[..., : rotary.dims].astype(wide), 2, axis=-1)

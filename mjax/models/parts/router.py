@@ -5,8 +5,8 @@
     sigmoid     p = σ(l)                       the k best of p           DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)
 
 The weights are those p, divided by their sum if `router_normalized`, times `router_scale`. A softmax over the k best
-scores is the same as a softmax over all, divided by the sum of those k. With `balance_bias` experts, and groups of
-experts, are chosen by p + bias; the weights are still those of p.
+scores is the same as a softmax over all, divided by the sum of those k. With `router_bias_update_rate` experts, and
+groups of experts, are chosen by p + bias; the weights are still those of p.
 
 Nothing is dropped: an expert takes all tokens that chose it. So a token's result depends on that token alone, not on
 those beside it, which a capacity would make it depend on.
@@ -17,10 +17,10 @@ equal. It is not a sum over tokens but one of products of two means, so the toke
 sequence here (DeepSeek-V3, section 2.1.2), the same on every mesh; those of a micro-batch in Megatron; those of all
 layers in `transformers`.
 
-**Bias.** A loss that balances also pulls at what is learned. `balance_bias` balances without one (arXiv 2408.15664;
-DeepSeek-V3, section 2.1.2): after each step the bias of an expert grows by that rate if it had fewer tokens than the
-mean of its layer, and falls by it if more. The tokens are those of the whole batch, and their numbers are exact, so the
-bias is the same on every mesh.
+**Bias.** A loss that balances also pulls at what is learned. `router_bias_update_rate` balances without one (arXiv
+2408.15664; DeepSeek-V3, section 2.1.2): after each step the bias of an expert grows by that rate if it had fewer tokens
+than the mean of its layer, and falls by it if more. The tokens are those of the whole batch, and their numbers are
+exact, so the bias is the same on every mesh.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from mjax.config.axes import CONTEXT
 from mjax.models.parts.config import ExpertsConfig
 from mjax.models.protocol import Context
 from mjax.parallel import mappings
-from mjax.parallel.layers import normal
-from mjax.parallel.sums import wide_type
-from mjax.parallel.tokens import TokenLayout
-from mjax.parallel.weights import parameter
+from mjax.parallel.layers import normal_init
+from mjax.parallel.reductions import accumulation_dtype
+from mjax.parallel.token_layout import TokenLayout
+from mjax.parallel.weights import make_param
 
 Sums = dict[str, Array]
 
@@ -69,17 +69,17 @@ class Router(nnx.Module):
     def __init__(self, key: Array, config: ExpertsConfig, dtype):
         self.config = config
         shape, dims = (config.hidden, config.experts), ("in", "out")
-        self.kernel = parameter(key, normal(config.init_std), shape, dims, dtype, muon=False, keep_fp32=True)
-        if config.balance_bias:
-            self.bias = parameter(key, jax.nn.initializers.zeros, (config.experts,), ("out",), dtype, keep_fp32=True)
+        self.kernel = make_param(key, normal_init(config.init_std), shape, dims, dtype, muon=False, keep_fp32=True)
+        if config.router_bias_update_rate:
+            self.bias = make_param(key, jax.nn.initializers.zeros, (config.experts,), ("out",), dtype, keep_fp32=True)
 
     def __call__(self, x: Float[Array, "t h"]) -> RouterOutput:
-        config, wide = self.config, wide_type(x.dtype)
+        config, wide = self.config, accumulation_dtype(x.dtype)
         kernel = self.kernel[...].astype(wide)
         scores = jnp.dot(x.astype(wide), kernel, precision=jax.lax.Precision.HIGHEST)
         affinities = jax.nn.softmax(scores) if config.router == "softmax" else jax.nn.sigmoid(scores)
         # Kept whatever is recomputed: a score that differs in its last bit could choose another expert.
-        preferred = affinities + self.bias[...].astype(wide) if config.balance_bias else affinities
+        preferred = affinities + self.bias[...].astype(wide) if config.router_bias_update_rate else affinities
         experts = checkpoint_name(self._best(jax.lax.stop_gradient(preferred)), "experts")
         weights = jnp.take_along_axis(affinities, experts, axis=-1)
         if config.router_normalized:
@@ -92,10 +92,10 @@ class Router(nnx.Module):
     def _best(self, affinities: Float[Array, "t E"]) -> Int[Array, "t k"]:
         """The k best experts of each row, in order; of equal ones the first."""
         config = self.config
-        if config.top_groups < config.router_groups:
-            groups = affinities.reshape(len(affinities), config.router_groups, -1)
+        if config.top_groups < config.router_n_groups:
+            groups = affinities.reshape(len(affinities), config.router_n_groups, -1)
             two_best = jax.lax.top_k(groups, 2)[0].sum(-1)
-            chosen = jax.nn.one_hot(jax.lax.top_k(two_best, config.top_groups)[1], config.router_groups).sum(1)
+            chosen = jax.nn.one_hot(jax.lax.top_k(two_best, config.top_groups)[1], config.router_n_groups).sum(1)
             affinities = jnp.where(chosen[..., None] > 0, groups, -jnp.inf).reshape(affinities.shape)
         return jax.lax.top_k(affinities, config.experts_per_token)[1].astype(jnp.int32)
 
@@ -107,8 +107,8 @@ class Router(nnx.Module):
         sums = {"router_entropy": jax.lax.stop_gradient(entropy), "expert_load": chosen.sum(0)}
         if config.z_loss:
             sums["z_loss"] = jnp.square(jax.nn.logsumexp(scores, axis=-1)).sum()
-        if config.balance_loss:
-            of_compared = _sum_by_sequence if config.balance_over == "sequence" else lambda rows, _: rows.sum(0)
+        if config.aux_loss_coef:
+            of_compared = _sum_by_sequence if config.aux_loss_scope == "sequence" else lambda rows, _: rows.sum(0)
             sums |= {"used": of_compared(chosen, tokens), "given": of_compared(choice.probabilities, tokens)}
         return sums
 
@@ -116,23 +116,23 @@ class Router(nnx.Module):
         """The sums that a layer adds to the means of the model: its losses and the tokens of each expert, in
         this layer's row of [l, E], of the l layers with experts."""
         config, sums = self.config, _reduce_sums(of_rows, context.tokens)
-        moe_layer = (context.layer - config.dense_layers) // config.expert_interval - 1
+        moe_layer = (context.layer - config.first_dense_layers) // config.moe_layer_freq - 1
         here = jnp.arange(config.expert_layers)[:, None] == moe_layer
         sums["expert_load"] = jnp.where(here, sums["expert_load"], 0)
-        if self.config.balance_loss:
+        if self.config.aux_loss_coef:
             sums |= self._balance(sums.pop("used"), sums.pop("given"), context.tokens)
         return sums
 
     def _balance(self, used: Float[Array, "*b E"], given: Float[Array, "*b E"], tokens: TokenLayout) -> Sums:
         """The balance loss of the assignments and the probabilities of each expert, by sequence or of all."""
         config = self.config
-        if tokens.across:  # of whole sequences
-            used, given = mappings.leave(jnp.stack([used, given]), CONTEXT)
-        compared = tokens.whole * (1 if config.balance_over == "sequence" else tokens.sequences)
+        if tokens.context_attention:  # of whole sequences
+            used, given = mappings.reduce_from_region(jnp.stack([used, given]), CONTEXT)
+        compared = tokens.global_positions * (1 if config.aux_loss_scope == "sequence" else tokens.sequences)
         products = mappings.mask_to_first_context_rank(
             (used * given).sum() * config.experts / (config.experts_per_token * compared**2)
         )
-        return {"balance_loss": products if config.balance_over == "sequence" else products * tokens.sequences}
+        return {"balance_loss": products if config.aux_loss_scope == "sequence" else products * tokens.sequences}
 
 
 def bias_update_sign(load: Float[Array, "l E"]) -> Int[Array, "l E"]:
@@ -150,16 +150,16 @@ def _min_float32(x: Array) -> Array:
 
 def _reduce_sums(sums: Sums, tokens: TokenLayout) -> Sums:
     """Sums over this rank's rows, as those over all of them, replicated over `model`: in one collective."""
-    if not tokens.split:
+    if not tokens.sequence_parallel:
         return sums
     flat, back = ravel_pytree(sums)
-    return back(mappings.leave(flat))
+    return back(mappings.reduce_from_region(flat))
 
 
 def _sum_by_sequence(rows: Float[Array, "t E"], tokens: TokenLayout) -> Float[Array, "b E"]:
     """The sums over this rank's tokens of each sequence."""
-    if not tokens.split:
+    if not tokens.sequence_parallel:
         return tokens.split_sequences(rows).sum(1)
-    sequences = tokens.local_rows(jnp.arange(tokens.count) // tokens.positions)
+    sequences = tokens.local_rows(jnp.arange(tokens.num_tokens) // tokens.positions)
     nothing = mappings.vary(jnp.zeros((tokens.sequences, *rows.shape[1:]), rows.dtype), mappings.varying_axes(rows))
     return nothing.at[sequences].add(rows)

@@ -50,7 +50,7 @@ class Recurrence(nnx.Module):
         product = lambda left, right: (left[0] * right[0], left[1] * right[0] + right[1])  # noqa: E731
         decayed, states = jax.lax.associative_scan(product, (decay, (1 - decay) * new), axis=1)
         states = states + decayed * state[:, None]
-        y = (states * jax.nn.silu(gate)).reshape(context.tokens.count, *gate.shape[2:])
+        y = (states * jax.nn.silu(gate)).reshape(context.tokens.num_tokens, *gate.shape[2:])
         return states, self.out(y, context.tokens)
 
     def __call__(self, x, context):

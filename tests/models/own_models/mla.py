@@ -26,9 +26,9 @@ from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.norms import RMSNorm
 from mjax.parallel import mappings
-from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, normal
-from mjax.parallel.products import linear
-from mjax.parallel.weights import parameter
+from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, normal_init
+from mjax.parallel.linear import linear
+from mjax.parallel.weights import make_param
 
 
 @register
@@ -47,7 +47,7 @@ class DeepSeekConfig(ExpertsConfig, RotaryConfig):
 
     title: ClassVar[str] = "a DeepSeek-V3"
     module: ClassVar[str] = f"{__name__}:DeepSeek"
-    tied, hidden_dropout = False, 0.0
+    tie_embeddings, hidden_dropout = False, 0.0
     head_size = property(lambda self: self.nope_dim + self.rope_dim)
     value_size = property(lambda self: self.v_dim)
     rotary_dim = property(lambda self: self.rope_dim)
@@ -57,7 +57,7 @@ class Narrow(nnx.Module):
     """x A, replicated over `model`: of this rank's rows."""
 
     def __init__(self, key, width, out, std, dtype):
-        self.kernel = parameter(key, normal(std), (width, out), ("in", "out"), dtype)
+        self.kernel = make_param(key, normal_init(std), (width, out), ("in", "out"), dtype)
 
     def __call__(self, x):
         return linear(self.kernel[...], x, 1)
@@ -80,7 +80,7 @@ class LatentAttention(nnx.Module):
         c, tokens = self.config, context.tokens
         q = tokens.split_sequences(self.q_up(self.q_norm(self.q_down(x)), tokens))
         latent, shared = jnp.split(self.kv_down(x), [c.kv_rank], axis=-1)
-        shared = tokens.split_sequences(tokens.enter(shared))[:, :, None]
+        shared = tokens.split_sequences(tokens.gather_rows(shared))[:, :, None]
         q_nope, q_rope = jnp.split(q, [c.nope_dim], axis=-1)
         q_rope, shared = self.positions.turn(q_rope, shared, context)
         return jnp.concatenate([q_nope, q_rope], axis=-1), self.kv_norm(latent), shared
@@ -98,7 +98,7 @@ class LatentAttention(nnx.Module):
         return self.joined(attend_across(q, k, v, mask, self.config.attention, context.tokens), context)
 
     def joined(self, attended, context):
-        attended = attended.reshape(context.tokens.count, *attended.shape[2:])
+        attended = attended.reshape(context.tokens.num_tokens, *attended.shape[2:])
         return self.out(checkpoint_name(attended, "context"), context.tokens)
 
     def __call__(self, x, context):
@@ -156,16 +156,17 @@ class DeepSeek(Mixture):
         after = self.embedding(batch["labels"], tokens)  # of the next token
         y = self.mtp_join(jnp.concatenate([of_stream(x), of_token(after)], axis=-1))
         y = self.mtp_block(y, context.with_layer(self.config.layers + 1))
-        labels = jnp.pad(tokens.all_positions(batch["labels"])[:, 1:], [(0, 0), (0, 1)])[:, tokens.position_ids()]
-        has_label = jnp.broadcast_to(tokens.position_ids() < tokens.whole - 1, labels.shape)
+        labels = jnp.pad(tokens.gather_positions(batch["labels"])[:, 1:], [(0, 0), (0, 1)])[:, tokens.position_ids()]
+        has_label = jnp.broadcast_to(tokens.position_ids() < tokens.global_positions - 1, labels.shape)
         losses = Output(self.head, last(y)).cross_entropy(labels, context)
         return sums | {"mtp": losses.sum(where=has_label.reshape(-1))}
 
 
 config = Config(
     model=DeepSeekConfig(layers=3, hidden=32, heads=4, sequence=16, vocabulary=60, vocabulary_multiple=64, q_rank=24,
-        kv_rank=16, nope_dim=8, rope_dim=4, v_dim=6, experts=4, experts_per_token=2, expert_width=16, dense_layers=1,
-        router="sigmoid", balance_bias=1e-3, shared_width=16, feed_forward=48, predict=1, attention="xla"),
+        kv_rank=16, nope_dim=8, rope_dim=4, v_dim=6, experts=4, experts_per_token=2, moe_ffn_hidden=16,
+        first_dense_layers=1, router="sigmoid", router_bias_update_rate=1e-3, shared_expert_ffn_hidden=16,
+        feed_forward=48, predict=1, attention="xla"),
     precision=PrecisionConfig(compute="fp64"),
     train=TrainConfig(steps=20, global_batch=8, micro_batch=2, recompute="selective"),
 )  # fmt: skip

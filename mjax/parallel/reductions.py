@@ -2,8 +2,8 @@
 
 Autodiff writes the transpose of a broadcast as a sum, and that of a lookup as a scatter-add, in the dtype of the
 weight. In bf16, with 8 bits, such a sum rounds at every addition and stops growing once it is 256 times a term: the
-gradient of an embedding row used 400 times in a micro-batch is 2% off, of one used 4,000 times 7% and more. PyTorch's
-autocast accumulates these in float32, and so do the functions here; in float32 and float64 they equal autodiff.
+gradient of an embedding row used 400 times in a micro-batch is 2% off, of one used 4,000 times 7% and more. The
+functions here accumulate in float32, like PyTorch's autocast; in float32 and float64 they equal autodiff.
 
     operation        forward          gradient of the weight
     add_bias         y + b            sum over rows, accumulated in float32
@@ -13,17 +13,15 @@ autocast accumulates these in float32, and so do the functions here; in float32 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from mjax.parallel import mappings
-from mjax.parallel.overlap import blockwise_sum, linear_map, to_at_least_float32
+from mjax.parallel.autodiff import blockwise_sum, linear_call, to_at_least_float32
 
 
-def wide_type(dtype):
+def accumulation_dtype(dtype):
     """float32, or `dtype` if that is wider."""
     return jnp.promote_types(dtype, jnp.float32)
 
@@ -31,12 +29,12 @@ def wide_type(dtype):
 def add_bias(y: Float[Array, " t *out"], bias: Float[Array, "*out"]) -> Float[Array, " t *out"]:
     """y + b for every row of y."""
 
-    def add(both, _):  # as one row: a GPU's matmul fuses that, but XLA would write out a bias of several dims first
-        y, bias = both
+    def add(operands, _):  # as one row: a GPU's matmul fuses that, but XLA would write out a bias of several dims first
+        y, bias = operands
         return (y.reshape(y.shape[0], -1) + bias.reshape(-1)).reshape(y.shape)
 
     varied = mappings.vary(bias, mappings.varying_axes(y))
-    return linear_map(add, lambda gradient, _: (gradient, sum_rows(gradient)), (y, varied))
+    return linear_call(add, lambda gradient, _: (gradient, sum_rows(gradient)), (y, varied))
 
 
 def sum_rows(x: Float[Array, " t *out"]) -> Float[Array, "*out"]:
@@ -48,12 +46,12 @@ def lookup(table: Float[Array, "rows h"], ids: Int[Array, " t"]) -> Float[Array,
     """table[ids]; each id is below rows."""
 
     def scatter(gradient, ids):
-        total = jnp.zeros((table.shape[0], *gradient.shape[1:]), wide_type(gradient.dtype))
+        total = jnp.zeros((table.shape[0], *gradient.shape[1:]), accumulation_dtype(gradient.dtype))
         total = mappings.vary(total, mappings.varying_axes(gradient)).at[ids].add(gradient.astype(total.dtype))
         return total.astype(gradient.dtype)
 
     varied = mappings.vary(table, mappings.varying_axes(ids))
-    return linear_map(lambda table, ids: table[ids], scatter, varied, ids)
+    return linear_call(lambda table, ids: table[ids], scatter, varied, ids)
 
 
 def tile_rows(rows: Shaped[Array, "s h"], count: int) -> Shaped[Array, "{count}*s h"]:
@@ -61,25 +59,19 @@ def tile_rows(rows: Shaped[Array, "s h"], count: int) -> Shaped[Array, "{count}*
 
     def sum_copies(gradient, _):
         copies = gradient.reshape(count, -1, *gradient.shape[1:])
-        return copies.sum(0, dtype=wide_type(gradient.dtype)).astype(gradient.dtype)
+        return copies.sum(0, dtype=accumulation_dtype(gradient.dtype)).astype(gradient.dtype)
 
-    return linear_map(lambda rows, _: jnp.tile(rows, (count, 1)), sum_copies, rows)
+    return linear_call(lambda rows, _: jnp.tile(rows, (count, 1)), sum_copies, rows)
 
 
 # --- Means by name, and sums over micro-batches -----------------------------------------------------------------------
 
 Means = dict[str, Array]
-"""From a model's sums."""
+"""Means by name, or this device's parts of them, from a model's sums."""
 
 
-def means_and_gradients(loss_weights: dict[str, float], function: Callable[..., Means], *arguments):
-    """`function(*arguments)`, and for each argument the gradient of the loss that these means add up to."""
-    means, pullback = jax.vjp(function, *arguments)
-    return means, pullback(weights_in_loss(loss_weights, means))
-
-
-def weights_in_loss(loss_weights: dict[str, float], means: Means | dict[str, jax.ShapeDtypeStruct]) -> Means:
-    """The gradient of the loss with respect to each mean: its weight."""
+def loss_cotangents(loss_weights: dict[str, float], means: Means | dict[str, jax.ShapeDtypeStruct]) -> Means:
+    """The gradient of the loss with respect to each mean: its weight in the loss."""
     return {
         name: mappings.vary(jnp.full(mean.shape, loss_weights.get(name, 0.0), mean.dtype), mappings.varying_axes(mean))
         for name, mean in means.items()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.parallel.sums import add_bias, lookup, tile_rows
+from mjax.parallel.reductions import add_bias, lookup, tile_rows
 
 ROWS = 8192
 IDS = jnp.asarray(np.random.default_rng(1).permutation(np.r_[np.zeros(4000, int), 1 + np.arange(ROWS - 4000) % 60]))

@@ -18,21 +18,21 @@ use them from the next tick on. A schedule is the table of all slots. P = 3, M =
 While the pipeline fills (warm-up) and drains (cool-down) stages are idle. The *bubble* is that idle time as a fraction
 of compute time: (P − 1) / (V M) for both schedules here.
 
-    gpipe   all forwards, then all backwards: every micro-batch is held at once (arXiv 1811.06965).
+    gpipe   all forwards, then all backwards: the activations of all micro-batches are stored (arXiv 1811.06965).
     1f1b    backwards start as soon as they can, and each frees memory for a forward: memory does not grow with M.
             With V > 1 it is the interleaved schedule (arXiv 2104.04473, section 2.2).
 
-**Lock-step.** The stages run one program and synchronise at the end of every tick, so a tick takes as long as its
+**Lock-step.** The stages run one program and synchronize at the end of every tick, so a tick takes as long as its
 slowest stage. That is why a tick of gpipe and 1f1b has a slot for F and one for B: with one operation per tick, a stage
 in its forward would always wait for a neighbour in its backward, and every tick would cost max(f, b). With both, a tick
 of the steady state costs f + b on every stage, and the bubble is exactly the formula's for any ratio f : b.
 
-The price is memory. In the papers stages run asynchronously and stage p of 1F1B holds P − p micro-batches. In lock-step
+The cost is memory. In the papers stages run asynchronously and stage p of 1F1B stores P − p micro-batches. In lock-step
 a micro-batch that has left stage p comes back 2 (P − 1 − p) ticks later, and a new one enters in every tick: the stage
-holds 2 (P − 1 − p) + 1. (Megatron's interleaved order holds as many, and (V − 1) P more, for the same reason.)
+stores 2 (P − 1 − p) + 1. (Megatron's interleaved order stores as many, and (V − 1) P more, for the same reason.)
 
-Results wait in numbered slots of fixed-size buffers, which the table assigns too: the interpreter in `pipeline.py`
-decides nothing. This module is plain NumPy.
+Results wait in numbered slots of fixed-size buffers, which the table assigns too: the interpreter in `pipeline.py` only
+follows it. This module is plain NumPy.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ import numpy as np
 
 from mjax.config import Config
 from mjax.config.batch_size import check_pipeline
-from mjax.errors import UsageError, suggestion
-from mjax.parallel import scopes
+from mjax.errors import UsageError
+from mjax.parallel import named_scopes
 
 SCHEDULES = ("gpipe", "1f1b")
 
@@ -62,8 +62,8 @@ class Slots:
       last: 1 on the last virtual stage (stage P − 1, chunk V − 1), to which the head belongs.
       message: slot of the received message that it reads: an activation for F, a gradient for B. The first virtual
         stage reads none in F and the last none in B (0).
-      residual: slot of the residuals that F leaves to B.
-      output: slot of the stream that F of the last virtual stage leaves to the head, which is a part of B; elsewhere
+      residual: slot of the residuals that F writes and B reads.
+      output: slot of the stream that F of the last virtual stage writes for the head, which is a part of B; elsewhere
         the spare slot, which is never read.
     """
 
@@ -78,7 +78,7 @@ class Slots:
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class PipelineSchedule:
     """A schedule: the slots of every tick and the sizes of the buffers they name.
 
     Within a tick a stage first stores what arrived, then runs F and B in this order, then sends. F's result goes to
@@ -92,9 +92,9 @@ class Schedule:
       receive_activation: int32 [ticks, stages], slot into which the activation sent in the previous tick is written at
         the start of the tick. Messages that are not read go to the spare slot, `activation_slots`.
       receive_gradient: the same for gradients; the spare slot is `gradient_slots`.
-      activation_slots, gradient_slots: most messages that wait at once on a stage. The buffers have one slot more.
-      residual_slots: most residuals of F that are held at once on a stage.
-      output_slots: most streams that wait at once for the head; their buffer has one slot more.
+      activation_slots, gradient_slots: most messages that a stage stores in a tick. The buffers have one slot more.
+      residual_slots: most residuals of F that a stage stores in a tick.
+      output_slots: most streams that wait for the head in a tick; their buffer has one slot more.
     """
 
     name: str
@@ -117,9 +117,9 @@ class Schedule:
 
     def runs(self) -> dict[str, np.ndarray]:
         """The number of times each stage runs each pass, and the parts of it that belong to the first or the last
-        virtual stage: int64 [stages] by the names in `scopes`."""
+        virtual stage: int64 [stages] by the names in `named_scopes`."""
         counts = {}
-        for name, slots in zip((scopes.F, scopes.B), (self.forward, self.backward), strict=True):
+        for name, slots in zip((named_scopes.F, named_scopes.B), (self.forward, self.backward), strict=True):
             if slots is not None:
                 counts[name] = slots.on.sum(axis=0, dtype=np.int64)
                 counts[f"{name}_first"] = (slots.on * slots.first).sum(axis=0, dtype=np.int64)
@@ -131,7 +131,7 @@ class Schedule:
         if self.backward is None:
             return 0
         begun, ended = (slots.on[:, stage].cumsum() for slots in (self.forward, self.backward))
-        return int((begun - ended + self.backward.on[:, stage]).max())  # a B holds its residuals through its own tick
+        return int((begun - ended + self.backward.on[:, stage]).max())  # a B stores its residuals through its tick
 
     def makespan(self, forward: float, backward: float) -> float:
         """Time of the whole table in lock-step, in the unit of the times of F and B of one chunk: a tick costs its
@@ -146,58 +146,56 @@ class Schedule:
 
 
 @lru_cache(maxsize=64)
-def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> PipelineSchedule:
     """The schedule `name` for P stages, M micro-batches and V chunks a stage.
 
     Raises:
       UsageError: there is no such schedule, or chunks > 1 and P does not divide M.
     """
     if name not in SCHEDULES:
-        raise UsageError(
-            f"there is no schedule {name!r}{suggestion(name, list(SCHEDULES))}; use --mesh.schedule gpipe or 1f1b"
-        )
+        raise UsageError(f"there is no schedule {name!r}; use gpipe or 1f1b")
     check_pipeline(stages, micro_batches, chunks)
-    forward = _sweep(stages, micro_batches, chunks)
+    forward = _forward_ticks(stages, micro_batches, chunks)
     # The last stage begins its backwards in the tick of its last forward, or of the first one that ends in the head.
     begin = micro_batches * chunks + stages - 2 if name == "gpipe" else stages * chunks - 1
     # Backwards are mirrored forwards: from the last stage to the first and from the last chunk to the first.
-    backward = begin + _sweep(stages, micro_batches, chunks)[::-1, :, ::-1]
-    return _table(name, forward, backward)
+    backward = begin + _forward_ticks(stages, micro_batches, chunks)[::-1, :, ::-1]
+    return _build_table(name, forward, backward)
 
 
-def find_schedule(config: Config) -> Schedule:
+def find_schedule(config: Config) -> PipelineSchedule:
     """The schedule of a config that has a pipeline."""
-    return build_schedule(config.mesh.schedule, config.mesh.pipe, config.micro_batches, config.mesh.chunks)
+    return build_schedule(config.mesh.schedule, config.mesh.pipe, config.micro_batches, config.mesh.virtual_stages)
 
 
 def slot_times(config: Config) -> tuple[float, float]:
     """Time of F and B of a micro-batch, in forwards.
 
-    A backward pass has two matrix products for each one of the forward pass, for the gradients of inputs and of
-    weights; full recomputation adds a forward.
+    A backward pass has two matmuls for each one of the forward pass, for the gradients of inputs and of weights; full
+    recomputation adds a forward.
     """
     return 1.0, 3.0 if config.train.recompute == "full" else 2.0
 
 
 @lru_cache(maxsize=64)
-def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """The forward passes alone, for evaluation: V M + P − 1 ticks, with nothing held.
+def forward_schedule(stages: int, micro_batches: int, chunks: int = 1) -> PipelineSchedule:
+    """The forward passes alone, for evaluation: V M + P − 1 ticks, with no residuals.
 
     Raises:
       UsageError: chunks > 1 and P does not divide M.
     """
     check_pipeline(stages, micro_batches, chunks)
-    return _table("forward", _sweep(stages, micro_batches, chunks))
+    return _build_table("forward", _forward_ticks(stages, micro_batches, chunks))
 
 
-# --- When everything runs: ticks, int [P, M, V] -----------------------------------------------------------------------
+# --- The tick of each operation: int [P, M, V] ------------------------------------------------------------------------
 
 
-def _sweep(stages: int, micro_batches: int, chunks: int) -> np.ndarray:
+def _forward_ticks(stages: int, micro_batches: int, chunks: int) -> np.ndarray:
     """Ticks of the forwards: stage p runs its k-th in tick p + k.
 
     The order is the same on every stage: P micro-batches go through all chunks before the next P enter. The first of a
-    group leaves chunk v just when stage 0 has sent the last one in, so stage 0 continues with it in chunk v + 1.
+    group leaves chunk v when stage 0 has sent the last one in, so stage 0 continues with it in chunk v + 1.
     """
     p, m, v = np.indices((stages, micro_batches, chunks))
     return p + (m // stages * chunks + v) * stages + m % stages
@@ -206,7 +204,7 @@ def _sweep(stages: int, micro_batches: int, chunks: int) -> np.ndarray:
 # --- From ticks to a table --------------------------------------------------------------------------------------------
 
 
-def _table(name: str, forward: np.ndarray, backward: np.ndarray | None = None) -> Schedule:
+def _build_table(name: str, forward: np.ndarray, backward: np.ndarray | None = None) -> PipelineSchedule:
     """The schedule whose operations run in these ticks."""
     stages, micro_batches, chunks = forward.shape
     ticks = 1 + max(int(x.max()) for x in (forward, backward) if x is not None)
@@ -217,31 +215,31 @@ def _table(name: str, forward: np.ndarray, backward: np.ndarray | None = None) -
     # A message lives from its arrival, the tick after it was sent, to the tick in which it is read.
     arrival = 1 + np.roll(forward, 1, axis=0)  # from stage p − 1, and round the ring into the next chunk
     arrival[0] = np.roll(arrival[0], 1, axis=-1)
-    activations, activation_slots = _assign(arrival, forward, ~first)
+    activations, activation_slots = _assign_slots(arrival, forward, ~first)
     residuals, residual_slots, outputs, output_slots = none, 0, none, 0
     gradients, gradient_slots, gradient_arrival = none, 0, none
     if backward is not None:
         gradient_arrival = 1 + np.roll(backward, -1, axis=0)
         gradient_arrival[-1] = np.roll(gradient_arrival[-1], -1, axis=-1)
-        gradients, gradient_slots = _assign(gradient_arrival, backward, ~last)
-        residuals, residual_slots = _assign(forward, backward, np.ones_like(first))
-        outputs, output_slots = _assign(forward, backward, last)
+        gradients, gradient_slots = _assign_slots(gradient_arrival, backward, ~last)
+        residuals, residual_slots = _assign_slots(forward, backward, np.ones_like(first))
+        outputs, output_slots = _assign_slots(forward, backward, last)
         outputs = np.where(last, outputs, output_slots)
 
     def slots(when, message):
         m, chunk = np.indices(when.shape)[1:]
         columns = (np.ones_like(when), m, chunk, first, last, message, residuals, outputs)
-        return Slots(*(_scatter(ticks, when, column) for column in columns))
+        return Slots(*(_to_column(ticks, when, column) for column in columns))
 
-    return Schedule(
+    return PipelineSchedule(
         name,
         stages,
         micro_batches,
         chunks,
         slots(forward, activations),
         None if backward is None else slots(backward, gradients),
-        _scatter(ticks, arrival, activations, where=~first, otherwise=activation_slots),
-        _scatter(ticks, gradient_arrival, gradients, where=~last & (backward is not None), otherwise=gradient_slots),
+        _to_column(ticks, arrival, activations, where=~first, otherwise=activation_slots),
+        _to_column(ticks, gradient_arrival, gradients, where=~last & (backward is not None), otherwise=gradient_slots),
         activation_slots,
         gradient_slots,
         residual_slots,
@@ -249,7 +247,7 @@ def _table(name: str, forward: np.ndarray, backward: np.ndarray | None = None) -
     )
 
 
-def _scatter(ticks: int, when: np.ndarray, values: np.ndarray, where: np.ndarray | bool = True, otherwise: int = 0):
+def _to_column(ticks: int, when: np.ndarray, values: np.ndarray, where: np.ndarray | bool = True, otherwise: int = 0):
     """Column [ticks, P] with values[p, m, v] in tick when[p, m, v]; read-only, because schedules are cached."""
     column = np.full((ticks, len(when)), otherwise, np.int32)
     where = np.broadcast_to(where, when.shape)
@@ -258,13 +256,13 @@ def _scatter(ticks: int, when: np.ndarray, values: np.ndarray, where: np.ndarray
     return column
 
 
-def _assign(begin: np.ndarray, end: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, int]:
+def _assign_slots(begin: np.ndarray, end: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, int]:
     """Buffer slots [P, M, V] for values that live from tick `begin` to tick `end`, inclusive, and their number.
 
     On each stage values take slots in the order in which they begin, reusing free ones: for intervals that gives the
     minimum.
     """
-    slots, most = np.zeros_like(begin), 0
+    slots, number = np.zeros_like(begin), 0
     for p in range(len(begin)):
         ends = np.empty(0, int)  # of each slot, the tick after which it is free
         keys = np.argwhere(where[p])
@@ -273,5 +271,5 @@ def _assign(begin: np.ndarray, end: np.ndarray, where: np.ndarray) -> tuple[np.n
             slot = slots[p, m, v] = free[0] if free.size else len(ends)
             ends = np.append(ends, 0) if slot == len(ends) else ends
             ends[slot] = end[p, m, v]
-        most = max(most, len(ends))
-    return slots, most
+        number = max(number, len(ends))
+    return slots, number

@@ -1,5 +1,5 @@
-"""Names that the step puts on its equations (`jax.named_scope`), which show the part of the model: in the communication
-ledger (`planner/ledger.py`), in a profile, in the metadata of a compiled program.
+"""Names of the step's parts (`jax.named_scope`), which appear in the communication ledger (`planner/ledger.py`), in a
+profile and in the metadata of a compiled program.
 
 JAX keeps the names through differentiation: the backward pass of `layer` is named `transpose(jvp(layer))`, and
 recomputation has `rematted_computation` in its name.
@@ -21,7 +21,7 @@ GROUPED = "grouped_products"  # within a layer: those of the experts
 
 PARTS = (EMBEDDING, LAYER, HEAD, WEIGHTS, GRADIENT, OPTIMIZER, LOSS, PIPELINE)
 
-# Conditionals of a pipeline's tick, determined by the schedule's table (`schedules.Schedule.runs`): the two passes, and
-# the parts of them that belong to the first or the last virtual stage only.
+# Conditionals of a pipeline's tick, as `PipelineSchedule.runs` counts them: the two passes, and their parts that belong
+# to the first or the last virtual stage only.
 F, B = "F", "B"
 F_FIRST, F_LAST, B_FIRST, B_LAST = "F_first", "F_last", "B_first", "B_last"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mjax.errors import UsageError
-from mjax.parallel.schedules import SCHEDULES, build_schedule, forward_only
+from mjax.parallel.pipeline_schedules import SCHEDULES, build_schedule, forward_schedule
 
 SHAPES = [
     *((stages, micro_batches, 1) for stages in (1, 2, 3, 4, 7) for micro_batches in (1, 2, 3, 5, 9, 16)),
@@ -70,7 +70,7 @@ def waiting(ran, stage, begin, end):
 def test_schedule_runs_every_operation_once(name):
     """Backwards behind forwards, with every message, residual and output in its slot when it is read."""
     for shape in SHAPES:
-        schedule = forward_only(*shape) if name == "forward" else build_schedule(name, *shape)
+        schedule = forward_schedule(*shape) if name == "forward" else build_schedule(name, *shape)
         ran = interpret(schedule)
         order = {operation[:4]: index for index, operation in enumerate(ran)}
         places = list(np.ndindex(schedule.stages, schedule.micro_batches, schedule.chunks))
@@ -104,7 +104,7 @@ def test_bubble_and_ticks_are_formula(shape):
     """For any cost of a backward pass."""
     stages, micro_batches, chunks = shape
     sweep = micro_batches * chunks + stages - 1
-    assert forward_only(*shape).ticks == sweep
+    assert forward_schedule(*shape).ticks == sweep
     assert build_schedule("gpipe", *shape).ticks == 2 * sweep - 1  # the last forward and the first backward share one
     assert build_schedule("1f1b", *shape).ticks == sweep + chunks * stages - 1
     for name in ("gpipe", "1f1b"):
@@ -115,16 +115,16 @@ def test_bubble_and_ticks_are_formula(shape):
 
 def test_tick_costs_its_slowest_stage():
     """Its longest forward and its longest backward."""
-    assert forward_only(2, 3).makespan(1.5, 9.0) == 4 * 1.5
+    assert forward_schedule(2, 3).makespan(1.5, 9.0) == 4 * 1.5
     assert build_schedule("1f1b", 2, 1).makespan(1.0, 2.0) == 1 + (1 + 2) + 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("1f2b", 4, 8), "(did you mean '1f1b'?); use --mesh.schedule gpipe or 1f1b"),
-        (("1f1b", 4, 10, 2), "--train.micro-batch) 8 or 12, or use --mesh.chunks 1"),
-        (("gpipe", 4, 3, 2), "--train.micro-batch) 4, or use --mesh.chunks 1"),
+        (("1f2b", 4, 8), "no schedule '1f2b'; use gpipe or 1f1b"),
+        (("1f1b", 4, 10, 2), "--train.micro-batch) 8 or 12, or use --mesh.virtual-stages 1"),
+        (("gpipe", 4, 3, 2), "--train.micro-batch) 4, or use --mesh.virtual-stages 1"),
     ],
 )
 def test_impossible_schedules_are_refused(arguments, words):

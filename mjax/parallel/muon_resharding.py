@@ -1,7 +1,7 @@
 """Whole matrices from the shards of a weight, and their division among the ranks that hold them.
 
 An optimizer such as Muon is a function of a whole matrix, and a device has shards. A module says which dims of a weight
-are the rows and the columns of a matrix (the dims of `weights.parameter`); all other dims number matrices:
+are the rows and the columns of a matrix (the dims of `weights.make_param`); all other dims number matrices:
 
     kernel of                    shape             rows       columns    matrices
     q, k and v in one product    [l, h, 3, n, d]   h          n · d      3 l
@@ -134,7 +134,7 @@ def _apply_divided(function: Callable[[Array], Array], x: Array, moves: tuple[tu
     first = mappings.rank(axis) * per_rank
     done = _apply_divided(function, jax.lax.dynamic_slice_in_dim(padded, first, per_rank), others)
     if ranks <= count:
-        return mappings.all_gather(done, axis, 0)[:count]
+        return mappings.all_gather_invariant(done, axis, 0)[:count]
     # Most ranks have none: a sum of zeros and one result sends less than a gather of all that padding.
     placed = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(padded), done, first, 0)
-    return mappings.sum_over(placed[:count], frozenset({axis}))
+    return mappings.psum(placed[:count], frozenset({axis}))

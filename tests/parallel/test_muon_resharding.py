@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
-from mjax.parallel.matrices import MatrixLayout
 from mjax.parallel.mesh import make_mesh
+from mjax.parallel.muon_resharding import MatrixLayout
 from tests.small import QUICKLY
 
 SHAPE = (6, 8, 3, 8, 4)  # layers, h, (q, k, v), heads, head size

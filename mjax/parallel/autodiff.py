@@ -1,0 +1,113 @@
+"""Custom backward passes, and barriers that keep XLA's order.
+
+XLA decides when each operation runs, merges matmuls and drops rounding. `optimization_barrier` is the only place with a
+barrier of XLA: none of its values is used before all are computed. Numbers are of programs compiled for H100s
+(docs/results/log, of the date given).
+
+    barrier in                    without it XLA                                      measured
+    rematerialize                 stores what the backward pass computes again        gpt_1b: 132 ms, else 168 (11-23)
+    a norm's weights              writes the normed rows in float32                   gpt_1b: +3 ms (11-23)
+    blockwise_sum                 sums rows in a kernel that reads them again         gpt_1b: +14 ms (11-23)
+    vocab_parallel_logits         stores their gradient through the layers' backward  bloom_560m: 15.4 GiB, not 11.6
+                                  pass, or computes it twice if they have a bias      (11-22)
+    reduce_with_overlap           overlaps a reduce-scatter with nothing              gpt_8b waited for them (11-23)
+    cross entropy in chunks       computes chunks together, and stores their logits   llama32_1b: +1 GiB (11-23)
+    a kernel in float8            rounds those of all layers in one kernel            compiles in 52 s, not 29 (11-23)
+    rows in float8                merges small matmuls, which are then in bf16        1 of 14 matmuls (11-23)
+    the largest value of a block  reads all values once more                          gpt_1b: +0.1 ms a layer (11-23)
+    Muon's iterations             stores every matmul of all of them                  gpt_1b: 7.4 GiB, not 5.8 (11-23)
+    Muon's momentum               computes it twice, from a copy of the old one       4 bytes a weight (11-23)
+    experts                       starts two collectives in any order                 simulated devices hung (11-24)
+    attention with ALiBi          computes the penalty before the loop over layers    bloom_560m: 256 MiB (11-22)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from mjax.parallel import mappings
+
+BLOCK = 128  # rows
+
+
+def optimization_barrier(values):
+    """Return `values`, arrays that vary over the same axes; none is used before all are computed."""
+    return jax.lax.optimization_barrier(values)
+
+
+def match_varying_axes(*trees) -> list:
+    """Cast all arrays to vary over the axes that any of them varies over, as `optimization_barrier` needs it."""
+    axes = frozenset().union(*map(mappings.varying_axes, jax.tree.leaves(trees)))
+    return jax.tree.map(lambda array: mappings.vary(array, axes), list(trees))
+
+
+# --- Custom backward passes -------------------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def with_backward(forward: Callable, backward: Callable, x, saved):
+    """Return `forward(x, saved)`; `backward(saved, gradient)` returns the gradients of x and of `saved`, None for one
+    without. Only `saved` is stored for the backward pass."""
+    return forward(x, saved)
+
+
+with_backward.defvjp(
+    lambda forward, backward, x, saved: (with_backward(forward, backward, x, saved), saved),
+    lambda forward, backward, saved, gradient: backward(saved, gradient),
+)
+
+
+def linear_call(forward: Callable, transpose: Callable, x, residuals=()):
+    """Return `forward(x, residuals)`, linear in x; its gradient is `transpose(gradient, residuals)`."""
+    return with_backward(forward, lambda residuals, gradient: (transpose(gradient, residuals), None), x, residuals)
+
+
+def rematerialize(function: Callable) -> Callable:
+    """Make `function` of arrays save only its arguments: the backward pass recomputes everything else.
+
+    Like `jax.checkpoint`, but an enclosing checkpoint cannot overrule it: the policy of the outer one also applies
+    inside an inner `jax.checkpoint`, and "save what autodiff needs" would save what is to be recomputed.
+    """
+
+    def backward(arguments, gradient):
+        # Without a loop over layers, XLA would see that the forward pass computes the same, and store its results.
+        arguments, gradient = optimization_barrier((arguments, gradient))
+        return None, jax.vjp(function, *arguments)[1](gradient)
+
+    def differentiable(*arguments):
+        arguments = tuple(match_varying_axes(*arguments))
+        return with_backward(lambda _, arguments: function(*arguments), backward, (), arguments)
+
+    return differentiable
+
+
+# --- Sums over rows ---------------------------------------------------------------------------------------------------
+
+
+def blockwise_sum(x: Float[Array, " t *out"], reduce: Callable = jnp.sum) -> Float[Array, "*out"]:
+    """Sum over the first dim, or reduce it otherwise: blocks of rows first, and then their results.
+
+    On a GPU the kernel that computes x can reduce blocks as it writes, or instead of writing; over all rows it cannot,
+    and XLA does not always split the sum by itself.
+    """
+    if x.shape[0] % BLOCK or x.shape[0] == BLOCK:
+        return reduce(x, 0)
+    return reduce(optimization_barrier(reduce(x.reshape(-1, BLOCK, *x.shape[1:]), 1)), 0)
+
+
+def to_at_least_float32(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+    """`x` in float32, or unchanged if it is wider; a bf16 is converted by its bits, the upper half of a float32.
+
+    XLA drops a conversion to bf16 whose result is converted back. A sum of float32 values would then read the values
+    before rounding, which XLA would write to memory together with the rounded ones: twice the bytes of x. With the bits
+    it reads the rounded values, which the kernel that computes them can sum as it writes them.
+    """
+    if x.dtype != jnp.bfloat16:
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(bits << 16, jnp.float32)
