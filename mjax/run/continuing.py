@@ -311,7 +311,7 @@ def choose_origin(folder: Path, config: Config, init: Path | None, step: int | N
         raise UsageError(f"--init {init} has no checkpoint; {fix}")
     if step is not None and step not in steps:
         raise UsageError(f"--step {step}: {init} has no such checkpoint; use {either(steps)}")
-    return Origin(to_absolute(init), step, _changed_fields(init, config))
+    return Origin(to_absolute(init), step, _find_changed_fields(init, config))
 
 
 def _check_origin(folder: Path, init: Path, step: int | None) -> None:
@@ -328,7 +328,7 @@ def _check_origin(folder: Path, init: Path, step: int | None) -> None:
         raise UsageError(f"{folder} has checkpoints and began {began}, not from {requested}; {fix}")
 
 
-def _changed_fields(init: Path, config: Config) -> dict[str, tuple[str, str]]:
+def _find_changed_fields(init: Path, config: Config) -> dict[str, tuple[str, str]]:
     """The fields of the model that differ from those of `init`, with both values.
 
     Raises:
