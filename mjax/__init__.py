@@ -5,7 +5,7 @@ import JAX.
 
     load_config(name)              a config from configs/, a .py file or a run's config.json
     Config                         built from its parts, such as mjax.config.MeshConfig
-    validate(config)               refuse a config that cannot run, with the message of the command line
+    validate(config)               reject a config that cannot run
     simulate(devices)              simulate several devices on one CPU; before the first array
     make_mesh(config.mesh)         the mesh, over the devices that JAX sees
     build_program(config, mesh)    initial state, train step and evaluation step
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # what editors and type checkers read; at run time a name is 
     from mjax.commands.lm_eval import EvaluateWithHarness
     from mjax.commands.plan import plan_config as plan
     from mjax.config import Config, load_config
-    from mjax.config.checks import validate
+    from mjax.config.checks import validate_config as validate
     from mjax.generation.inference import open_run
     from mjax.generation.text import compute_logits as logits
     from mjax.generation.text import generate_texts as generate
@@ -55,7 +55,7 @@ _LAZY_IMPORTS = {
     "open_run": "mjax.generation.inference:open_run",
     "plan": "mjax.commands.plan:plan_config",
     "simulate": "mjax.cluster.launch:simulate_devices",
-    "validate": "mjax.config.checks:validate",
+    "validate": "mjax.config.checks:validate_config",
 }
 
 __all__ = [
@@ -80,7 +80,10 @@ __all__ = [
 
 def __getattr__(name: str):
     if name not in _LAZY_IMPORTS:
-        raise AttributeError(f"module 'mjax' has no attribute {name!r}; it has {', '.join(_LAZY_IMPORTS)}")
+        from mjax.errors import suggestion
+
+        near = suggestion(name, _LAZY_IMPORTS, f"it has {', '.join(_LAZY_IMPORTS)}")
+        raise AttributeError(f"module 'mjax' has no attribute {name!r}; {near}")
     module, _, inside = _LAZY_IMPORTS[name].partition(":")
     return getattr(importlib.import_module(module), inside)
 

@@ -1,7 +1,4 @@
-"""Errors that the command line turns into one sentence and an exit code.
-
-And helpers for composing such sentences.
-"""
+"""Errors that the command line prints as one sentence with an exit code, and helpers for such sentences."""
 
 import contextlib
 import difflib
@@ -12,20 +9,23 @@ import select
 import sys
 import traceback
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-MAX_MESSAGE_CHARACTERS = 1500  # characters of a sentence; longer than any path, which is never shortened
+PrintLine = Callable[[str], None]
+"""A function that is called with one line of text: a notice or a warning."""
+
+MAX_MESSAGE_CHARACTERS = 1500  # longer than any path, which is never shortened
 UNREAD = 141
-"""Exit code of a command whose reader is gone: 128 + SIGPIPE, as in shells for `yes | head`."""
+"""Exit code of a command whose output is no longer read: 128 + SIGPIPE, as in shells for `yes | head`."""
 STOPPED = 75
 """Exit code of interrupted work that the same command continues."""
 CONTINUES = "the same command continues"
-"""How a note of the exception begins that says so; other notes are for tracebacks, such as JAX's."""
+"""First words of an exception's note for the user; other notes, such as JAX's, are for tracebacks."""
 
 
 def without_secrets(text: str) -> str:
-    """`text` with … for user and password, and for the query, of each address in it."""
+    """Replace user, password and query of each address in `text` by …"""
     text = re.sub(r"(\b[a-z][a-z0-9]*:/+)[^\s/'\"]+@", r"\1…@", text)
     text = re.sub(r"(?<![\w/])[\w.%+-]+:[^\s/'\"@]+@(?=\w)", "…@", text)  # as libraries quote it, without the scheme
     # In a store a question mark may be a pattern: s3://bucket/part-?.jsonl
@@ -34,8 +34,9 @@ def without_secrets(text: str) -> str:
 
 
 def one_sentence(message: str) -> str:
-    """`message` on one printable line without secrets, and without the middle of a very long one: files may contain
-    anything.
+    """Return `message` on one printable line, without secrets and the middle of a very long one.
+
+    Files may contain anything.
     """
     message = without_secrets(message)
     if len(message) > MAX_MESSAGE_CHARACTERS:
@@ -46,7 +47,7 @@ def one_sentence(message: str) -> str:
 class UsageError(ValueError):
     """An invalid flag, file or shape: exit code 2, nothing was started and nothing was lost.
 
-    The message is one sentence that says what was given, what is allowed and what to type.
+    The message is one sentence: the value, what is allowed and what to type.
     """
 
     def __init__(self, message: object = ""):
@@ -58,7 +59,7 @@ FLAG = re.compile(r"--(?:([a-z]+)\.)?((?:no-)?[a-z0-9-]+)( (?=[A-Z0-9]))?")
 
 @contextlib.contextmanager
 def name_arguments(*arguments: str) -> Iterator[None]:
-    """Fields and `arguments` in place of flags in what is refused: `mesh.model` for `--mesh.model`."""
+    """Name fields and `arguments` instead of flags in a `UsageError`: `mesh.model` for `--mesh.model`."""
 
     def name_field(flag: re.Match) -> str:
         section, name, equals = flag[1], flag[2].replace("-", "_"), "=" if flag[3] else ""
@@ -71,7 +72,19 @@ def name_arguments(*arguments: str) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        raise UsageError(FLAG.sub(name_field, str(error))) from error.__cause__
+        message = re.sub(r"--simulate (\d+)", r"call mjax.simulate(\1) first", str(error))
+        raise UsageError(FLAG.sub(name_field, message)) from error.__cause__
+
+
+def check_options(function: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """Reject keyword arguments that a function of `mjax` does not have.
+
+    Raises:
+      UsageError: one of them is not known.
+    """
+    for option in set(options) - set(known):
+        near = suggestion(option, known, f"it has {', '.join(known)}")
+        raise UsageError(f"mjax.{function} has no argument {option}; {near}")
 
 
 class RunError(RuntimeError):
@@ -82,18 +95,18 @@ class RunError(RuntimeError):
 
 
 class UnhealthyError(RunError):
-    """A run whose steps are skipped or whose loss diverges, and that would do so again: exit code 3."""
+    """A run that skips steps or diverges, and would do so again: exit code 3."""
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code of a command that ends with `error`."""
+    """Return the exit code of a command that ends with `error`."""
     if isinstance(error, UnhealthyError):
         return 3
     return 2 if isinstance(error, UsageError) else 1
 
 
 def explain(error: BaseException) -> int:
-    """Print what went wrong, as one sentence if the user can fix it, and return the exit code."""
+    """Print an error, as one sentence if the user can fix it, and return the exit code."""
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(CONTINUES)]
     if isinstance(error, KeyboardInterrupt):
         words = ["stopping", *notes] if notes else ["interrupted", "completed files are intact"]
@@ -116,8 +129,7 @@ def explain(error: BaseException) -> int:
 
 
 def output_is_unread() -> bool:
-    """True if stdout or stderr is no longer read. They are then closed off, so that Python does not complain at
-    exit."""
+    """Return True if stdout or stderr is no longer read; redirect it, so that Python prints no error at exit."""
     broken = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and _is_broken(stream)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in broken:
@@ -138,34 +150,34 @@ def _is_broken(stream) -> bool:
 
 
 def check_folder(flag: str, file: Path) -> None:
-    """Refuse an output file whose folder does not exist, before any work is done.
+    """Reject an output file whose folder does not exist, before any work is done.
 
     Raises:
-      UsageError: there is no such folder.
+      UsageError: the folder does not exist.
     """
     if not file.parent.is_dir():
         raise UsageError(f"{flag} {file}: there is no folder {file.parent}; create it, or use another path")
 
 
 def check_picture(flag: str, file: Path) -> None:
-    """Refuse a figure in an unsupported format, or whose folder does not exist.
+    """Reject a figure in an unsupported format, or whose folder does not exist.
 
     Raises:
-      UsageError: it could not be written.
+      UsageError: the figure could not be written.
     """
     if file.suffix not in (".png", ".pdf", ".svg"):
         raise UsageError(f"{flag} {file} is not a picture; use a name that ends in .png, .pdf or .svg")
     check_folder(flag, file)
 
 
-def suggestion(word: str, known: list[str]) -> str:
-    """` (did you mean 'x'?)` when something close to `word` is known."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def suggestion(word: str, known: Iterable[str], otherwise: str, form: str = "{}") -> str:
+    """`did you mean x?` with the known name closest to `word`, in a form such as `--{}`; `otherwise` if none is."""
+    close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
+    return f"did you mean {form.replace('{}', close[0])}?" if close else otherwise
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type if it has none."""
+    """Return the first line of an exception's message, or its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -175,16 +187,16 @@ def join_shortened(names: Sequence[str], what: str = "") -> str:
 
 
 def shorten_list(names: list[str], most: int, more: str = "more") -> list[str]:
-    """The first names, `most` at most, and how many `more` there are."""
+    """Return the first `most` names and the number of `more`."""
     return names if len(names) <= most else [*names[:most], f"{len(names) - most} {more}"]
 
 
-def count_lines(text: str) -> list[str]:
-    """Its lines, which only a line feed ends: to `str.splitlines` U+2028 and U+0085 do too, which are text."""
+def split_lines(text: str) -> list[str]:
+    """Split `text` at line feeds only: `str.splitlines` also splits at U+2028 and U+0085, which are text."""
     return [line.removesuffix("\r") for line in text.split("\n")]
 
 
-def either(words: Iterable) -> str:
+def either(words: Iterable, conjunction: str = "or") -> str:
     """`a, b or c`."""
     *most, last = map(str, words)
-    return f"{', '.join(most)} or {last}" if most else last
+    return f"{', '.join(most)} {conjunction} {last}" if most else last

@@ -85,7 +85,7 @@ def test_special_tokens_are_single_ids_that_end_answers(run):
 )
 def test_template_that_fails_or_escapes_is_rejected(template, copied):
     (copied / "tokenizer" / "chat_template.jinja").write_text(template)
-    with pytest.raises(UsageError, match=r"chat_template\.jinja refuses the conversation or is damaged"):
+    with pytest.raises(UsageError, match=r"chat_template\.jinja rejects the conversation or is damaged"):
         Chat(copied / "tokenizer").render(USER)
 
 
@@ -162,7 +162,7 @@ def test_impossible_chat_is_rejected(flags, stdin, words, run, capsys, monkeypat
 def test_run_without_template_is_named(copied, capsys):
     (copied / "tokenizer" / "chat_template.jinja").unlink()
     assert cli.main(["generate", "--run", str(copied), "--chat", "--prompt", "x"]) == 2
-    assert f"{copied}/tokenizer has no chat template; leave it out, put" in capsys.readouterr().err
+    assert f"{copied}/tokenizer has no chat template; remove it, put" in capsys.readouterr().err
 
 
 def test_ids_of_given_tokenizer_end_texts(run):

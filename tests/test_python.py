@@ -84,7 +84,7 @@ def test_weights_fit_a_program_of_another_kernel_and_sequence(run):
     batch = {name: np.zeros((8, 16), np.int32) for name in ("tokens", "labels")}
     assert program.eval_step(opened.weights_for(program.abstract_state.model), program.put_on_devices(batch))
     wider = mjax.build_program(replace(CONFIG, model=replace(model, sequence=32)), opened.mesh)
-    with pytest.raises(UsageError, match=r"positions of .* has the shape \(16, 32\) and that of the program \(32,"):
+    with pytest.raises(UsageError, match=r"positions of .* has the shape \(16, 32\) and the program \(32,"):
         opened.weights_for(wider.abstract_state.model)
 
 
@@ -160,11 +160,11 @@ def test_weights_called_outside_mesh_are_one_sentence(run):
     [
         ({}, "either prompts or ids"),
         ({"prompts": "a", "ids": [[1]]}, "either prompts or ids"),
-        ({"prompts": "a", "warmth": 1}, "has no option 'warmth'"),
+        ({"prompts": "a", "warmth": 1}, "mjax.generate has no argument warmth; it has tokens"),
         ({"ids": [[300]]}, "token ids from 300 to 300"),
         ({"ids": [[1]], "tokens": -1}, "^tokens is -1; it must"),
         ({"ids": [[1]], "top_k": -1}, "^top_k is -1; it must"),
-        ({"ids": [[1]], "compute": "fp99"}, "^precision.compute is fp99"),
+        ({"ids": [[1]], "compute": "fp99"}, "^fp99 is not a value of precision.compute; use bf16"),
     ],
 )
 def test_impossible_request_is_one_sentence(options, words, run):
@@ -178,10 +178,24 @@ def test_errors_name_arguments_in_place_of_flags(run, tmp_path):
     bare = shutil.copytree(run, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer"))
     with pytest.raises(UsageError, match=r"has no tokenizer; add the one .*: tokenizer=\"KIND:FILES\""):
         mjax.generate(bare, "a")
-    with pytest.raises(UsageError, match=r"^stride is for .*; leave it out$"):
+    with pytest.raises(UsageError, match=r"^stride is for .*; remove it$"):
         mjax.evaluate(run, "positions", "x", stride=3)
+    config = read_config(run / "config.json")
     with pytest.raises(UsageError, match=r"^max_sequence_on=8 needs gpu h100; add it$"):
-        mjax.plan(read_config(run / "config.json"), max_sequence_on=8)
+        mjax.plan(config, max_sequence_on=8)
+    with pytest.raises(UsageError, match=r"^mjax.plan has no argument gpus; did you mean gpu\?$"):
+        mjax.plan(config, gpus="h100")
+    with pytest.raises(UsageError, match=r"^mesh.model 3 does not divide heads"):
+        mjax.validate(replace(config, mesh=MeshConfig(model=3)))
+    for steps in ("5", 5.5, None):
+        with pytest.raises(UsageError, match=rf"^train.steps is {steps!r}; it must be a whole number"):
+            mjax.validate(replace(config, train=replace(config.train, steps=steps)))
+    with pytest.raises(UsageError, match=r"the mesh needs 64 devices .*; there are .* call mjax.simulate\(64\) first"):
+        mjax.make_mesh(MeshConfig(data=64))
+    with pytest.raises(UsageError, match=r"64 devices cannot be simulated any more: JAX has started"):
+        mjax.simulate(64)
+    with pytest.raises(UsageError, match=r"prompts has 1, which is not text; give ids"):
+        mjax.generate(run, [1, 2])
 
 
 def test_type_checkers_know_the_interface(tmp_path):

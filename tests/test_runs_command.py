@@ -211,14 +211,14 @@ def test_remove_asks_first(runs, monkeypatch, capsys, answer, kept):
 
 
 MISTAKES = {
-    "compare base base": "takes two or more runs",
+    "compare base base": "needs two or more runs",
     "compare base fast --figure no/where.png": "there is no folder no",
     "compare base fast --figure curve.txt": "use a name that ends in .png, .pdf or .svg",
     "compare base empty": "empty has no losses to compare",
-    "remove --yes": "takes names of runs",
-    "remove bse --yes": "there is no run 'bse' in runs (did you mean 'base'?)",
+    "remove --yes": "needs names of runs",
+    "remove bse --yes": "runs/bse does not exist; did you mean base?",
     "remove notes --yes": "is not a run folder",
-    "remove . --yes": "there is no run '.' in runs",
+    "remove . --yes": "runs is not a run folder: it has no config.json",
     "remove link --yes": "runs/link is a link to ",
     "remove base": "stdin is not a terminal; add --yes",
     "remove base busy --yes": "runs/busy is in use by another process",

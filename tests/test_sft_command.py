@@ -201,7 +201,7 @@ BASE = "--init runs/base --data chat.jsonl"
 WRONG = {
     "--data chat.jsonl": "mjax sft trains a model further: add --init RUN",
     "--init runs/base": "there are no conversations; add --data FILE.jsonl",
-    "--init runs/none --data chat.jsonl": "runs/none/config.json does not exist",
+    "--init runs/none --data chat.jsonl": "runs/none does not exist",
     "--init runs/base --data missing.jsonl": "there is no file missing.jsonl",
     f"{BASE} --epochs 0": "--epochs is 0",
     f"{BASE} --data=a.jsonl": "--data.path is given twice",
@@ -222,4 +222,4 @@ def test_text_is_not_conversations(base, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("Some text. " * 200)
     assert cli.main(["prepare", "a.txt", "--tokenizer", "run:runs/base", "--output", "text"]) == 0
     assert cli.main(["sft", "--init", "runs/base", "--data", "text"]) == 2
-    assert "text.mask does not exist" in capsys.readouterr().err
+    assert "text.mask, the loss mask of conversations, does not exist" in capsys.readouterr().err

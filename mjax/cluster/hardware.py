@@ -174,7 +174,7 @@ def gpu_named(name: str) -> Gpu:
         if name.lower() == gpu.name or name in gpu.device_kinds:
             return gpu
     names = [gpu.name for gpu in GPUS]
-    raise UsageError(f"--gpu {name} is not known{suggestion(name.lower(), names)}; use {either(names)}")
+    raise UsageError(f"--gpu {name} is not known; {suggestion(name, names, f'use {either(names)}')}")
 
 
 def find_gpu(device_kind: str) -> Gpu | None:

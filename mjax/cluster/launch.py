@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Annotated
 from mjax.cluster.hardware import USABLE_FRACTION
 from mjax.cluster.huge_pages import SET_BY_MJAX
 from mjax.config.bounds import Bounds
-from mjax.errors import UsageError
+from mjax.errors import PrintLine, UsageError
 from mjax.utils.files import cache_home, make_private
 
 # Two names of one setting; JAX refuses to start with both.
@@ -143,12 +143,16 @@ def simulate_devices(count: int) -> None:
       UsageError: `count` is below 1.
     """
     if count < 1:
-        raise UsageError(f"--simulate is {count}; it must be at least 1")
+        raise UsageError(f"{count} devices cannot be simulated; give 1 or more")
     if "jax" in sys.modules:  # a config file may import it; no device has been used yet
         import jax
 
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
+        try:
+            jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:
+            fix = "call mjax.simulate before the first array, in a notebook after a restart"
+            raise UsageError(f"{count} devices cannot be simulated any more: JAX has started; {fix}") from None
     set_variable("JAX_PLATFORMS", "cpu")
     flags = os.environ.get("XLA_FLAGS", "")
     set_variable("XLA_FLAGS", " ".join(f"{IN_ORDER} {flags} --xla_force_host_platform_device_count={count}".split()))
@@ -228,7 +232,7 @@ DETERMINISTIC_FLAGS = {
     "xla_gpu_exclude_nondeterministic_ops": "true",
     # XLA refuses to compile the step with the flag above and Triton's products: 'Failed to get configs'.
     "xla_gpu_enable_triton_gemm": "false",
-    # A restart would choose other kernels for products, by their time at that moment.
+    # A restart would choose other kernels for products, by their time then.
     "xla_gpu_autotune_level": "0",
 }
 """For `train.py --deterministic`. They do not affect CPUs, where a run is repeatable anyway."""
@@ -243,10 +247,8 @@ def set_deterministic_flags() -> None:
     flags = xla_flags()
     for name, value in DETERMINISTIC_FLAGS.items():
         if flags.get(name, value).lower() != value:
-            raise UsageError(
-                f"--deterministic needs --{name}={value}, and XLA_FLAGS has --{name}={flags[name]}; leave one of them "
-                "out"
-            )
+            both = f"--deterministic needs --{name}={value}, and XLA_FLAGS has --{name}={flags[name]}"
+            raise UsageError(f"{both}; remove one of them")
     if new := [f"--{name}={value}" for name, value in DETERMINISTIC_FLAGS.items() if name not in flags]:
         set_variable("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *new]).strip())
 
@@ -340,7 +342,7 @@ def prune_programs(folder: Path) -> str | None:
     return None
 
 
-def enable_compilation_cache(multiprocess: bool | None = None, print_line: Callable[[str], None] | None = None) -> None:
+def enable_compilation_cache(multiprocess: bool | None = None, print_line: PrintLine | None = None) -> None:
     """Let JAX store compiled programs; before it compiles the first one.
 
     Nothing changes if the user has chosen a folder, or none, with JAX_COMPILATION_CACHE_DIR; and with several

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -14,6 +14,7 @@ from mjax.config import MeshConfig
 from mjax.config.bounds import Bounds, Count, CountOrZero, check_bounds
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
 from mjax.config.model import Attention
+from mjax.config.run import ComputeDtype
 from mjax.data.corpus import ShingleUnit, TextFiles, find_files
 from mjax.data.corpus.documents import MAX_DOCUMENT_BYTES
 from mjax.errors import UsageError
@@ -37,6 +38,8 @@ class FromHfArguments(_ImportArguments):
     """Convert a Hugging Face model (GPT-2, BLOOM, BERT, Llama, Mistral, Qwen, OLMo, Gemma 3 or a mixture) into a run
     folder, to generate, evaluate or train."""
 
+    examples: ClassVar = ("mjax convert from-hf Qwen3-0.6B runs/qwen3",)
+
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder with config.json and model.safetensors, as written by save_pretrained; or one of peft, with --base."""
     tokenizer: str | None = None
@@ -53,6 +56,8 @@ class FromHfArguments(_ImportArguments):
 class FromMegatronArguments(_ImportArguments):
     """Convert a Megatron-LM checkpoint (a GPT, BERT, Llama or mixture of experts; formats torch and torch_dist) into a
     run folder."""
+
+    examples: ClassVar = ("mjax convert from-megatron release runs/gpt2",)
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder of Megatron's --save, or of one checkpoint in it, such as release or iter_0300000."""
@@ -73,6 +78,8 @@ class FromMegatronArguments(_ImportArguments):
 @dataclass(frozen=True)
 class ToHfArguments:
     """Export a run's checkpoint as a folder for transformers."""
+
+    examples: ClassVar = ("mjax convert to-hf runs/demo exported",)
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), RUN_SYNONYMS]
     """Run folder, such as runs/demo."""
@@ -100,6 +107,8 @@ class ToHfArguments:
 class GenerateArguments(RunArguments):
     """Continue prompts with a trained model."""
 
+    examples: ClassVar = ("mjax generate --run runs/demo --prompt hi",)
+
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], Synonyms("text start")] = ()
     """Prompt; may be given several times. Without it, or for -, each line of stdin is one."""
     num_samples: Annotated[Count, Synonyms("return-sequences")] = 1
@@ -110,7 +119,7 @@ class GenerateArguments(RunArguments):
     system: Annotated[str | None, Synonyms("system-prompt")] = None
     """With --chat: the system message."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
-    compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
+    compute: ComputeDtype = None
     """Dtype of activations and matmuls; by default as in training, and for an import that of its files."""
     model_parallel: Annotated[int, tyro.conf.arg(name="mesh.model")] = 1
     """Devices that share every layer's matrices; may differ from training."""
@@ -193,6 +202,8 @@ class ConversationArguments(TextArguments):
 class PrepareArguments(ConversationArguments):
     """Turn text into the token files that training reads: PREFIX.bin, PREFIX.idx, PREFIX.json and PREFIX.tokenizer."""
 
+    examples: ClassVar = ("mjax prepare book.txt --output data/book", "mjax prepare --demo --output data/demo")
+
     output: Annotated[str, tyro.conf.arg(metavar="PREFIX"), Synonyms("output-prefix")]
     """Prefix of the output: data/corpus gives data/corpus.bin, data/corpus.idx and so on. s3://bucket/data/corpus is
     copied there when it is complete."""
@@ -221,6 +232,8 @@ class PrepareArguments(ConversationArguments):
 class DedupArguments(FilterArguments):
     """Remove exact and near-duplicate documents; the first of each group of similar documents in the input stays."""
 
+    examples: ClassVar = ("mjax dedup crawl.jsonl --output unique.jsonl",)
+
     exact: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Remove only documents whose text is the same, byte for byte."""
     threshold: Annotated[float, Synonyms("jaccard-threshold similarity-threshold")] = 0.7
@@ -234,6 +247,8 @@ class DedupArguments(FilterArguments):
 @dataclass(frozen=True, kw_only=True)
 class CleanArguments(FilterArguments):
     """Repair broken Unicode, cut out evaluation text, and remove documents that are short or unwanted."""
+
+    examples: ClassVar = ("mjax clean crawl.jsonl --output clean.jsonl",)
 
     repair: bool = True
     """Repair broken Unicode with ftfy, which also straightens quotes and expands ligatures."""
@@ -261,6 +276,8 @@ class CleanArguments(FilterArguments):
 class InspectArguments:
     """Show the contents of a dataset: documents, sequences, tokens, lengths and a sample."""
 
+    examples: ClassVar = ("mjax data inspect data/demo",)
+
     prefix: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PREFIX")]
     """The dataset: data/corpus for data/corpus.bin and data/corpus.idx."""
     document: int = 0
@@ -274,6 +291,8 @@ class InspectArguments:
 @dataclass(frozen=True)
 class MergeArguments:
     """Concatenate several datasets into one."""
+
+    examples: ClassVar = ("mjax data merge data/all data/a data/b",)
 
     output: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Prefix of the new dataset."""
@@ -298,6 +317,8 @@ class EvaluateArguments(RunArguments):
     """Evaluate a trained model: perplexity per word on WikiText103, last words of LAMBADA, perplexity of any text, and
     loss by position in long ones."""
 
+    examples: ClassVar = ("mjax evaluate --run runs/demo --task perplexity --data book.txt",)
+
     task: str
     """wikitext103, lambada, perplexity or positions; of `mjax finetune`: mnli, qqp, race, squad1.1 or squad2.0."""
     data: Annotated[str, Synonyms("dataset data-dir data-file")]
@@ -314,7 +335,7 @@ class EvaluateArguments(RunArguments):
     mesh: MeshConfig = field(default_factory=MeshConfig)
     micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
     """Sequences per forward pass of a data-parallel replica; by default as in training."""
-    compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
+    compute: ComputeDtype = None
     """Dtype of activations and matmuls; by default as in training."""
     attention: Annotated[Attention, tyro.conf.arg(name="model.attention")] = "auto"
     """Attention kernel, as in training."""

@@ -274,6 +274,8 @@ def load_function(spec: str) -> Callable[[str], bool]:
       UsageError: there is no such function, or its file fails.
     """
     source, _, name = spec.rpartition(":")
+    if not source:
+        raise UsageError(f"--filter {spec} names no function; write FILE.py:FUNCTION or MODULE:FUNCTION")
     try:
         names = runpy.run_path(source) if source.endswith(".py") else vars(importlib.import_module(source))
     except Exception as error:

@@ -11,16 +11,18 @@ import contextlib
 import gc
 import importlib
 import inspect
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, get_type_hints
 
 from mjax import __version__
 from mjax.cluster import launch
 from mjax.commands.flags import parse, rename_old_flags
-from mjax.config import available_configs
-from mjax.config.axes import with_full_name
+from mjax.config.run import config_folders
 from mjax.errors import RunError, UsageError, explain, suggestion
+from mjax.utils.figures import format_rows
 from mjax.utils.stores import with_addresses
 
 
@@ -71,14 +73,26 @@ COMMANDS: Commands = {
     "convert": Command(CONVERT_COMMANDS, "convert checkpoints from Hugging Face or Megatron-LM, or to Hugging Face"),
     "generate": Command("generate:generate", "generate text with a trained model", early=True),
     "plan": Command("plan:plan", "predict memory, communication and time of a run, without a device", on_cpu=True),
+    "configs": Command("cli:list_configs", "list the configs of models and demos, one line each"),
     "doctor": Command("doctor:doctor", "check this installation and machine, and suggest fixes"),
 }
+
+
+@dataclass(frozen=True)
+class ConfigsArguments:
+    """List the configs of published models and of demos; --config NAME selects one in the other commands."""
+
+
+def list_configs(arguments: ConfigsArguments) -> None:
+    """`mjax configs`: print the first line of each file."""
+    files = {file.stem: file for folder in reversed(config_folders()) for file in folder.glob("[!_]*.py")}
+    lines = {name: files[name].read_text(errors="replace").partition("\n")[0].strip('"') for name in sorted(files)}
+    print("\n".join(format_rows(lines)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; user errors are printed as one sentence."""
     gc.set_threshold(50_000)  # imports and tracing make many objects and few cycles
-    argv = [with_full_name(word) for word in (sys.argv[1:] if argv is None else argv)]
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # none, or not a real one
             stream.reconfigure(errors="replace")  # of a terminal that cannot show … or ×
@@ -130,10 +144,12 @@ def _find(group: str, commands: Commands, argv: Sequence[str]) -> tuple[Command,
         print(_usage(group, commands))
         return None
     name, *rest = argv
+    if name.startswith("-"):
+        raise UsageError(f"{name} follows a command; type `{group} {next(iter(commands))} {shlex.join(argv)}`")
     if name not in commands:
-        problem = f"there is no command {name!r}" if group == "mjax" else f"{group} has no command {name!r}"
-        same_way = [known for known in commands if known.partition("-")[0] == name.partition("-")[0]] or list(commands)
-        raise UsageError(f"{problem}{suggestion(name, same_way)}; there are: {', '.join(commands)}")
+        same_way = [known for known in commands if known.partition("-")[0] == name.partition("-")[0]] or commands
+        near = suggestion(name, same_way, f"`{group} --help` lists them", f"`{group} {{}}`")
+        raise UsageError(f"{group} has no command {name!r}; {near}")
     command, prog = commands[name], f"{group} {name}"
     return _find(prog, command.run, rest) if isinstance(command.run, dict) else (command, prog, rest)
 
@@ -141,9 +157,5 @@ def _find(group: str, commands: Commands, argv: Sequence[str]) -> tuple[Command,
 def _usage(group: str, commands: Commands) -> str:
     width = max(map(len, commands))
     listed = "\n".join(f"  {name:<{width}}  {command.about}" for name, command in commands.items())
-    usage = (
-        f"usage: {group} COMMAND …\n\n"
-        f"{listed}\n\n"
-        f"`{group} COMMAND --help` lists a command's flags with units and defaults."
-    )
-    return usage if commands is not COMMANDS else f"{usage}\nconfigs: {', '.join(available_configs())}"
+    about = f"`{group} COMMAND --help` lists a command's flags with units and defaults."
+    return f"usage: {group} COMMAND …\n\n{listed}\n\n{about}"

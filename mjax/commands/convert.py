@@ -67,9 +67,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     if (source / lora.ADAPTER_CONFIG).is_file() and not (source / "config.json").is_file():
         return _from_peft(arguments)
     if arguments.base is not None:
-        raise UsageError(
-            f"--base is for a folder with {lora.ADAPTER_CONFIG}, and {source} has no such file; leave it out"
-        )
+        raise UsageError(f"--base is for a folder with {lora.ADAPTER_CONFIG}, and {source} has no such file; remove it")
     file = source / "config.json"
     values = model_folder.read_object(file)
     family = models.find_family(values, file)
@@ -220,10 +218,9 @@ def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Megat
     ranks = checkpoint.tensor_ranks or settings.get("tensor_model_parallel_size") or 1
     multiple = (settings.get("make_vocab_size_divisible_by") or 128) * ranks
     if rows - tokenizer.vocabulary >= multiple:
-        raise UsageError(
-            f"the tokenizer has {tokenizer.vocabulary:,} ids and the embedding {rows:,} rows, more than padding to a "
-            f"multiple of {multiple} explains; give the model's tokenizer, or add --vocabulary {tokenizer.vocabulary}"
-        )
+        padded = f"the embedding {rows:,} rows, more than padding to a multiple of {multiple} explains"
+        fix = f"give the model's tokenizer, or add --vocabulary {tokenizer.vocabulary}"
+        raise UsageError(f"the tokenizer has {tokenizer.vocabulary:,} ids and {padded}; {fix}")
     return tokenizer.vocabulary
 
 
@@ -356,7 +353,7 @@ def _check_adapters(arguments: ToHfArguments, config: Config) -> None:
     flags = [name for name in ("adapter", "merged", "base_name") if getattr(arguments, name)]
     if not config.model.lora_rank and flags:
         flag = flags[0].replace("_", "-")
-        raise UsageError(f"--{flag} is for a run with adapters, and {arguments.run} has no adapters; leave it out")
+        raise UsageError(f"--{flag} is for a run with adapters, and {arguments.run} has no adapters; remove it")
     if config.model.lora_rank and flags not in (["adapter"], ["merged"], ["adapter", "base_name"]):
         remedy = "add --merged for a whole model, or --adapter for a folder of peft, if you like with --base-name"
         raise UsageError(f"{arguments.run} holds adapters; {remedy}")

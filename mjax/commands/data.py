@@ -142,7 +142,7 @@ def merge(arguments: MergeArguments) -> None:
     began = time.perf_counter()
     output, parts = arguments.output, arguments.parts
     if len(parts) < 2:
-        raise UsageError(f"mjax data merge takes two datasets or more; give their prefixes after {output}")
+        raise UsageError(f"mjax data merge needs two datasets or more; type mjax data merge {output} data/a data/b")
     if Path(output) in map(Path, parts):
         raise UsageError(f"{output} cannot be merged into itself; choose another output prefix")
     indexed.check_output(output, arguments.overwrite)

@@ -67,26 +67,24 @@ class DedupJob(FilterJob):
         near = ["share", "shingle", "collect", "compare", "join", "compare_others", "join_others"]
         stages = ["read", "group", "gather", *near * (not arguments.exact), "choose", "write", "explain"]
         super().__init__(arguments, corpus, [*stages, "merge", "finish"])
-        self.bands = bands
+        self.bands, self.shingling = bands, (arguments.shingle_size, arguments.shingles)
 
     # --- The first reading: digests and sketches ----------------------------------------------------------------------
 
     def read(self, rank: int) -> tuple[list[int], MalformedLines]:
         """Write sorted digests and bands of a share, and signatures; returns the documents in each block."""
-        arguments, malformed, counts, digests, keys, places = self.arguments, self.sum_malformed(), [], [], [], []
+        malformed, counts, digests, keys, places = self.sum_malformed(), [], [], [], []
         with self.open_files(rank, "signatures") as (stream,):
             for block in self.blocks(rank):
-                documents, lines = parse_block(block, arguments.key)
+                documents, lines = parse_block(block, self.corpus.key)
                 malformed.add(lines)
                 counts.append(len(documents))
                 file = self.corpus.names.index(block.file)
                 places += ((file, int(one.source.rpartition(":")[2]) if block.first else 0) for one in documents)
                 texts = [document.text for document in documents]
                 digests += (hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
-                if texts and not arguments.exact:
-                    signatures, of_bands = near_duplicates.minhash(
-                        texts, arguments.shingle_size, arguments.shingles, self.bands
-                    )
+                if texts and not self.arguments.exact:
+                    signatures, of_bands = near_duplicates.minhash(texts, *self.shingling, self.bands)
                     signatures.tofile(stream)
                     keys.append(of_bands)
         values = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
@@ -148,11 +146,11 @@ class DedupJob(FilterJob):
                 members.append([])
                 for keys, numbers in self._parts(rank, bands):
                     distinct = same[numbers] == numbers
-                    band = near_duplicates.make_buckets(keys[distinct], numbers[distinct])
-                    band.documents.tofile(documents)
-                    band.buckets.tofile(buckets)
-                    members[-1].append(len(band.documents))
-                    candidates = np.union1d(candidates, band.documents)
+                    found = near_duplicates.make_buckets(keys[distinct], numbers[distinct])
+                    found.documents.tofile(documents)
+                    found.buckets.tofile(buckets)
+                    members[-1].append(len(found.documents))
+                    candidates = np.union1d(candidates, found.documents)
         with self.open_files(rank, "candidates") as (stream,):
             candidates.tofile(stream)
         return members
@@ -186,7 +184,7 @@ class DedupJob(FilterJob):
     def shingle(self, rank: int) -> int:
         """Write the distinct shingles of the candidates in a share, and where each ends; returns the candidates."""
         begin, end = self.firsts[rank : rank + 2].tolist()
-        wanted, sizes, arguments = np.zeros(end - begin, bool), np.zeros(end - begin, np.int64), self.arguments
+        wanted, sizes = np.zeros(end - begin, bool), np.zeros(end - begin, np.int64)
         for task in range(self.tasks):
             numbers = self.map_file("candidates", task, np.int64)
             wanted[numbers[slice(*np.searchsorted(numbers, (begin, end)))] - begin] = True
@@ -195,7 +193,7 @@ class DedupJob(FilterJob):
             for want, documents in self._read_again(rank, wanted):
                 texts = [document.text for document, wants in zip(documents, want, strict=True) if wants]
                 if texts:
-                    hashes, offsets = shingle_hashes(texts, arguments.shingle_size, arguments.shingles)
+                    hashes, offsets = shingle_hashes(texts, *self.shingling)
                     for start, stop in pairwise(offsets):
                         distinct = np.unique(hashes[start:stop])
                         distinct.tofile(stream)
@@ -258,8 +256,7 @@ class DedupJob(FilterJob):
         for edges in (part for turn in range(len(ROUNDS)) for part in self._edges(turn)):
             best = near_duplicates.nearest_documents(edges)
             document, other, value = (best[name] for name in ("one", "other", "jaccard"))
-            known = jaccard[document]
-            better = (value > known) | ((value == known) & (other < similar[document]))
+            better = (value > jaccard[document]) | ((value == jaccard[document]) & (other < similar[document]))
             similar[document[better]], jaccard[document[better]] = other[better], value[better]
 
     def _all_documents(self) -> Iterator[slice]:
@@ -343,7 +340,7 @@ class DedupJob(FilterJob):
         return {
             "source": self._source(int(fate.numbers[row])),
             "reason": EXACT if fate.exact[row] else NEAR,
-            RETAINED: self._source(int(fate.instead[row])),
+            "kept": self._source(int(fate.instead[row])),
             "similar_to": self._source(int(fate.similar[row])),
             "jaccard": round(float(fate.jaccard[row]), 4),
         }

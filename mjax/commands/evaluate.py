@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from rich.progress import MofNCompleteColumn, TextColumn
 from mjax.commands.arguments import EvaluateArguments, PositionsOptions
 from mjax.config import load_user_model, read_settings
 from mjax.config.bounds import check_bounds
-from mjax.errors import UsageError, check_picture, either, name_arguments
+from mjax.errors import UsageError, check_options, check_picture, either, name_arguments
 from mjax.tasks import labelled
 from mjax.tasks.interface import CAUSAL_ONLY, Metric, Task
 from mjax.tasks.zero_shot import Lambada, Perplexity, PositionwiseLoss, WikiText103
@@ -53,7 +54,7 @@ def evaluate(arguments: EvaluateArguments) -> int:
     return 0
 
 
-@name_arguments("step", "task", "predictions", "stride", "figure", "tokenizer")
+@name_arguments(*(field.name for field in fields(EvaluateArguments)))
 def score_task(folder: str | Path, task: str, data: str, **options) -> dict[str, Any]:
     """Metrics of a task by name, as `mjax evaluate --json` prints them.
 
@@ -66,6 +67,7 @@ def score_task(folder: str | Path, task: str, data: str, **options) -> dict[str,
     Raises:
       UsageError: as on the command line.
     """
+    check_options("evaluate", options, [field.name for field in fields(EvaluateArguments)])
     arguments = EvaluateArguments(run=resolve_parents(Path(folder)), task=task, data=str(data), **options)
     _check(arguments)
     return {metric.name: metric.value for metric in _measure(arguments)[1]}
@@ -73,7 +75,9 @@ def score_task(folder: str | Path, task: str, data: str, **options) -> dict[str,
 
 def _check(arguments: EvaluateArguments) -> None:
     """Refuse flags that do not go together."""
-    labelled.check_task_name(arguments.task, [*TEXT_TASKS, *labelled.TASKS])
+    harness = f"`mjax lm-eval --run {arguments.run} --tasks {arguments.task}`"
+    known = [*TEXT_TASKS, *labelled.TASKS]
+    labelled.check_task_name(arguments.task, known, f", or a task of the lm-evaluation-harness: {harness}")
     check_bounds(arguments.positions, "--positions.")
     flags = {
         "--predictions": (arguments.predictions is not None, labelled.TASKS),
@@ -83,7 +87,7 @@ def _check(arguments: EvaluateArguments) -> None:
     }
     for flag, (is_given, tasks) in flags.items():
         if is_given and arguments.task not in tasks:
-            raise UsageError(f"{flag} is for {either(tasks)}; leave it out")
+            raise UsageError(f"{flag} is for {either(tasks)}; remove it")
     if arguments.figure is not None:
         check_picture("--figure", arguments.figure)
 

@@ -23,11 +23,11 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 
 import tyro
 
-from mjax.config.bounds import check_bounds, is_unsectioned, section_fields
+from mjax.config.bounds import check_bounds, describe_choice, is_unsectioned, section_fields
 from mjax.config.marks import FILE_ONLY, PLANNED, RUN_SYNONYMS, Mark, Synonyms
 from mjax.config.model import KIND_FLAG, REGISTRY
 from mjax.config.plain_values import describe, fits, get_type_hints
-from mjax.config.run import RENAMED, RENAMED_VALUES
+from mjax.config.run import RENAMED, RENAMED_VALUES, available_configs
 from mjax.errors import UsageError, either, suggestion
 from mjax.utils.files import resolve_parents
 
@@ -42,7 +42,7 @@ NO_FLAG = {
     ),
     "normalization position-embedding-type group-query-attention": "use --model.kind llama",
     "overlap-grad-reduce overlap-param-gather tp-comm-overlap compile compile.enable torch-compile transformer-impl "
-    "use-mcore-models distributed-backend dataloader-num-workers num-workers do-train": "leave it out",
+    "use-mcore-models distributed-backend dataloader-num-workers num-workers do-train": "remove it",
 }
 """Names of other programs for what no field says, and what to do instead."""
 OLD_FLAGS = {
@@ -87,18 +87,29 @@ class RunArguments:
 def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
     """The dataclass `cls` from the command line; `--help` ends the process, as in tyro.
 
-    A class with more flags than a screen has lines says which are `usual`, by topic, and gives `examples`; its --help
-    shows these, and --help-all every flag. Defaults that follow from other flags are `derived`.
+    A class with more flags than a screen has lines says which are `usual`, by topic; its --help shows these, and
+    --help-all every flag. A class with required flags has `examples`. Defaults that follow from other flags are
+    `derived`.
 
     Raises:
-      UsageError: a flag does not exist in `cls`, or a number is out of its bounds.
+      UsageError: a flag does not exist in `cls` or is missing, or a number is out of its bounds.
     """
     if {"-h", "--help", "--help-all"} & set(argv):
         short = "--help-all" not in argv and hasattr(cls, "usual")
         print((_short_help if short else _whole_help)(cls, default, prog), flush=True)
         raise SystemExit(0)
-    _check(argv, {flag.name: flag for flag in list_fields(cls, default)}, prog)
-    parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
+    fields = {flag.name: flag for flag in list_fields(cls, default)}
+    _check(argv, fields, prog)
+    default = tyro.MISSING_NONPROP if default is None else default
+    try:
+        parsed, rest = tyro.cli(cls, args=argv, default=default, return_unknown_args=True, console_outputs=False)
+    except SystemExit:  # after a box with all flags
+        typed, example = flag_names(argv), getattr(cls, "examples", [f"{prog} --help"])[0]
+        required = [flag for flag in fields.values() if flag.default is dataclasses.MISSING and flag.name not in typed]
+        needed = either(map(_format_required, required), "and") if required else "its arguments in another form"
+        raise UsageError(f"{prog} needs {needed}; type {example}") from None
+    if rest:
+        raise UsageError(f"{rest[0]} belongs to no flag of {prog}; {_flag_for(rest[0], fields, prog)}")
     check_bounds(parsed)
     paths = {name: value for name, value in vars(parsed).items() if isinstance(value, Path)}
     return dataclasses.replace(parsed, **{name: resolve_parents(path) for name, path in paths.items()})
@@ -115,7 +126,7 @@ def parse_known(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[s
     flags = {flag.name: flag for flag in list_flags(cls, None)}
     for name, words, _ in _words(argv):
         if name in flags:
-            _check_value(name, words, flags[name].kind)
+            _check_value(flags[name], words)
     return tyro.cli(cls, args=argv, prog=prog, return_unknown_args=True, add_help=False)
 
 
@@ -161,12 +172,12 @@ def _words(argv: Sequence[str]) -> list[tuple[str, list[str], bool]]:
 
 
 def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
-    """Refuse unknown flags, values of another type or number, and lists given twice; tyro prints a box for the rest."""
+    """Refuse unknown flags, values of another type or number, and lists given twice."""
     flags, lists = {name: flag for name, flag in fields.items() if not flag.hidden}, set()
     for name, words, joined in _words(argv):
         flag, switch = flags.get(name), flags.get(_positive(name))
         if flag is None and (switch is None or switch.kind is not bool):
-            raise UsageError(f"{prog} has no --{name}{_instead(name, words, fields, prog)}")
+            raise UsageError(_explain_unknown(name, words, fields, prog))
         if flag is None or flag.kind is bool:
             if words and (joined or words[0].lower() in ("true", "false")):
                 switches = f"--{_positive(name)} or --{_negative(_positive(name))}"
@@ -178,16 +189,31 @@ def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
             raise UsageError(f"--{name} is given twice; give all values after one: --{name} A B")
         if "." in name and any(... in get_args(option) for option in _options(flag.kind)):  # others may add up
             lists.add(name)
-        _check_value(name, words, flag.kind)
+        _check_value(flag, words)
 
 
-def _check_value(name: str, words: Sequence[str], kind: Any) -> None:
-    """Refuse words of another type or number than a flag of this kind takes."""
-    if not any(_accepts(option, words) for option in _options(kind)):
-        options = [option for option in _options(kind) if option is not types.NoneType]
-        several = len(get_args(options[0])) if get_origin(options[0]) is tuple else 1
-        typed = " ".join([f"--{name}", *words[:several]])
-        raise UsageError(f"{typed}: it takes {' or '.join(map(_describe_option, options))}")
+def _check_value(flag: Flag, words: Sequence[str]) -> None:
+    """Refuse words of another type or number than this flag takes."""
+    needs_word = tyro.conf.UseAppendAction in flag.marks
+    if (words or not needs_word) and any(_accepts(option, words) for option in _options(flag.kind)):
+        return
+    option, typed = _options(flag.kind)[0], f"--{flag.name}"
+    if get_origin(option) is Literal and words:
+        raise UsageError(describe_choice(typed, words[0], get_args(option), flag.marks))
+    example = f"{typed} {_example(flag)}"
+    if get_origin(option) is tuple and not needs_word:
+        raise UsageError(f"{' '.join([typed, *words[: len(get_args(option))]])} needs {flag.form}, such as {example}")
+    if not words:
+        raise UsageError(f"{typed} needs a value, such as {example}")
+    raise UsageError(f"{typed} {words[0]} is not {describe(option)}; write {example}")
+
+
+def _example(flag: Flag) -> str:
+    """A value of a flag: its default, or that of its docstring, or a form of it."""
+    if flag.default not in (None, "", (), dataclasses.MISSING):
+        return str(flag.default)
+    known = re.search(r"such as ([\w./-]+( \d+)*)", flag.text)
+    return known[1].rstrip(".") if known else flag.form
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
@@ -213,11 +239,18 @@ def _plain(word: str) -> Any:
     return None if word == "None" else word
 
 
-def _describe_option(kind: Any) -> str:
-    """'a whole number', '3 whole numbers', 'one of bf16, fp16'."""
-    if get_origin(kind) is tuple and ... not in get_args(kind):
-        return f"{len(get_args(kind))} {_describe_option(get_args(kind)[0]).removeprefix('a ')}s"
-    return describe(str if kind is Path else kind)
+def _format_required(flag: Flag) -> str:
+    """`--run RUN`, or the form of a positional argument."""
+    return f"--{flag.name} {_form(flag.marks)}".rstrip() if not flag.hidden else _form(flag.marks)
+
+
+def _flag_for(word: str, fields: dict[str, Flag], prog: str) -> str:
+    """The flag to type before a word that belongs to none."""
+    if "config" in fields and word in available_configs():
+        return f"type --config {word}"
+    if "run" in fields and (Path(word) / "config.json").is_file():
+        return f"type --run {word}"
+    return f"`{prog} --help` lists its flags"
 
 
 def _positive(name: str) -> str:
@@ -232,25 +265,27 @@ def _negative(name: str) -> str:
     return f"{section}{dot}no-{knob}"
 
 
-def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str) -> str:
-    """The flag to type instead of an unknown one."""
-    name = name.lower()
+def _explain_unknown(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str) -> str:
+    """The sentence about an unknown flag, with the one to type instead."""
+    typed, name, unknown = name, name.lower(), f"{prog} has no --{name}"
     if (field := fields.get(_positive(name))) and field.hidden:  # not on the command line
-        return f"; {field.hidden}"
+        return f"{unknown}; {field.hidden}"
+    if name != _positive(name) and _positive(name) in fields:
+        return f"{unknown}; type --{name}"
     flags, last = [flag for flag in fields.values() if not flag.hidden], name.rpartition(".")[2]
     if matches := _match_flags(name, words, flags):
-        return "; type " + either([_format_flag(flag, value, len(matches) > 1) for flag, value in matches])
+        return f"{unknown}; type " + either([_format_flag(flag, value, len(matches) > 1) for flag, value in matches])
     for flag in fields.values():
         if last == flag.name.rpartition(".")[2] or _translate_value(flag.marks, name, "") is not None:
-            return f"; {flag.hidden}"
+            return f"{unknown}; {flag.hidden}"
     for names, advice in NO_FLAG.items():
         if {name, last} & set(names.split()):
-            return f"; {advice}"
+            return f"{unknown}; {advice}"
     for field, kinds in _model_fields(name).items():
-        known = "" if field == last else f"--model.{field}, "
-        return f" for this model; it is {known}for {KIND_FLAG} {either(kinds)}: leave it out"
-    close = suggestion(name, sorted(flag.name for flag in flags)).replace("'", "--", 1).replace("'", "")
-    return f"{close or f'; `{prog} --help` lists its flags'}"
+        models = f"an option of {either(kinds)} models"
+        return f"--model.{field} is {models}; remove it, or choose one: {KIND_FLAG} {kinds[0]}"
+    near = suggestion(typed, sorted(flag.name for flag in flags), f"`{prog} --help` lists its flags", "--{}")
+    return f"{unknown}; {near}"
 
 
 def _match_flags(name: str, words: Sequence[str], flags: Sequence[Flag]) -> list[tuple[Flag, str]]:
@@ -301,8 +336,12 @@ def _short_help(cls: type, default: object, prog: str) -> str:
         for flag in map(known.get, names):
             sentence = flag.text.partition(". ")[0].rstrip(".")
             lines += _entry(f"--{flag.name} {flag.form}".rstrip(), sentence + _format_default(cls, flag))
-    lines += ["", "examples:", *(f"  {example}" for example in cls.examples)]
-    return "\n".join([*lines, "", f"{len(known)} flags in all: {prog} --help-all"])
+    return "\n".join([*lines, *_examples(cls), "", f"{len(known)} flags in all: {prog} --help-all"])
+
+
+def _examples(cls: type) -> list[str]:
+    examples = [f"  {example}" for example in getattr(cls, "examples", ())]
+    return ["", "examples:", *examples] if examples else []
 
 
 def _whole_help(cls: type, default: object, prog: str) -> str:
@@ -325,7 +364,7 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
     for title, entries in sections.items():
         if entries:
             lines += ["", *([f"{title}:"] if title else []), *entries]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_examples(cls)])
 
 
 def _format_default(cls: type, flag: Flag) -> str:
@@ -394,7 +433,7 @@ def list_fields(
     for field, (name, flag, _, marks) in zip(dataclasses.fields(cls), section_fields(cls), strict=True):
         kind = kinds[name]
         value = getattr(default, name, None) if default is not None else field.default
-        reason = f"no result depends on {prefix}{name}: leave it out" if without in marks else hidden
+        reason = f"no result depends on {prefix}{name}: remove it" if without in marks else hidden
         if dataclasses.is_dataclass(kind):
             if value is dataclasses.MISSING:
                 value = None if field.default_factory is dataclasses.MISSING else field.default_factory()

@@ -17,9 +17,9 @@ from mjax.commands.arguments import GenerateArguments
 from mjax.config import MeshConfig, load_user_model
 from mjax.config.bounds import check_bounds
 from mjax.data.tokenizers import Tokenizer, stop_token_ids
-from mjax.errors import UsageError, count_lines
+from mjax.errors import UsageError, split_lines
 from mjax.generation.chat import Chat, read_conversations
-from mjax.generation.generate import Generator, Prepared
+from mjax.generation.generate import Generator, PreparedWeights
 from mjax.generation.inference import inference_config, read_run, run_tokenizer
 from mjax.generation.text import Live, StreamingText, TextContinuation, continue_ids
 from mjax.parallel.mesh import make_mesh
@@ -45,7 +45,7 @@ def generate(arguments: GenerateArguments) -> int:
     if copies > 1 and arguments.sampling.temperature == 0:
         raise UsageError(f"--num-samples {copies} with --temperature 0 is one text {copies} times; leave one out")
     if arguments.system is not None and not arguments.chat:
-        raise UsageError("--system is for a conversation; add --chat, or leave it out")
+        raise UsageError("--system is for a conversation; add --chat, or remove it")
     enable_compilation_cache()
     load_user_model(arguments.config, arguments.run, partial(print, file=sys.stderr))
     if arguments.chat:
@@ -75,7 +75,7 @@ class Writer:
         self.ends = stop_token_ids(run / "tokenizer", self.tokenizer.eod, arguments.tokenizer)
 
     @cached_property
-    def _restored(self) -> tuple[Generator, int, Prepared]:
+    def _restored(self) -> tuple[Generator, int, PreparedWeights]:
         """The generator, the step of the checkpoint, and its weights."""
         generator, arguments = Generator(self._config, make_mesh(self._config.mesh)), self.arguments
         notify = partial(self.notices.print, markup=False)
@@ -89,10 +89,8 @@ class Writer:
 
         Other arguments are those of `continue_ids`.
         """
-        sampling, as_json, copies = self.arguments.sampling, self.arguments.json, self.arguments.num_samples
-        prompts, encoded, titles = (
-            [text for text in texts for _ in range(copies)] for texts in (prompts, encoded, titles)
-        )
+        sampling, as_json, copies = self.arguments.sampling, self.arguments.json, range(self.arguments.num_samples)
+        prompts, encoded, titles = ([text for text in texts for _ in copies] for texts in (prompts, encoded, titles))
         live, (generator, step, model) = Live(Console(), titles), self._restored
         with self.notices.status(f"checkpoint {step}: writing up to {sampling.tokens} tokens") as status:
 
@@ -117,7 +115,7 @@ def _prompts(arguments: GenerateArguments) -> list[str]:
     """The prompts of the command line, and those of stdin in place of -."""
     prompts = []
     for prompt in arguments.prompt or (() if _is_terminal() else ("-",)):
-        prompts += [line for line in count_lines(_stdin()) if line.strip()] if prompt == "-" else [prompt]
+        prompts += [line for line in split_lines(_stdin()) if line.strip()] if prompt == "-" else [prompt]
     if not prompts:
         raise UsageError("there is no prompt; add --prompt TEXT, or write one a line to stdin")
     return prompts
@@ -171,7 +169,7 @@ def _read_chat(arguments: GenerateArguments) -> tuple[list[Conversation], Iterab
         raise UsageError("there is no question; add --prompt TEXT, or write one a line to stdin")
     if arguments.num_samples > 1 and not conversations:
         raise UsageError(f"--num-samples {arguments.num_samples} gives a conversation several answers; add --prompt")
-    return conversations, _read_questions() if on_terminal else count_lines(stdin)
+    return conversations, _read_questions() if on_terminal else split_lines(stdin)
 
 
 def _user(text: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import tyro
 from mjax.cluster import launch
 from mjax.cluster.launch import enable_compilation_cache
 from mjax.commands.flags import parse_known
+from mjax.config import read_settings
 from mjax.errors import UsageError
 from mjax.run.callbacks import Callback
 
@@ -60,6 +61,8 @@ def lm_eval(argv: Sequence[str]) -> int:
         from mjax.generation.chat import Chat
 
         Chat(Path(arguments.run) / "tokenizer", flag="--apply_chat_template")
+    if arguments.run is not None:
+        read_settings(Path(arguments.run) / "config.json")
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
     enable_compilation_cache()

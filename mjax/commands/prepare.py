@@ -115,19 +115,15 @@ class PrepareJob(tasks.Job):
     def __init__(self, arguments: PrepareArguments, corpus: TextFiles, following: bool):
         stages = [*["tokenizer"] * _trains(arguments), "encode", "merge", "finish"]
         super().__init__(arguments, corpus, arguments.output, stages)
-        self.following, self.given = following, None
+        self.following, self.given, self.tokenizer_folder = following, None, self.folder / "tokenizer"
         self.settings = [Path(arguments.chat_template or "")]
         if not _trains(arguments):
             self.given = _with_bos(tokenizers.load_tokenizer(arguments.tokenizer), arguments)
             self.settings += tokenizers.tokenizer_files(arguments.tokenizer)
 
-    @property
-    def _tokenizer_folder(self) -> Path:
-        return self.folder / "tokenizer"
-
     def begin(self) -> None:
         """Save the tokenizer for the tasks, if one is given, and show the first conversations."""
-        how, folder = self.arguments, self._tokenizer_folder
+        how, folder = self.arguments, self.tokenizer_folder
         given, self.given = self.given, None  # tasks read it from the folder
         if how.chat:
             _save_chat(how.chat_template, _find_run(how), folder, given)
@@ -155,17 +151,17 @@ class PrepareJob(tasks.Job):
             trained = tokenizers.train_sentencepiece(chunks(), vocabulary)
         else:
             trained = tokenizers.train_wordpiece(chunks(), vocabulary, how.tokenizer)
-        _with_bos(trained, how).save(self._tokenizer_folder)
+        _with_bos(trained, how).save(self.tokenizer_folder)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer that the tasks use, loaded once in each process."""
-        return tokenizers.tokenizer_from_folder(self._tokenizer_folder)
+        return tokenizers.tokenizer_from_folder(self.tokenizer_folder)
 
     @cached_property
     def _encoder(self) -> "Encoder | ConversationEncoder":
         make = ConversationEncoder if self.arguments.chat else Encoder
-        return make(self.arguments, self.corpus.key, self._tokenizer_folder, self._tokenizer)
+        return make(self.arguments, self.corpus.key, self.tokenizer_folder, self._tokenizer)
 
     def encode(self, rank: int) -> dict[str, Any]:
         """Encode a share: its tokens, the lengths of its sequences, the ends of its documents, its masks.
@@ -231,7 +227,7 @@ class PrepareJob(tasks.Job):
         self.copies_to_store = isinstance(token_file(prefix), RemoteFile)
         if (self.folder / "idx").exists():  # else a run that was killed just before its end has put all
             shutil.rmtree(indexed.temporary_tokenizer(prefix), ignore_errors=True)
-            shutil.copytree(self._tokenizer_folder, indexed.temporary_tokenizer(prefix))
+            shutil.copytree(self.tokenizer_folder, indexed.temporary_tokenizer(prefix))
             stops = {stop for share in shares for stop in share["stops"]}
             tokenizers.add_stop_tokens(indexed.temporary_tokenizer(prefix), tokenizer.eod, stops)
             indexed.publish_metadata(prefix, metadata)
@@ -292,7 +288,7 @@ def _check(arguments: PrepareArguments) -> None:
     if not arguments.demo and not arguments.inputs:
         raise UsageError("no input; give .txt, .jsonl or .parquet files, or --demo for 5 MB of Wikipedia")
     if arguments.vocabulary is not None and not _trains(arguments):
-        raise UsageError(f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; leave it out")
+        raise UsageError(f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; remove it")
     _check_chat(arguments)
     if arguments.split_sentences:
         load_splitter(arguments.language)
@@ -309,7 +305,7 @@ def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:
     if arguments.prepend_bos != "auto":
         tokenizer.bos = tokenizer.find_bos() if arguments.prepend_bos == "on" else None
         if arguments.prepend_bos == "on" and tokenizer.bos is None:
-            raise UsageError(f"--prepend-bos on: a {tokenizer.scheme} tokenizer puts none before texts; leave it out")
+            raise UsageError(f"--prepend-bos on: a {tokenizer.scheme} tokenizer puts none before texts; remove it")
     return tokenizer
 
 
@@ -401,7 +397,7 @@ def _check_chat(arguments: PrepareArguments) -> None:
     if not arguments.chat:
         for name, default in ONLY.items():
             if getattr(arguments, name) != default:
-                raise UsageError(f"--{name.replace('_', '-')} is for conversations; add --chat, or leave it out")
+                raise UsageError(f"--{name.replace('_', '-')} is for conversations; add --chat, or remove it")
         return
     for name in ("demo", "split_sentences", "split_documents"):
         if getattr(arguments, name):

@@ -115,9 +115,9 @@ def _print_defaults(settings: Config, typed: Container[str]) -> None:
 
 def _prepare_files(given: SftArguments, typed: Container[str]) -> dict[str, str]:
     """The prefixes of the files among the data, whose conversations may be as long as a typed sequence."""
-    max_length, data = given.settings.model.sequence + 1 if "model.sequence" in typed else None, given.settings.data
+    longest, data = given.settings.model.sequence + 1 if "model.sequence" in typed else None, given.settings.data
     files = dict.fromkeys(path for path in (*data.path, *data.train_path, *data.valid_path) if path.endswith(TABULAR))
-    return {file: _prepare_file(given, file, max_length) for file in files}
+    return {file: _prepare_file(given, file, longest) for file in files}
 
 
 def _prepare_file(given: SftArguments, file: str, max_length: int | None) -> str:
@@ -146,11 +146,9 @@ def _prepare_file(given: SftArguments, file: str, max_length: int | None) -> str
     if index_file(prefix).is_file():
         print(f"data    {prefix}, prepared before")
         return str(prefix)
-    if given.distributed.several or launch.find_launcher() is not None:
-        raise UsageError(
-            f"--data {file} is prepared by one process: type mjax prepare {shlex.quote(file)} --chat --tokenizer "
-            f"run:{given.init} --output data/chat, and start the run with --data data/chat"
-        )
+    if given.distributed.is_multiprocess or launch.find_launcher() is not None:
+        prepare = f"mjax prepare {shlex.quote(file)} --chat --tokenizer run:{given.init} --output data/chat"
+        raise UsageError(f"--data {file} is prepared by one process; type {prepare}, then --data data/chat")
     make_folder(prefix.parent)
     prepare(replace(arguments, output=str(prefix)), following=False)
     return str(prefix)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
+from mjax.checkpoint.folders import check_run_folder, checkpoint_steps
 from mjax.checkpoint.mirror import localize_arguments, run_to_train
 from mjax.cluster import launch
 from mjax.cluster.launch import Distributed, set_deterministic_flags
@@ -16,8 +17,9 @@ from mjax.commands.flags import first_values, flag_names, parse
 from mjax.config import Config, has_user_model, load_config, load_user_model, read_config
 from mjax.config.checks import resolve, resolve_steps, validate
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
-from mjax.config.model import KIND_FLAG, convert_kind, model_kind
-from mjax.errors import RunError, UsageError, count_lines, either, exit_code, explain
+from mjax.config.model import KIND_FLAG, convert_kind
+from mjax.config.run import describe_missing_run
+from mjax.errors import RunError, UsageError, either, exit_code, explain, split_lines
 from mjax.profiling import parse_steps
 from mjax.run.callbacks import Callback
 from mjax.utils.files import check_run_name, resolve_parents
@@ -101,11 +103,16 @@ def train(
     from mjax.run.loop import Options
 
     config = arguments.settings
+    done = max(checkpoint_steps(arguments.run), default=0) if arguments.step is None else 0
     processes.start(arguments.distributed)
     with make_watchdog(arguments.distributed, explain) as watchdog:
         if processes.is_first():
+            if config.train.steps < done:
+                changes = [f"--train.steps {config.train.steps} is below the {done} steps already done; nothing to do"]
             for line in changes:
                 print(with_addresses(line))
+        if config.train.steps < done:
+            return 0
         check_local_gpus(config, label, arguments.force, print if processes.is_first() else lambda line: None)
         step = None if arguments.init else arguments.step
         file = config.log.sample_prompts
@@ -136,12 +143,12 @@ class _SampleWriter(Callback):
         from mjax.data.tokenizers import tokenizer_from_folder
         from mjax.generation.chat import Chat
 
-        tokenizer, texts = tokenizer_from_folder(folder), self.prompts
-        encode, decode, ends = tokenizer.encode_prompt, tokenizer.decode, tokenizer.eod
-        if run.config.data.conversations:
-            chat = Chat(folder)
-            texts = [chat.render([{"role": "user", "content": prompt}]) for prompt in self.prompts]
-            encode, decode, ends = chat.encode, chat.decode, chat.stops
+        prompts = self.prompts
+        chat = Chat(folder) if run.config.data.conversations else None
+        tokenizer = tokenizer_from_folder(folder)
+        texts = prompts if chat is None else [chat.render([{"role": "user", "content": text}]) for text in prompts]
+        encode, decode = (tokenizer.encode_prompt, tokenizer.decode) if chat is None else (chat.encode, chat.decode)
+        ends = tokenizer.eod if chat is None else chat.stops
         samples = self._continue(run, texts, [encode(text) for text in texts], decode, ends)
         for prompt, sample in zip(self.prompts, samples, strict=True):
             run.print_line(f"step {step}: {prompt} → {sample.continuation.strip()}")
@@ -192,7 +199,7 @@ def read_prompts(file: str) -> list[str]:
       UsageError: the file is missing, is not text, or has no line.
     """
     try:
-        lines = [line for line in count_lines(Path(file).read_text(encoding="utf-8")) if line.strip()]
+        lines = [line for line in split_lines(Path(file).read_text(encoding="utf-8")) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UsageError(f"--log.sample-prompts {file} cannot be read ({reason}); give a text file") from None
@@ -216,8 +223,6 @@ def _train_arguments(
     if folder is None:
         check_run_name(name)
         folder, label = arguments.runs / name, arguments.config
-    from mjax.checkpoint.folders import check_run_folder, checkpoint_steps
-
     check_run_folder(folder)
     run_to_train(folder)
     if arguments.step is not None and arguments.init is None:
@@ -263,7 +268,7 @@ def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> N
     if not words and launch.find_launcher() is None:
         return
     arguments = parse(TrainArguments, words, "mjax train", TrainArguments())
-    if not arguments.distributed.several:
+    if not arguments.distributed.is_multiprocess:
         return
     explain(error)  # at once: the others may start late
     from mjax.cluster import processes
@@ -287,21 +292,19 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     run, config = typed.get("run"), typed.get("config")
     if run is None:
         settings = load_config(config or TrainArguments.config)
-        if architecture is not None and architecture != model_kind(settings.model):
+        if architecture is not None and architecture != settings.model.kind:
             settings = replace(settings, model=convert_kind(settings.model, architecture))
         return TrainArguments(config=config or TrainArguments.config, settings=settings)
-    from mjax.checkpoint.folders import checkpoint_steps
-
     folder = resolve_parents(Path(run))
+    if not (folder / "config.json").exists():
+        raise UsageError(describe_missing_run(folder))
     if not checkpoint_steps(folder):
-        raise UsageError(f"--run {folder} has no checkpoint; give a run folder such as runs/gpt_demo")
+        raise UsageError(f"{folder} has no checkpoint to continue from; start it again: --config {folder}/config.json")
     is_model_file = config is not None and has_user_model(folder)
     useless = {"--init": init, "--name": name, "--config": None if is_model_file else config}
     for flag, value in useless.items():
         if value is not None:
-            raise UsageError(
-                f"{flag} {value} has no effect with --run {folder}, which continues that run; leave one out, or for a "
-                f"new run type --config {config if is_model_file else folder / 'config.json'} --name NEW"
-            )
+            new = f"for a new run type --config {config if is_model_file else folder / 'config.json'} --name NEW"
+            raise UsageError(f"{flag} {value} has no effect with --run {folder}, which continues that run; {new}")
     load_user_model(config, folder, lambda line: None)  # `changes_since` has the note
     return TrainArguments(run=folder, settings=read_config(folder / "config.json"))

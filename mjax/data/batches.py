@@ -65,7 +65,7 @@ class Batches:
 
 
 def label_entropy(batches: Iterable[dict[str, np.ndarray]]) -> float:
-    """Entropy in nats of the labels that count: the lowest loss of guessing by frequency.
+    """Entropy in nats of the unmasked labels: the lowest loss of guessing by frequency.
 
     The frequencies are those of these same labels, so a guess that ignores the text cannot do better on them.
     """

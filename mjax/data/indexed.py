@@ -98,10 +98,7 @@ class IndexedDataset:
         self.prefix = prefix = local_prefix(str(prefix))
         for file in (token_file(prefix), index_file(prefix)):
             if not file.is_file():
-                fix = f"prepare it with `mjax prepare FILES --output {prefix}`"
-                if prefix.endswith((".bin", ".idx")):
-                    fix = f"give the prefix without the ending: {prefix[:-4]}"
-                raise UsageError(f"{file} does not exist; {fix}")
+                raise UsageError(_describe_missing(prefix, file))
         sequences, self.dtype = _read_header(index_file(prefix))
 
         with index_file(prefix).open("rb") as stream:
@@ -227,6 +224,23 @@ def _check_size(file: Path, expected_bytes: int) -> None:
     if (size := file.stat().st_size) != expected_bytes:
         problem = f"is {size:,} bytes and its index describes {expected_bytes:,}"
         raise UsageError(f"{file} {problem}; copy or prepare both again")
+
+
+DEMOS = {"data/demo": "", "data/bert_demo": " --tokenizer bert-uncased --split-sentences --no-append-eod"}
+"""Datasets of configs/, with the flags of `mjax prepare --demo` that make each."""
+
+
+def _describe_missing(prefix: str, file: Path) -> str:
+    """The sentence about a dataset without `file`, which is one of its files."""
+    if prefix.endswith((".bin", ".idx")):
+        return f"{file} does not exist; give the prefix without the ending: {prefix[:-4]}"
+    if Path(prefix).is_file():
+        return f"{prefix} is not a dataset; type `mjax prepare {prefix} --output data/NAME`, and give data/NAME"
+    prepare = f"`mjax prepare FILES --output {prefix}`"
+    if prefix in DEMOS:
+        demo = f"`mjax prepare --demo --output {prefix}{DEMOS[prefix]}`"
+        return f"{prefix} is not prepared; type {demo}, or use your own text: {prepare}"
+    return f"{prefix} is not prepared, {file} does not exist; type {prepare}"
 
 
 def _read_header(file: Path) -> tuple[int, np.dtype]:

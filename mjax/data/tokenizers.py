@@ -75,8 +75,8 @@ from tokenizers import Tokenizer as BackendTokenizer
 from mjax.config.plain_values import check, read
 from mjax.data.gigatoken import FastEncoder, make_fast_encoder
 from mjax.data.tokenizer_trial import check_expansion, mark_trusted, try_tokenizer
-from mjax.errors import UsageError
-from mjax.utils.files import read_json, write_whole
+from mjax.errors import UsageError, either, suggestion
+from mjax.utils.files import is_hub_name, read_json, write_whole
 
 MIN_GIGATOKEN_CHARACTERS = 2**16  # in one call; `tokenizers` encodes fewer before gigatoken has started
 # One thread: workers are processes. `tokenizers` reads the variable when it encodes; a value of the user has priority.
@@ -449,13 +449,17 @@ def load_tokenizer(spec: str) -> Tokenizer:
             raise UsageError(f"--tokenizer {spec}: {files} has no folder tokenizer; give a run that has one")
         return tokenizer_from_folder(folder)
     if kind not in SCHEMES:
-        forms = ", ".join([*(form for form, _ in SCHEMES.values()), "run:RUN"])
-        raise UsageError(f"--tokenizer {spec} is not a known kind; use {forms}")
+        if is_hub_name(Path(spec)):
+            name = spec.rpartition("/")[2]
+            fetch = f"`hf download {spec} tokenizer.json --local-dir {name}`, then --tokenizer hf:{name}/tokenizer.json"
+            raise UsageError(f"--tokenizer {spec}: nothing is downloaded by its Hugging Face name; type {fetch}")
+        forms = either([*(form for form, _ in SCHEMES.values()), "run:RUN"])
+        raise UsageError(f"--tokenizer {spec} is not a known kind; {suggestion(kind, SCHEMES, f'use {forms}')}")
     form, stored = SCHEMES[kind]
     files, _, eod = files.partition(",eod=") if kind == "hf" else (files, "", None)
     names = files.split(",") if kind == "gpt2" else [files] if files else []
     if len(names) != len(stored):
-        raise UsageError(f"--tokenizer {spec} names {len(names)} files; use --tokenizer {form}")
+        raise UsageError(f"--tokenizer {spec} does not name {len(stored)} files; write --tokenizer {form}")
     if missing := [name for name in names if not Path(name).is_file()]:
         raise UsageError(f"--tokenizer {spec}: there is no file {missing[0]}; use --tokenizer {form}")
     with convert_errors(f"--tokenizer {spec}: cannot read a file", "check its permissions"):

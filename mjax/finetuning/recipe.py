@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypedDict
 
 import tyro
 
@@ -20,7 +20,7 @@ from mjax.config.bounds import Count, NotNegative, Seed, Share, check_bounds
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
 from mjax.config.model import Attention
 from mjax.config.plain_values import read
-from mjax.config.run import Recompute
+from mjax.config.run import ComputeDtype, Recompute
 from mjax.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class FinetuneArguments:
     """Fine-tune a pre-trained BERT for a labelled task, with several seeds, and keep the best checkpoint."""
+
+    examples: ClassVar = ("mjax finetune --run runs/bert_336m --task mnli --train train.tsv --validation dev.tsv",)
 
     run: Annotated[Path, RUN_SYNONYMS]
     """Folder of the pre-trained run, such as runs/bert_336m: its config.json, tokenizer and newest checkpoint are used,
@@ -66,7 +68,7 @@ class FinetuneArguments:
     """Examples per forward pass of a data-parallel replica; by default all of its share, in a pipeline one."""
     recompute: Annotated[Recompute, tyro.conf.arg(name="train.recompute")] = "none"
     """Activations that the backward pass recomputes, as in training."""
-    compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
+    compute: ComputeDtype = None
     """Dtype of activations and matmuls; by default as in pre-training."""
     attention: Annotated[Attention, tyro.conf.arg(name="model.attention")] = "auto"
     """Attention kernel, as in training."""

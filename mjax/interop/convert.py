@@ -24,7 +24,7 @@ from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import MANIFEST, write_manifest
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, save_config
 from mjax.config.checks import validate
-from mjax.config.model import REGISTRY, ModelConfig, import_object, is_user_defined, model_kind
+from mjax.config.model import REGISTRY, ModelConfig, import_object, is_user_defined
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, either
 from mjax.interop.model_folder import MODEL_CARD, new_folder
@@ -147,7 +147,7 @@ def export_family(model: ModelConfig) -> Family:
     for family in families():
         if not (difference := unlike(family, model)):
             return family
-        if family.fixed["kind"] == model_kind(model):
+        if family.fixed["kind"] == model.kind:
             differences[family.model] = difference
     nearest, fields = min(differences.items(), key=lambda item: len(item[1]))
     flags = " ".join(f"--model.{name.replace('_', '-')} {getattr(model, name)}" for name in fields)
@@ -209,7 +209,7 @@ def scale_rope(model: ModelConfig, rope: str | None, source: str) -> ModelConfig
         return model
     positions = model.max_positions
     if not hasattr(model, "rope_scaling"):
-        raise UsageError(f"--rope {rope} is for rotary positions and {source} is {model.title} without; leave it out")
+        raise UsageError(f"--rope {rope} is for rotary positions and {source} is {model.title} without; remove it")
     if model.rope_scaling != "none":
         scaled = f"{model.rope_scaling}:{model.rope_factor:g}, {positions:,} of them"
         raise UsageError(f"--rope {rope}: {source} already has rotary positions with {scaled}; leave --rope out")

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig, axes
+from mjax.errors import UsageError
 
 BATCH_AXES = axes.axes_splitting("batch")
 """Axes over which the samples of a batch are split."""
@@ -41,9 +42,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """A mesh over `devices` (all by default), in the order in which JAX lists them.
 
     Raises:
-      ValueError: there are fewer devices than the mesh needs.
+      UsageError: there are fewer devices than the mesh needs.
     """
     devices = jax.devices() if devices is None else devices
+    if len(devices) < config.devices:
+        mesh = f"the mesh needs {config.devices} devices ({axes.describe_mesh(config)}); there are {len(devices)}"
+        raise UsageError(f"{mesh}: give smaller axes, or call mjax.simulate({config.devices}) first")
     sizes = axes.sizes(config)
     # Auto outside, manual inside shard_map: by default make_mesh would type arrays with explicit shardings.
     return jax.make_mesh(

@@ -22,7 +22,7 @@ class ContextWindow(NamedTuple):
 
     Attributes:
       tokens: ids [n + 1]; each but the first is the label of the previous one. n is at most s, the model's positions.
-      counted: number of labels that count, 1 to n: the last ones. The others are context.
+      counted: number of unmasked labels, 1 to n: the last ones. The others are context.
     """
 
     tokens: np.ndarray
@@ -39,11 +39,11 @@ class Score:
     """Sums over windows, independent of batches and devices.
 
     Attributes:
-      loss: nats, over the labels that count.
-      labels: number of labels that count.
+      loss: nats, over the unmasked labels.
+      labels: number of unmasked labels.
       correct: number of these with the highest probability, given the true context.
       windows: number of windows.
-      all_correct: windows in which every label that counts is correct.
+      all_correct: windows in which every unmasked label is correct.
     """
 
     loss: float = 0.0
@@ -136,11 +136,11 @@ def read_text(file: Path, expected: str = "the task's files as published") -> st
 #
 # Source: arXiv 1909.08053, appendix E.1 ("overlapping evaluation", o = 32), and Megatron-LM v1.0,
 # tasks/zeroshot_gpt2/datasets.py. That makes ⌈(N − 1 − o) / o⌉ + 1 windows of N tokens. The last of them, s / o − 1 if
-# o divides s, have no label that counts and are left out here.
+# o divides s, have no unmasked label and are left out here.
 
 
 def split_into_windows(tokens: np.ndarray, positions: int, stride: int) -> list[ContextWindow]:
-    """Windows in which every token of `tokens` [N] except the first is a label that counts once; views, not copies.
+    """Windows in which every token of `tokens` [N] except the first is a unmasked label once; views, not copies.
 
     Args:
       positions: s, maximum tokens of a window.

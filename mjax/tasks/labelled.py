@@ -341,14 +341,14 @@ def open_task(
     return TASKS[name](train, validation, tokenizer, positions)
 
 
-def check_task_name(name: str, known: Sequence[str] = tuple(TASKS)) -> None:
-    """Check that a task is among the `known` ones.
+def check_task_name(name: str, known: Sequence[str] = tuple(TASKS), otherwise: str = "") -> None:
+    """Reject a task that is not among the `known` ones; `otherwise` ends the sentence unless one is similar.
 
     Raises:
       UsageError: it is not.
     """
     if name not in known:
-        raise UsageError(f"there is no task {name!r}{suggestion(name, list(known))}; use {either(known)}")
+        raise UsageError(f"there is no task {name}; {suggestion(name, known, f'use {either(known)}{otherwise}')}")
 
 
 def write_predictions(folder: Path, task: LabelledTask, outputs: Outputs) -> list[Path]:

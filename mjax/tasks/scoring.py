@@ -5,10 +5,10 @@ window of text the loss and the correctness of each label, for a labelled exampl
 its rows into an array of zeros at the indices of its samples, and one sum over all axes combines the rows of a batch:
 under any parallelism, including a pipeline, every device has all rows at the end.
 
-A batch of windows is padded on the right to one width, and only the labels that count are read from the result. Causal
+A batch of windows is padded on the right to one width, and only the unmasked labels are read from the result. Causal
 attention never reads the padding after a token. There is one compiled program per width in use, which reads the first
 positions of the same weights; batches share widths if another program would cost more than the padding. If only the
-last positions of all windows of a width have labels that count, as in a question's answers, logits are computed for
+last positions of all windows of a width have unmasked labels, as in a question's answers, logits are computed for
 these positions only.
 """
 
@@ -32,7 +32,7 @@ from mjax.config import Config
 from mjax.config.axes import MODEL
 from mjax.config.kernels import pad_width
 from mjax.models.causal import CausalModel
-from mjax.models.protocol import Context, Model
+from mjax.models.protocol import ForwardContext, Model
 from mjax.parallel import mappings
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.mesh import batch_specs
@@ -77,7 +77,7 @@ class RowScorer:
       abstract_model: ShapeDtypeStructs with shardings: the target for restoring weights.
     """
 
-    head: Callable[[Model, Array, dict[str, Array], Context], Array]
+    head: Callable[[Model, Array, dict[str, Array], ForwardContext], Array]
     """Inside `shard_map`: weights, residual stream after the last layer [t, h], micro-batch and the context of its
     tokens → numbers of each row [b, …], replicated over `model`."""
 
@@ -123,7 +123,7 @@ class Scorer(RowScorer):
     """Computes the `Score` of windows of text, with a causal model."""
 
     @staticmethod
-    def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: Context) -> Array:
+    def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: ForwardContext) -> Array:
         """Loss and correctness of each label, [b, s, 2]; a rank of `context` has its part. For a batch with `scored`,
         positions [b, n], only at these, [b, n, 2]."""
         tokens, labels = context.tokens, batch["labels"]
@@ -157,7 +157,7 @@ class Scorer(RowScorer):
     def score_labels(
         self, model: CausalModel, windows: Windows, on_progress: Progress = no_progress
     ) -> list[np.ndarray]:
-        """Return loss in nats and correctness (0 or 1) of the labels that count, [counted, 2] per window.
+        """Return loss in nats and correctness (0 or 1) of the unmasked labels, [counted, 2] per window.
 
         Args:
           model: master weights, as in `TrainState.model`.
@@ -223,7 +223,7 @@ def choose_widths(needed: Sequence[int]) -> list[int]:
 
 
 class LossScorer(Scorer):
-    """Computes the losses of lists of windows with the same number of labels that count, [windows, counted]."""
+    """Computes the losses of lists of windows with the same number of unmasked labels, [windows, counted]."""
 
     def __call__(self, model: CausalModel, passes: Passes, on_progress: Progress = no_progress) -> list[np.ndarray]:
         """Score the windows of each of `passes`; arguments as in `Scorer`."""
@@ -237,7 +237,7 @@ class TaskScorer(RowScorer):
     """Scores examples with a BERT that has a task's head."""
 
     @staticmethod
-    def head(weights: Any, x: Array, batch: dict[str, Array], context: Context) -> Array:
+    def head(weights: Any, x: Array, batch: dict[str, Array], context: ForwardContext) -> Array:
         """The scores of the task's head."""
         return mappings.mask_to_first_context_rank(weights.scores(x, batch, context))
 
@@ -271,7 +271,7 @@ def score_rows(config: Config, plan, model: Model, batch: dict[str, Array], head
       [B, …], the same on every device.
     """
 
-    def place_rows(weights: Model, x: Array, micro_batch: dict[str, Array], context: Context) -> Array:
+    def place_rows(weights: Model, x: Array, micro_batch: dict[str, Array], context: ForwardContext) -> Array:
         numbers = head(weights, x, micro_batch, context)
         rows = micro_batch["samples"][:: config.model.sequences] // config.model.sequences  # [b], of the global batch
         zeros = jnp.zeros((config.train.global_batch, *numbers.shape[1:]), numbers.dtype)

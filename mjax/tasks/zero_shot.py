@@ -296,7 +296,7 @@ class Lambada:
             words or too long for the model; a stride is given.
         """
         if stride is not None:
-            raise UsageError("--stride is for long texts, and lambada's fit the model; leave it out")
+            raise UsageError("--stride is for long texts, and lambada's fit the model; remove it")
         documents = read_documents(data)
         if not documents:
             raise UsageError(f'{data} has no passage; give a file of lines {{"text": "…"}}')
@@ -340,17 +340,17 @@ def _passage_window(document: Document, context: list[int], labels: list[int], p
 
 
 # --- Perplexity by position: does a model predict better the more it has read? ----------------------------------------
-# Long documents are split into stretches of L tokens, each of which the model reads from position 1. Label p of a
-# stretch is predicted from the p tokens before it, so the mean loss at p over all stretches shows the value of p tokens
-# of context. It falls with p as long as the model uses the earlier tokens, levels off where it does not, and rises at
-# positions that the model cannot handle, such as positions beyond its training length.
+# Long documents are cut into spans of L tokens, each of which the model reads from position 1. Label p of a span
+# is predicted from the p tokens before it, so the mean loss at p over all spans shows what p tokens of context are
+# worth. It falls with p as long as the model uses what lies further back; it levels off where the model no longer does,
+# and rises where positions are too many for it, such as beyond those of its training.
 #
-#     stretch 0   [eod t1 … t_L−1] → t1 … t_L          the document from its beginning
-#     stretch 1   [t_L … t_2L−1] → t_L+1 … t_2L        and so on; the rest, shorter than L, is dropped
+#     span 0      [eod t1 … t_L−1] → t1 … t_L          the document from its beginning
+#     span 1      [t_L … t_2L−1] → t_L+1 … t_2L        and on from there; the rest, shorter than L, is left out
 #
-# Every stretch has every position, so all bins are means over the same text, and comparable. Therefore documents with
-# fewer than L tokens are dropped, and counted. The standard error of a bin treats stretches as samples, because the
-# labels within a stretch are not independent.
+# Every span has every position, so all bins are means over the same text, and comparable. That is why documents with
+# fewer than L tokens are left out, and counted. The standard error of a bin is that of the mean over spans: the
+# labels within a span are not independent.
 #
 # Source: the loss over positions of long documents, as in the Gemini 1.5 report (arXiv 2403.05530, section 5.2.1, its
 # figure 7), there cumulative; and sliding-window perplexity by length in YaRN (arXiv 2309.00071, section 4.3).
@@ -360,14 +360,14 @@ class PositionwiseLoss:
     """The task on files of text, or on a dataset.
 
     Attributes:
-      passes: the stretches of all documents, one list.
-      length: L, labels of a stretch.
+      passes: the spans of all documents, one list.
+      length: L, labels of a span.
       edges: first position of each bin, from 1, and the end of the last [bins + 1].
       split: positions of the model before RoPE scaling, or half the length: the metrics compare both sides.
     """
 
     def __init__(self, data: str, tokenizer: Tokenizer, model: ModelConfig, length: int | None = None, bins: int = 16):
-        """Read the documents and cut them into stretches.
+        """Read the documents and cut them into spans.
 
         Args:
           data: a .txt, .jsonl or .parquet file, a folder or a pattern of such; or the prefix of an indexed dataset.
@@ -385,19 +385,19 @@ class PositionwiseLoss:
             problem = f"--positions.length {self.length} does not fit a model of {model.max_positions:,} positions"
             raise UsageError(f"{problem}; use 2 to {model.max_positions}")
         documents, _ = open_text(data, tokenizer)
-        stretches: list[ContextWindow] = []
+        spans: list[ContextWindow] = []
         self.documents = self.used = self.tokens = longest = 0
         for tokens in documents:
             windows = split_into_windows(np.array([tokenizer.prefix_id, *tokens], np.int32), self.length, self.length)
             whole = [window for window in windows if window.counted == self.length]
             self.documents, self.used = self.documents + bool(len(tokens)), self.used + bool(whole)
             self.tokens, longest = self.tokens + len(tokens), max(longest, len(tokens))
-            stretches += whole
-        if not stretches:
+            spans += whole
+        if not spans:
             shorter = f", or use --positions.length {1 << longest.bit_length() - 1}" if longest > 1 else ""
             needs = f"{data} has no document of {self.length:,} tokens, the longest has {longest:,}"
             raise UsageError(f"{needs}; give longer texts{shorter}")
-        self.passes: list[Sequence[ContextWindow]] = [stretches]
+        self.passes: list[Sequence[ContextWindow]] = [spans]
         self.edges = np.unique(np.round(np.geomspace(1, self.length + 1, bins + 1)).astype(np.int64))
         self.scaled = model.unscaled_sequence < self.length
         self.split = model.unscaled_sequence if self.scaled else self.length // 2
@@ -406,7 +406,7 @@ class PositionwiseLoss:
         """The loss before and after `split`, what was read, and the loss of every bin.
 
         Args:
-          scores: the losses of all stretches, nats [stretches, L], in a list.
+          scores: the losses of all spans, nats [spans, L], in a list.
 
         Raises:
           RunError: a loss is not finite.
@@ -434,7 +434,7 @@ class PositionwiseLoss:
         """The rows of the table: first and last position of each bin, its mean loss, and how many labels it has.
 
         Args:
-          losses: nats [stretches, L].
+          losses: nats [spans, L].
         """
         rows = []
         for first, end in pairwise(self.edges.tolist()):
@@ -450,7 +450,7 @@ class PositionwiseLoss:
         from mjax.pictures.runs import draw_positions  # matplotlib takes a second to import
 
         (losses,) = scores
-        about = f"{len(losses):,} stretches of {self.length:,} tokens, {self.used:,} of {self.documents:,} documents"
+        about = f"{len(losses):,} spans of {self.length:,} tokens from {self.used:,} of {self.documents:,} documents"
         trained = self.split if self.scaled else None
         draw_positions(self.bins(losses), file, f"{source}\n{about}", trained)
 

@@ -65,6 +65,12 @@ def resolve_parents(path: Path) -> Path:
     return resolved.relative_to(Path.cwd()) if Path.cwd() in resolved.parents else resolved
 
 
+def is_hub_name(path: Path) -> bool:
+    """True for OWNER/NAME as on Hugging Face, if there is no folder OWNER."""
+    owner = path.parent.name
+    return len(path.parts) == 2 and owner not in ("", "..", "runs", "data") and not path.parent.exists()
+
+
 def check_run_name(name: str) -> None:
     """Refuse a run name that is not one path component of 1 to 128 characters without control characters.
 

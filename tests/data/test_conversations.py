@@ -393,7 +393,7 @@ def test_run_without_template_needs_one(run, capsys):
 
 def test_flags_of_chat_need_chat(tmp_path, capsys):
     assert cli.main(["prepare", "x.txt", "--output", str(tmp_path / "o"), "--train-on", "last"]) == 2
-    assert "--train-on is for conversations; add --chat, or leave it out" in capsys.readouterr().err
+    assert "--train-on is for conversations; add --chat, or remove it" in capsys.readouterr().err
 
 
 def test_token_beyond_the_embedding_is_named(run, capsys):

@@ -161,7 +161,7 @@ def shelf(tmp_path_factory):
         ("gpt2:merges.txt,vocab.json", "the files are swapped; use --tokenizer gpt2:vocab.json,merges.txt"),
         ("gpt2:vocab.json,other_merges.txt", "other_merges.txt does not belong to vocab.json .*`qq` out of vocabulary"),
         ("gpt2:no_eod.json,merges.txt", r"no_eod.json has no token <\|endoftext\|>"),
-        ("gpt2:gpt2.tiktoken", "names 1 files; use --tokenizer gpt2:vocab.json,merges.txt"),
+        ("gpt2:gpt2.tiktoken", "does not name 2 files; write --tokenizer gpt2:vocab.json,merges.txt"),
         ("bert-uncased:no_sep.txt", r"no_sep.txt lacks \[SEP\]; give BERT's vocab.txt"),
         ("bert-uncased:cased/vocab.txt", "has pieces in capitals; use --tokenizer bert-cased:cased/vocab.txt"),
         ("sentencepiece:vocab.json", "vocab.json is not a sentencepiece model"),

@@ -45,7 +45,7 @@ WRONG = {
     "a batch that does not divide": (finetune("--batch", 9, "--mesh.data", 2), "use a multiple of 2"),
     "a micro-batch that does not divide": (finetune("--train.micro-batch", 3), "--train.micro-batch 3 does not divide"),
     "a batch above the examples": (finetune("--batch", 25), "--batch 25 is more than the 24 examples of --train"),
-    "an infinite rate": (finetune("--learning-rate", "inf"), "--learning-rate inf: it takes a number"),
+    "an infinite rate": (finetune("--learning-rate", "inf"), "--learning-rate inf is not a number"),
     "nothing but warm-up": (finetune("--warmup", 1), "--warmup is 1.0"),
     "training without labels": (finetune(train="mnli/test_matched.tsv"), "test_matched.tsv"),
     "validation without labels": (
@@ -54,11 +54,11 @@ WRONG = {
     "a damaged request": (finetune("--output", "PLACE/old"), "request.json is not JSON"),
     "a head in pre-training": (
         lambda p: ["train", "--config", "bert_336m", "--data.mock", "--model.head", "span"],
-        "has no --model.head for this model; it is for --model.kind bert_task: leave it out",
+        "--model.head is an option of bert_task models; remove it",
     ),
     "a head in pre-training by its kind": (
         lambda p: ["train", "--config", "bert_336m", "--data.mock", "--model.kind", "bert_task"],
-        "--model.kind bert_task is not for pre-training; leave it out",
+        "--model.kind bert_task is not for pre-training; remove it",
     ),
     "evaluating what was not fine-tuned": (
         lambda p: ["evaluate", "--run", f"{p}/bert", "--task", "mnli", "--data", f"{p}/mnli/dev_matched.tsv"],

@@ -74,7 +74,7 @@ def test_values_may_have_another_width_and_scores_a_scale(kernel):
 
 def test_kernel_without_dropout_refuses_it():
     key = DropoutKey.make(0, jnp.int32(1), jnp.arange(2))
-    with pytest.raises(UsageError, match="cudnn has no dropout; use"):
+    with pytest.raises(UsageError, match="cudnn is not supported with dropout; use"):
         attend(*inputs(), AttentionMask(rate=0.1, key=key), "cudnn")
 
 
@@ -146,7 +146,7 @@ GPT_1B = {"hidden": 1536, "heads": 16, "sequence": 1024, "attention": "flash"}
 def test_kernel_asked_for_is_refused(changes, compute, platform, documents, why):
     """Rather than replaced."""
     model = replace(MODEL, **{"attention": "cudnn", **changes})
-    with pytest.raises(UsageError, match=f"--model.attention {model.attention} cannot be used: .*{why}.*; change that"):
+    with pytest.raises(UsageError, match=rf"attention {model.attention} is not supported here \(.*{why}.*\); change"):
         choose_kernel(model, compute, platform, documents)
 
 

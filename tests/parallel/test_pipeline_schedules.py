@@ -122,7 +122,7 @@ def test_tick_costs_its_slowest_stage():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("1f2b", 4, 8), "(did you mean '1f1b'?); use --mesh.schedule gpipe or 1f1b"),
+        (("1f2b", 4, 8), "no schedule '1f2b'; use gpipe or 1f1b"),
         (("1f1b", 4, 10, 2), "--train.micro-batch) 8 or 12, or use --mesh.virtual-stages 1"),
         (("gpipe", 4, 3, 2), "--train.micro-batch) 4, or use --mesh.virtual-stages 1"),
     ],

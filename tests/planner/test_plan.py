@@ -22,10 +22,10 @@ def test_plan_prints_and_draws_its_sections(capsys, tmp_path):
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines()]
     assert ["parameters", "8,317,040,640"] in rows
-    assert ["model", "all", "293", "23.79", "GiB"] in rows
-    assert "GiB on each device" in printed
+    assert ["model", "total", "293", "23.79", "GiB"] in rows
+    assert "GiB per device, in the backward pass of the layers" in printed
     assert "Schedule" not in printed
-    assert "error bar  ±35% of the measured time, so " in printed
+    assert "error bar         ±35% of the measured time: " in printed
 
 
 def test_plan_has_numbers_of_schedule(capsys):
@@ -59,11 +59,11 @@ REFUSALS = {
     "--schedule-figure plan.png": "needs a pipeline; add stages to gpt_8b, such as --mesh.pipe 2",
     "--mesh.pipe 4 --schedule-figure plan.doc": "use a name that ends in .png, .pdf or .svg",
     # Flags without effect, and configs that cannot run
-    "--log.interval 3": "has no --log.interval; no result depends on log: leave it out",
+    "--log.interval 3": "has no --log.interval; no result depends on log: remove it",
     "--mesh.pipe 5": "--mesh.pipe 5 does not divide 72 layers",
     "--gpu v100 --model.attention cudnn --model.attention-dropout 0": "needs compute capability 8.0 or more",
     # The GPU
-    "--gpu h10": "--gpu h10 is not known (did you mean 'h100'?)",
+    "--gpu h10": "--gpu h10 is not known; did you mean h100?",
     "--calibration x.json": "--calibration x.json needs --gpu h100; add it",
     "--gpu h100 --calibration none.json": "none.json does not exist; in mjax's repository, python",
     "--devices-per-node 4": "--devices-per-node 4 needs --gpu h100; add it",
@@ -73,7 +73,7 @@ REFUSALS = {
     "--devices 8": "--devices 8 needs --gpu h100; add it",
     "--fix mesh.zero": "--fix mesh.zero needs --devices 8; add it",
     "--devices 8 --gpu v100": "no bf16 peak is known for v100",
-    "--devices 8 --gpu h100 --fix mesh.zeros": "did you mean 'mesh.zero'?",
+    "--devices 8 --gpu h100 --fix mesh.zeros": "did you mean mesh.zero?",
     "--devices 8 --gpu h100 --write no/such.py": "there is no folder",
     "--devices 8 --gpu h100 --write plan.json": "use a name that ends in .py",
     # The budget
@@ -83,13 +83,16 @@ REFUSALS = {
     "--compile": "--compile needs a GPU to compile for; add --gpu with one of a100, b200, h100, h200",
     "--compile --gpu v100": "--gpu v100 cannot be compiled for; use one of a100, b200, h100, h200",
     "--compile --gpu h100": "type: pip install 'jax[cuda13]'",
-    "--compile --gpu h100 --mesh.data 3 --train.global-batch 24 --mesh.model 4": "or use --devices-per-node 6",
+    "--compile --gpu h100 --mesh.data 3 --train.global-batch 24 --mesh.model 4": "or type --devices-per-node 6",
 }
 
 
 def test_search_needs_config_or_budget(capsys):
     assert cli.main(["plan", "--gpu", "h100", "--devices", "64"]) == 2
-    assert "to find the fastest mesh of a config, add --config, such as" in capsys.readouterr().err
+    assert (
+        "--devices needs a config, such as --config gpt_8b, or --days N to find the largest model"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("flags", REFUSALS)

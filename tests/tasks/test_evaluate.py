@@ -67,18 +67,18 @@ def test_evaluate_prints_json_of_newest_checkpoint(folder, capsys):
 
 
 WRONG = [  # task, flags, words of the message, and the run if it lacks something
-    ("wikitext", (), "no task 'wikitext' (did you mean 'wikitext103'?)"),
+    ("wikitext", (), "no task wikitext; did you mean wikitext103?"),
     ("perplexity", ("--stride", 65), "--stride 65 does not fit 64 positions"),
-    ("lambada", ("--predictions", "x"), "--predictions is for mnli, qqp, race, squad1.1 or squad2.0; leave it out"),
-    ("mnli", ("--stride", 3), "--stride is for wikitext103, lambada or perplexity; leave it out"),
+    ("lambada", ("--predictions", "x"), "--predictions is for mnli, qqp, race, squad1.1 or squad2.0; remove it"),
+    ("mnli", ("--stride", 3), "--stride is for wikitext103, lambada or perplexity; remove it"),
     ("perplexity", ("--step", 15), "has no checkpoint 15; there are 10, 20"),
     ("perplexity", ("--mesh.model", 3), "--mesh.model 3 does not divide heads 8; use 1, 2, 4 or 8"),
-    ("perplexity", ("--mesh.data", 17), "--mesh.data 17 needs 17 devices; 16 found: use --mesh.data 1"),
-    ("perplexity", ("--figure", "x.png"), "--figure is for positions; leave it out"),
+    ("perplexity", ("--mesh.data", 17), "--mesh.data 17 needs 17 devices; there are 16: use --mesh.data 1"),
+    ("perplexity", ("--figure", "x.png"), "--figure is for positions; remove it"),
     ("positions", ("--figure", "loss.jpg"), "--figure loss.jpg is not a picture"),
-    ("perplexity", ("--positions.bins", 3), "--positions.bins is for positions; leave it out"),
+    ("perplexity", ("--positions.bins", 3), "--positions.bins is for positions; remove it"),
     ("positions", ("--positions.length", 65), "--positions.length 65 does not fit a model of 64 positions"),
-    ("perplexity", (), "config.json does not exist", "none"),
+    ("perplexity", (), "does not exist", "none"),
     ("perplexity", (), "has no tokenizer; add the one its model was trained with: --tokenizer KIND:FILES", "bare"),
     ("perplexity", ("--tokenizer", "bytes"), "has no checkpoint; give a run that has saved one", "bare"),
 ]

@@ -45,4 +45,4 @@ def test_flags_of_the_harness_are_passed_on(typed, passed):
 
 def test_flag_of_lm_eval_with_another_type_is_refused(capsys):
     assert cli.main(["lm-eval", "--simulate", "two", "--tasks", "x"]) == 2
-    assert capsys.readouterr().err == "mjax: error: --simulate two: it takes a whole number\n"
+    assert capsys.readouterr().err == "mjax: error: --simulate two is not a whole number; write --simulate N\n"

@@ -111,7 +111,7 @@ def test_malformed_file_gets_one_sentence(tmp_path, tokenizer, file, name, conte
     [
         ("qqp", TEST + "0\ta\tb\n", [], "has no labels to train on; give the training file"),
         ("mnli", None, [MNLI + "0\ta\tb\tneutral\n"] * 2, "would both be called matched; give one, or rename"),
-        ("squad2", None, [], "there is no task 'squad2' .did you mean 'squad2.0'"),
+        ("squad2", None, [], "there is no task squad2; did you mean squad2.0"),
     ],
 )
 def test_wrong_combination_gets_one_sentence(tmp_path, tokenizer, name, train, validation, words):
@@ -124,5 +124,5 @@ def test_wrong_combination_gets_one_sentence(tmp_path, tokenizer, name, train, v
 
 
 def test_tokenizer_without_cls_is_rejected():
-    with pytest.raises(UsageError, match="the model's tokenizer is of kind bytes, and rows of this task need a BERT's"):
+    with pytest.raises(UsageError, match="the tokenizer is of kind bytes, and this task needs a BERT's"):
         open_task("mnli", [], [], ByteTokenizer(), 32)

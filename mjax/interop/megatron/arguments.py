@@ -178,7 +178,7 @@ def drop_ignored(arguments: Mapping[str, Any] | None, ignored: str, source: str)
     """
     names = [name for name in ignored.split(",") if name]
     if absent := [name for name in names if name not in (arguments or {})]:
-        raise UsageError(f"--ignore {ignored}: {source} has no argument {absent[0]}; leave it out")
+        raise UsageError(f"--ignore {ignored}: {source} has no argument {absent[0]}; remove it")
     return None if arguments is None else {name: value for name, value in arguments.items() if name not in names}
 
 
@@ -240,7 +240,7 @@ def _num_heads(arguments: MegatronArguments, heads: int | None) -> int:
     if saved_heads is None and heads is None:
         arguments.reject("it has no number of attention heads", "add --heads, 16 for the published 345M")
     if saved_heads is not None and heads not in (None, saved_heads):
-        arguments.reject(f"the model has {saved_heads} attention heads and --heads is {heads}", "leave it out")
+        arguments.reject(f"the model has {saved_heads} attention heads and --heads is {heads}", "remove it")
     return heads if saved_heads is None else arguments.count("num_attention_heads", minimum=1)
 
 
@@ -409,7 +409,7 @@ def _aux_loss_fields(arguments: MegatronArguments) -> tuple[dict[str, Any], str]
         return {"aux_loss_coef": number, "aux_loss_scope": AUX_LOSS_SCOPES[kind]}, ""
     listed = " and ".join(f"{kind} {number:g}" for kind, number in losses.items())
     return {}, (
-        f"balance loss: mjax has no {listed}{' with groups of experts' if in_groups else ''}, so the run has none; to "
+        f"balance loss: mjax has no {listed}{' with groups of experts' if in_groups else ''}, so it is left out; to "
         "train on with the one of mjax, add --model.aux-loss-coef"
     )
 

@@ -1,5 +1,4 @@
-"""The config of a mixture of experts: a Llama whose MLPs are several, of which every token takes a few. No JAX is
-imported here."""
+"""The config of a mixture of experts: a Llama with experts instead of its MLPs. No JAX is imported here."""
 
 from __future__ import annotations
 
@@ -27,4 +26,4 @@ class MixtureConfig(ExpertsConfig, LlamaConfig):
     def check(self, config) -> None:
         super().check(config)
         if self.norms == "post":
-            raise UsageError("--model.norms post is not supported for a mixture of experts; leave it out")
+            raise UsageError("--model.norms post is not supported for a mixture of experts; remove it")
