@@ -107,8 +107,8 @@ def resolve_recipe(arguments: FinetuneArguments, saved: Config, print_line: Call
 
     positions = saved.model.max_positions
     if arguments.sequence is not None and arguments.sequence > positions:
-        given = f"--sequence {arguments.sequence} is longer than the {positions} positions of the model"
-        raise UsageError(f"{given} in {arguments.run}; use at most {positions}")
+        problem = f"--sequence {arguments.sequence} is longer than the {positions} positions of the model"
+        raise UsageError(f"{problem} in {arguments.run}; use at most {positions}")
     flags = {name: getattr(arguments, name) for name in Recipe.__dataclass_fields__}
     recipe = replace(RECIPES[arguments.task], **{name: value for name, value in flags.items() if value is not None})
     data = arguments.mesh.data
@@ -222,8 +222,8 @@ def with_start_step(request: dict[str, Any], output: Path) -> dict[str, Any]:
     for name, now in request.items():
         if before.get(name) != now:
             flag = "precision.compute" if name == "compute" else name.replace("_", "-")
-            what = "number of examples" if name == "examples" else f"--{flag}"
-            change = f"{what} {_format_value(before.get(name))}, now {_format_value(now)}"
+            subject = "number of examples" if name == "examples" else f"--{flag}"
+            change = f"{subject} {_format_value(before.get(name))}, now {_format_value(now)}"
             raise UsageError(f"{output} was fine-tuned with {change}; choose another --output, or use the former value")
     return request
 

@@ -96,8 +96,8 @@ class Squad(LabelledTask):
     def encode(self, file: Path, items: list[SquadQuestion], role: Role):
         """One row per window; in training, questions whose answer is not where the file says are skipped."""
         questions = [q for q in items if role == "validation" or not q.truth or q.span is not None]
-        if lost := len(items) - len(questions):
-            skipped = f"{lost:,} of {len(items):,} questions were skipped"
+        if skipped_count := len(items) - len(questions):
+            skipped = f"{skipped_count:,} of {len(items):,} questions were skipped"
             self.notes.append(f"{file}: {skipped}: the context does not contain their answer at its answer_start")
         encoded = self.tokenizer.encode_batch([question.text for question in questions])
         self.note_truncated(file, "questions", map(len, encoded), MAX_QUESTION_TOKENS)
@@ -139,8 +139,8 @@ class Squad(LabelledTask):
             contents: dict[str, dict[str, Any]] = {"predictions": best}
             if self.version == "2.0":
                 null_odds = {question: answer.null_odds for question, answer in answers.items()}
-                given = {question: "" if null_odds[question] > 0 else text for question, text in best.items()}
-                contents = {"predictions": given, "null_odds": null_odds, "best_answers": best}
+                predicted = {question: "" if null_odds[question] > 0 else text for question, text in best.items()}
+                contents = {"predictions": predicted, "null_odds": null_odds, "best_answers": best}
             before = f"{name}_" if len(self._items) > 1 else ""
             for file, values in contents.items():
                 files[f"{before}{file}.json"] = json.dumps(values, ensure_ascii=False, indent=2) + "\n"
