@@ -180,7 +180,7 @@ def finetuning_config(arguments: FinetuneArguments, saved: Config, task: Labelle
 # --- Whether an output folder can be continued ----------------------------------------------------------------------
 
 
-def read_request(arguments: FinetuneArguments, recipe: Recipe, examples: int, compute: str) -> dict[str, Any]:
+def make_request(arguments: FinetuneArguments, recipe: Recipe, examples: int, compute: str) -> dict[str, Any]:
     """The settings that affect the results, for request.json: a folder is continued only with the same.
 
     Mesh, micro-batch and number of seeds may change between two starts.

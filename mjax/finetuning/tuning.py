@@ -81,7 +81,7 @@ class Finetuning:
           config: of `recipe.finetuning_config`, with `model.attention` resolved to a kernel.
           saved: config of the pre-trained run.
           task: with its files read.
-          request: of `recipe.read_request`.
+          request: of `recipe.make_request`.
           output: folder of the results.
           console: for progress and notices.
           watchdog: for the processes of this run.

@@ -107,7 +107,7 @@ class Squad(LabelledTask):
                 problem = f"has {len(ids)} tokens, and a row of {self.positions} has no room left for a context"
                 use = f"use rows of {MAX_QUESTION_TOKENS + DOC_STRIDE} tokens or more"
                 raise UsageError(f"{file}, question {question.name} {problem}; {use}")
-            ranges = cut_into_windows(len(tokens), room, self.stride)
+            ranges = split_context(len(tokens), room, self.stride)
             deciding, offset = max_context_windows(ranges, len(tokens)), len(ids) + 2
             windows = [
                 DocSpan(offset, window.start, deciding[window.start : window.stop] == number)
@@ -299,13 +299,13 @@ class DocSpan(NamedTuple):
     is_max_context: np.ndarray
 
 
-def cut_into_windows(tokens: int, room: int, stride: int) -> list[range]:
-    """Ranges of at most `room` of a context's `tokens`, each `stride` after the previous one, up to the end."""
-    step = min(room, stride)
-    windows = [range(min(room, tokens))]
+def split_context(tokens: int, max_tokens: int, stride: int) -> list[range]:
+    """Ranges of at most `max_tokens` of a context's `tokens`, each `stride` after the previous one, up to the end."""
+    step = min(max_tokens, stride)
+    windows = [range(min(max_tokens, tokens))]
     while windows[-1].stop < tokens:
         start = windows[-1].start + step
-        windows.append(range(start, min(start + room, tokens)))
+        windows.append(range(start, min(start + max_tokens, tokens)))
     return windows
 
 
