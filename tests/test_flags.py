@@ -55,7 +55,7 @@ TYPED = {
     "train --lora_target_modules q v": "type --lora.targets q v\n",
     "train --activation_checkpoint.mode full": "type --train.recompute full\n",
     "train --tokenizer-type GPT2": "the data have a tokenizer, that of `mjax prepare --tokenizer`",
-    "train --overlap-grad-reduce": "mjax train has no --overlap-grad-reduce; leave it out\n",
+    "train --overlap-grad-reduce": "mjax train has no --overlap-grad-reduce; remove it\n",
     "train --mesh.tp 3 --data.mock": "--mesh.model 3 does not divide heads",
     "plan --mesh.pp=5": "--mesh.pipe 5 does not divide 4 layers",
     "prepare --input a": "mjax prepare has no --input; give FILES … by its place, without a flag",

@@ -174,9 +174,8 @@ class _Sizes:
         for count, of in trace.layer_kinds(config):
             of_kind = (device_weights(model, mesh, of.kind, trained) for trained in (False, True))
             sample = _measure_sizes(of, kernel, recompute, train.micro_batch)
-            self.layers.append(
-                _LayerGroup(of.kind, count // (mesh.pipe * mesh.virtual_stages), mesh.virtual_stages, *of_kind, sample)
-            )
+            layers = count // (mesh.pipe * mesh.virtual_stages)
+            self.layers.append(_LayerGroup(of.kind, layers, mesh.virtual_stages, *of_kind, sample))
         of_kinds = [kind.sample for kind in self.layers]
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it during one of them, so its probabilities exist twice.
