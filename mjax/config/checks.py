@@ -258,8 +258,8 @@ def check_devices(config: Config, available: int, name: str = "this config") -> 
     """
     mesh = config.mesh
     if mesh.devices != available:
-        needs = f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({axes.describe_mesh(mesh)})"
-        raise UsageError(f"{needs}; {available} found: set --mesh.data and the other axes, or --simulate {mesh.devices}")
+        need = f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({axes.describe_mesh(mesh)})"
+        raise UsageError(f"{need}; {available} found: set --mesh.data and the other axes, or --simulate {mesh.devices}")
 
 
 def _check_pipeline(config: Config) -> None:
