@@ -76,6 +76,15 @@ def test_store_is_asked_for_large_ranges(store, tmp_path):
     assert len(server.requests) <= 12, server.requests
 
 
+def test_listed_files_need_no_request_each(store):
+    remote, _, server = store
+    (folder,) = find_files((Path(f"{remote}/a b/1*.jsonl"),))[0].parents[:1]
+    server.requests.clear()
+    files = [file for file in folder.rglob("*") if file.stat().st_size]
+    assert len(files) == 5
+    assert [method for method, _, _ in server.requests] == ["GET"]
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
