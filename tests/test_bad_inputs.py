@@ -91,7 +91,7 @@ TRAIN_FLAGS = {
     "--train.recompute offload --train.unroll on": "offload is not supported with --train.unroll on",
     # --- the batch
     "--train.batch-rampup 504 5 100": "in whole increments; use a START below it and an INCREMENT that divides",
-    "--train.batch-rampup 4 4 100": "not a multiple of 8 (data 1 × micro-batch 8); use multiples, there and for",
+    "--train.batch-rampup 4 4 100": "not a multiple of 8 (data 1 × micro-batch 8); use multiples, here and for",
     "--train.batch-rampup 256 16 100000 --mesh.pipe 4 --mesh.virtual-stages 2": "272 from step 26 on, which is not a",
     # --- settings that do nothing, or that contradict
     "--optimizer.warmup-steps 300000": "must be below the 300000 steps of the schedule",
@@ -168,7 +168,7 @@ MISTAKES = {
     "train --run nowhere": "nowhere does not exist; give a run folder",
     "train --run runs/done --step 3": "has no such checkpoint; use 4",
     f"{NEW} --step 3": "goes with --run or --init",
-    f"{NEW} --mesh.model 4 --mesh.data 2": "needs 8 devices (data 2 × model 4); 1 found",
+    f"{NEW} --mesh.model 4 --mesh.data 2": "needs 8 devices (data 2 × model 4); 1 available",
     f"{NEW} --name busy": "is in use by another process",
     f"{NEW} --simulate 0": "0 devices cannot be simulated; give 1 or more",
     f"{NEW} --log.wandb project": "pip install wandb",
@@ -186,7 +186,7 @@ MISTAKES = {
     f"{READ} data/corpus --model.vocabulary 100": "use --model.vocabulary 257",
     f"{READ} data/foreign --data.split 1,0,0": "validation split",
     f"{READ} data/foreign --data.split all": "--data.split",
-    f"{READ} 0.3 data/foreign data/corpus": "write a weight above 0 before every prefix",
+    f"{READ} 0.3 data/foreign data/corpus": "write a weight above 0 before all prefixes",
     f"{READ} data/foreign data/foreign --data.split 1,1,0 --train.steps 100000": "0.5 PREFIX 0.5 PREFIX",
     f"{READ} data/foreign --data.train-path data/corpus": "--data.path excludes --data.train-path",
     f"{NEW} --data.no-mock --data.train-path data/foreign": "add --data.valid-path, or --train.eval-interval 0",

@@ -28,7 +28,7 @@ TYPED = {
     "train --lr 3e-4": "mjax train has no --lr; type --optimizer.learning-rate 3e-4",
     "train --train.learning-rate 3e-4": "type --optimizer.learning-rate 3e-4",
     "train --batch-size 32": "type --train.global-batch 32 (sequences per step over all devices)",
-    "train --num_train_epochs 3": "type --train.steps (number of optimizer steps; an epoch is",
+    "train --num_train_epochs 3": "type --train.steps (optimizer steps; an epoch is",
     "train --config moe_demo --num-experts 8": "type --model.experts 8",
     "train --num-experts 8": "--model.experts is an option of mixture models; remove it, or choose one: --model",
     "plan --config llama3_8b --model.positions alibi": "--model.positions is an option of gpt models; remove it",
@@ -49,7 +49,7 @@ TYPED = {
     "train --tensor-model-parallel-size 2": "type --mesh.model 2\n",
     "train --parallelism.tensor_parallel_degree 2": "type --mesh.model 2\n",
     "train --virtual-pipeline-model-parallel-size 2": "type --mesh.virtual-stages 2\n",
-    "train --train-samples 1000": "type --train.steps (number of optimizer steps",  # not --data.train-samples
+    "train --train-samples 1000": "type --train.steps (optimizer steps",  # not --data.train-samples
     "train --rampup-batch-size 8 8 1000": "type --train.batch-rampup 8 8 1000\n",
     "train --per_device_train_batch_size 8": "type --train.micro-batch 8\n",
     "train --lora_target_modules q v": "type --lora.targets q v\n",

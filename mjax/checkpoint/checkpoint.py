@@ -542,9 +542,9 @@ class Checkpoints:
         wanted, stacked = arrays.leaves_by_path(target, field), arrays.names_with_layer_dim(target, field)
         steps = self.steps()
         if not steps:
-            raise UsageError(f"{self.folder} has no checkpoint; give a run that has saved one")
+            raise UsageError(f"{self.folder.parent} has no checkpoint; give a run that has saved one")
         if step is not None and step not in steps:
-            raise UsageError(f"{self.folder} has no checkpoint {step}; there are {', '.join(map(str, steps))}")
+            raise UsageError(f"{self.folder.parent} has no checkpoint {step}; there are {', '.join(map(str, steps))}")
         unusable: dict[int, Unusable] = {}
         for candidate in [step] if step is not None else reversed(steps):
             folder = self.folder / str(candidate)

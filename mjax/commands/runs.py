@@ -41,7 +41,7 @@ from mjax.checkpoint.folders import (
 )
 from mjax.config import Config, differing_fields, read_settings
 from mjax.config.batch_size import BatchSizes
-from mjax.config.model import is_user_defined, model_kind
+from mjax.config.model import is_user_defined
 from mjax.config.model_file import MODEL_FILE, read_model_file
 from mjax.config.plain_values import read
 from mjax.errors import UsageError, check_picture, one_sentence, suggestion
@@ -235,7 +235,7 @@ def run_row(folder: Path) -> Row:
     file = next(file for name in ("metrics.jsonl", "config.json") if (file := folder / name).is_file())
     return Row(
         name=folder.name,
-        model=f"{model_kind(config.model)} {config.model.layers} × {config.model.hidden}",
+        model=f"{config.model.kind} {config.model.layers} × {config.model.hidden}",
         parameters=parameters,
         step=step,
         steps=config.train.steps,

@@ -1,6 +1,6 @@
-"""Datasets as a config names them: blends, splits into parts, and the metadata next to their tokens.
+"""Datasets of a config: blends, splits, and the metadata next to their tokens.
 
-They are here, below `mjax.data`, because a config is checked and completed from them without opening the tokens.
+They are below `mjax.data`, so a config is checked and completed without opening the tokens.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ MAX_DATASETS = 32767  # their numbers are int16
 
 @dataclass(frozen=True)
 class Blend:
-    """Datasets by prefix, and their weights as given; None: all samples of each, once."""
+    """Datasets by prefix, and their weights as typed; None: all samples of all datasets, once."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
@@ -36,7 +36,7 @@ class Blend:
 
 
 def parse_blend(values: Sequence[str], flag: str = "--data.path") -> Blend:
-    """The blend that '0.3 data/a 0.7 data/b' (weights and prefixes in turn) or 'data/a data/b' describes.
+    """Parse '0.3 data/a 0.7 data/b' (weights and prefixes, alternating) or 'data/a data/b'.
 
     Prefixes at s3:// and gs:// become local ones (`utils/ranges.py`).
 

@@ -13,7 +13,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -144,8 +144,7 @@ def enough_devices(
     fixed = {name: value for name, value in thrifty.items() if name not in keep}
     small, count = search.with_values(config, fixed), 2 * devices
     while count <= MAX_DEVICES:
-        candidates = search.candidates(small, count, {*keep, *fixed})
-        if any(memory_of(candidate).fits(capacity) for candidate in candidates):
+        if any(memory_of(way).fits(capacity) for way in search.candidates(small, count, {*keep, *fixed})):
             return count
         count *= 2
     return None
@@ -538,8 +537,7 @@ def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, na
 TARGETS = Path(__file__).parent / "targets"
 
 
-@dataclass(frozen=True)
-class AllocatedMemory:
+class AllocatedMemory(NamedTuple):
     """Bytes on one device, as allocated by XLA.
 
     Attributes:
@@ -678,7 +676,7 @@ def compile_section(compiled: Compilation, formula: Memory) -> Section:
     values = {
         "device_kind": compiled.device_kind,
         "seconds": compiled.seconds,
-        "memory": asdict(memory) | predicted,
+        "memory": memory._asdict() | predicted,
         "collectives": dict(collectives),
         "versions": versions,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),

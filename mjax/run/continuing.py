@@ -27,7 +27,7 @@ from mjax.config.batch_size import BatchSizes, training_samples
 from mjax.config.checks import check_batch_sizes
 from mjax.config.datasets import parse_blend
 from mjax.config.marks import FILE_ONLY, FREE, NEW_RUN, RATE, TUNING, effective_value, field_marks, names_with
-from mjax.config.model import ModelConfig, model_kind
+from mjax.config.model import ModelConfig
 from mjax.config.model_file import describe_change, new_run_flags
 from mjax.config.plain_values import read
 from mjax.config.run import BLENDS, describe_missing_run
@@ -311,7 +311,7 @@ def choose_origin(folder: Path, config: Config, init: Path | None, step: int | N
         raise UsageError(f"--init {init} has no checkpoint; {fix}")
     if step is not None and step not in steps:
         raise UsageError(f"--step {step}: {init} has no such checkpoint; use {either(steps)}")
-    return Origin(to_absolute(init), step, _changed_fields(init, config))
+    return Origin(to_absolute(init), step, _find_changed_fields(init, config))
 
 
 def _check_origin(folder: Path, init: Path, step: int | None) -> None:
@@ -328,14 +328,14 @@ def _check_origin(folder: Path, init: Path, step: int | None) -> None:
         raise UsageError(f"{folder} has checkpoints and began {began}, not from {requested}; {fix}")
 
 
-def _changed_fields(init: Path, config: Config) -> dict[str, tuple[str, str]]:
+def _find_changed_fields(init: Path, config: Config) -> dict[str, tuple[str, str]]:
     """The fields of the model that differ from those of `init`, with both values.
 
     Raises:
       UsageError: the weights would not fit, or would mean something else.
     """
     saved = read_settings(init / "config.json")
-    if model_kind(saved.model) != model_kind(config.model):
+    if saved.model.kind != config.model.kind:
         other = f"--init {init} holds {saved.model.title} and this config describes {config.model.title}"
         flags = new_run_flags(init, saved.model)
         raise UsageError(f"{other}; choose a config of the same model, or type {flags} for that model")

@@ -24,7 +24,7 @@ from rich.table import Column
 from mjax.config import Config, axes
 from mjax.config.batch_size import BatchSizes, format_tokens
 from mjax.config.marks import Metric
-from mjax.config.model import is_user_defined, model_kind
+from mjax.config.model import is_user_defined
 from mjax.config.model_file import run_flags, source_file
 from mjax.data.sources import TrainingData
 from mjax.models.build import count_parameters
@@ -279,7 +279,7 @@ def announce_results(display: Display, result: Result, folder: Path, config: Con
         return
     if is_user_defined(type(config.model)) and source_file(type(config.model)) is None:
         display.print_line(
-            f'more text   mjax.generate({str(folder)!r}, "…") in Python, where {model_kind(config.model)!r} is defined'
+            f'more text   mjax.generate({str(folder)!r}, "…") in Python, where {config.model.kind!r} is defined'
         )
     else:
         flags = run_flags(folder, config.model) + " --chat" * config.data.conversations
