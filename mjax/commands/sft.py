@@ -147,10 +147,8 @@ def _prepare_file(given: SftArguments, file: str, max_length: int | None) -> str
         print(f"data    {prefix}, prepared before")
         return str(prefix)
     if given.distributed.is_multiprocess or launch.find_launcher() is not None:
-        raise UsageError(
-            f"--data {file} is prepared by one process: type mjax prepare {shlex.quote(file)} --chat --tokenizer "
-            f"run:{given.init} --output data/chat, and start the run with --data data/chat"
-        )
+        prepare = f"mjax prepare {shlex.quote(file)} --chat --tokenizer run:{given.init} --output data/chat"
+        raise UsageError(f"--data {file} is prepared by one process; type {prepare}, then --data data/chat")
     make_folder(prefix.parent)
     prepare(replace(arguments, output=str(prefix)), following=False)
     return str(prefix)

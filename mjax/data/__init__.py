@@ -1,4 +1,4 @@
-"""From text to batches: tokenizers, Megatron's indexed datasets and Megatron's order of samples, in NumPy alone.
+"""Tokenizers, Megatron's indexed datasets and its order of samples, from text to batches, in NumPy alone.
 
     text ── prepare ──▶ PREFIX.bin, PREFIX.idx ── GPTDataset ── BlendedDataset ──▶ sample i ── Batches ──▶ batches
            tokenizers   indexed                   samples       blend                          batches

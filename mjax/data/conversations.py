@@ -168,7 +168,7 @@ class ConversationDataset:
 
 
 class PaddedDataset:
-    """The samples of a dataset, followed by padding samples up to `samples`, without labels that count."""
+    """The samples of a dataset, followed by padding samples up to `samples`, without unmasked labels."""
 
     def __init__(self, dataset: Sequence[dict[str, np.ndarray]], samples: int):
         self.dataset, self._samples = dataset, samples

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from mjax.config import GPTConfig, ModelConfig
-from mjax.config.kernels import choose_grouped, choose_kernel, gpu_capability
+from mjax.config.kernels import choose_kernel, choose_moe_kernel, gpu_capability
 from mjax.doctor import GREEN, RED, YELLOW, Finding, MachineInfo
 from mjax.doctor.devices import device_name, devices_to_check
 from mjax.errors import first_line
@@ -142,7 +142,7 @@ def check_experts(machine: MachineInfo) -> list[Finding]:
     config, device = machine.config, jax.local_devices()[0]
     if config is None or not config.model.moe_kernel:
         return []
-    kernel, obstacle = choose_grouped(config, device.platform, gpu_capability(device))
+    kernel, obstacle = choose_moe_kernel(config, device.platform, gpu_capability(device))
     products = expert_products(kernel, config.precision.compute)
     findings = judge([products], [device], "--model.moe-kernel xla, and report it")
     return findings + _slower(config.model.moe_kernel, device, obstacle)
@@ -189,7 +189,7 @@ def expert_products(kernel: str, compute: str) -> Operation:
     experts = np.repeat([0, 2, 0], [100, 7, 60])
 
     def run(x, kernels):
-        groups, rows = grouped.assign_rows(jnp.asarray(experts), 3, grouped.ROWS[kernel])
+        groups, rows = grouped.assign_rows(jnp.asarray(experts), 3, grouped.TILE_ROWS[kernel])
         buffer = jnp.zeros((len(groups.of_tile) * groups.rows, 64), x.dtype).at[rows].set(x)
         return grouped.grouped_matmul(buffer, kernels, groups, kernel)[rows]
 

@@ -93,10 +93,8 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
             raise UsageError(f"--fix {name} is not a field of the search; {near}")
     if devices > gpus_per_node and devices % gpus_per_node:
         below = devices // gpus_per_node * gpus_per_node
-        raise UsageError(
-            f"--devices {devices} is not a multiple of the {gpus_per_node} GPUs of a server; "
-            f"use {below} or {below + gpus_per_node}, or set --devices-per-node"
-        )
+        fix = f"use {below} or {below + gpus_per_node}, or set --devices-per-node"
+        raise UsageError(f"--devices {devices} is not a multiple of the {gpus_per_node} GPUs of a server; {fix}")
     # Without the fields that the search decides, and without data, which a plan does not need.
     train = replace(config.train, micro_batch=1, recompute="none")
     validate(replace(config, mesh=MeshConfig(), data=replace(config.data, mock=True), train=train))
@@ -106,10 +104,9 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
         nearest = [n for n in counts if n < devices][-1:] + [n for n in counts if n > devices][:1]
         use = f"use --devices {' or '.join(map(str, nearest))}" if nearest else "use another --train.global-batch"
         model, fixed = config.model, f" with fixed {', '.join(keep)}" if keep else ""
-        raise UsageError(
-            f"--devices {devices} cannot be divided among {model.layers} layers, {model.heads} heads and batches of "
-            f"multiples of {search.batch_unit(config)} sequences{fixed}; {use}"
-        )
+        batches = f"batches of multiples of {search.batch_unit(config)} sequences"
+        parts = f"{model.layers} layers, {model.heads} heads and {batches}"
+        raise UsageError(f"--devices {devices} cannot be divided among {parts}{fixed}; {use}")
 
 
 def reject_out_of_memory(
@@ -370,10 +367,8 @@ def check_float8(config: Config, gpu: str, capability: tuple[int, ...]) -> None:
     if not uses_float8(config.precision):
         return
     if capability < ADA:
-        raise UsageError(
-            f"--precision.compute fp8 needs a GPU with compute capability 8.9 or more, such as an H100, and {gpu} has "
-            f"{'.'.join(map(str, capability))}; use --precision.compute bf16"
-        )
+        needs = f"needs compute capability 8.9 or more, as an H100 has, and {gpu} has {'.'.join(map(str, capability))}"
+        raise UsageError(f"--precision.compute fp8 {needs}; use --precision.compute bf16")
     tokens = config.train.micro_batch * config.model.sequences * config.model.sequence
     sizes = {f"--train.micro-batch {config.train.micro_batch} has {tokens} tokens": (tokens,)}
     for _, of in layer_kinds(config):
@@ -381,10 +376,8 @@ def check_float8(config: Config, gpu: str, capability: tuple[int, ...]) -> None:
             sizes[f"a rank of --mesh.model {config.mesh.model} has a weight of {weight[0]} × {weight[1]}"] = weight
     for what, size in sizes.items():
         if any(n % FP8_MULTIPLE for n in size):
-            raise UsageError(
-                f"--precision.compute fp8 multiplies matrices whose sizes are multiples of {FP8_MULTIPLE}, and {what}; "
-                "change that, or use --precision.compute bf16"
-            )
+            sizes = f"multiplies matrices whose sizes are multiples of {FP8_MULTIPLE}, and {what}"
+            raise UsageError(f"--precision.compute fp8 {sizes}; change that, or use --precision.compute bf16")
 
 
 def check_local_gpus(config: Config, name: str, force: bool, print_line: Callable[[str], None]) -> None:
@@ -602,15 +595,11 @@ def check_compile(config: Config, gpu: Gpu | None) -> None:
         raise UsageError(f"--gpu {gpu.name} cannot be compiled for; use one of {names}")
     devices, per_server = config.mesh.devices, gpu.gpus_per_node
     if devices > per_server and devices % per_server:
-        raise UsageError(
-            f"a mesh of {devices} devices does not fill servers of {per_server}; change --mesh.data, or use "
-            f"--devices-per-node {max(n for n in range(1, per_server + 1) if devices % n == 0)}"
-        )
+        fix = f"--devices-per-node {max(n for n in range(1, per_server + 1) if devices % n == 0)}"
+        raise UsageError(f"{devices} devices do not fill servers of {per_server}; change --mesh.data, or type {fix}")
     if cuda_build() is None:
-        raise UsageError(
-            "--compile needs the compiler for NVIDIA GPUs, which is in JAX's CUDA wheels (no GPU and no driver is "
-            "needed); type: pip install 'jax[cuda13]'"
-        )
+        fix = "type: pip install 'jax[cuda13]' (no GPU and no driver is needed)"
+        raise UsageError(f"--compile needs the compiler for NVIDIA GPUs, which is in JAX's CUDA wheels; {fix}")
 
 
 def compile_step(

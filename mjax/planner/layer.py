@@ -54,13 +54,13 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.cluster.hardware import find_gpu
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
-from mjax.config.kernels import FUSED, with_grouped
+from mjax.config.kernels import FUSED, with_moe_kernel
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import layer_stacks
 from mjax.models.parts.flash import FLASH_STAND_IN
-from mjax.models.stack import run_blocks, runs_in
-from mjax.parallel.grouped import ROWS, max_tiles
+from mjax.models.stack import layer_runs, run_blocks
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
+from mjax.parallel.grouped import TILE_ROWS, max_tiles
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.weights import are_stacked, combine, partition_trainable, weight_metadata
 from mjax.parallel.zero import gather_weights
@@ -214,8 +214,8 @@ def expert_rows(spec: TraceSpec, samples: int) -> int:
     if not (experts := spec.model.experts):
         return 0
     tokens = spec.mesh.expert * samples * spec.model.sequence // spec.mesh.context
-    tiles = max_tiles(spec.model.experts_per_token * tokens, experts // spec.mesh.expert, ROWS["pallas"], tokens)
-    return tiles * ROWS["pallas"]
+    tiles = max_tiles(spec.model.experts_per_token * tokens, experts // spec.mesh.expert, TILE_ROWS["pallas"], tokens)
+    return tiles * TILE_ROWS["pallas"]
 
 
 @lru_cache(maxsize=64)
@@ -226,7 +226,7 @@ def _list_arrays(data: DataConfig) -> DataConfig:
 
 @lru_cache(maxsize=64)
 def _drop_dropout_and_barriers(model: ModelConfig) -> ModelConfig:
-    model = replace(with_grouped(model.without_dropout(), GROUPED_STAND_IN), attention="xla")
+    model = replace(with_moe_kernel(model.without_dropout(), GROUPED_STAND_IN), attention="xla")
     return model if len(layer_stacks(model)) > 1 else replace(model, layers=1)
 
 
@@ -328,7 +328,7 @@ def _trace(spec: TraceSpec, config: Config, part: Callable) -> Any:
         micro_batch = jax.tree.map(lambda rows: rows[0], split_micro_batches(config, batch))
         x = forward.embed(weights, micro_batch)
         if spec.kind is not None:
-            weights.blocks = [stack for stacks in runs_in(weights.blocks) for stack in stacks][spec.kind]
+            weights.blocks = [stack for stacks in layer_runs(weights.blocks) for stack in stacks][spec.kind]
             weights.blocks.kinds = weights.blocks.kinds[:1]  # a window changes no size
         results.append(part(spec, forward, weights, micro_batch, x))
         return jnp.zeros(())

@@ -60,7 +60,7 @@ from mjax.config.bounds import Bounds, check_bounds
 from mjax.config.kernels import FUSED, attention_on_gpu, is_unrolled
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, either
-from mjax.parallel.grouped import ROWS
+from mjax.parallel.grouped import TILE_ROWS
 from mjax.planner import Section, error_bar
 from mjax.planner import layer as trace
 from mjax.planner.layer import hardware_flops, model_flops
@@ -72,7 +72,7 @@ from mjax.utils.figures import format_rows, table
 from mjax.utils.files import read_json, write_whole
 
 # Rows of a tile of experts' products.
-TILE_ROWS = ROWS["pallas"]
+TILE = TILE_ROWS["pallas"]
 
 
 # --- Calibration ------------------------------------------------------------------------------------------------------
@@ -240,10 +240,8 @@ class Rates:
         self.peak, self.float8_peak = gpu.peak(self.compute), gpu.peak("fp8")
         if gpu.peak(compute) is None:
             known = either([dtype for dtype in gpu.peak_tflops if dtype != "fp8"])
-            raise UsageError(
-                f"no {compute} peak is known for {gpu.name}, so its time cannot be predicted; "
-                f"use --precision.compute {known}, or add the peak in mjax/cluster/hardware.py"
-            )
+            fix = f"use --precision.compute {known}, or add the peak in mjax/cluster/hardware.py"
+            raise UsageError(f"no {compute} peak is known for {gpu.name}, so its time cannot be predicted; {fix}")
 
     def product(self, m: float, n: float, k: float, batch: float = 1.0, float8: bool = False) -> float:
         """[m, k] × [k, n], `batch` times in one kernel; in float8 or not, the result has the compute dtype."""
@@ -595,7 +593,7 @@ class LayerTime:
     def _rows(self, product: Product) -> tuple[float, int]:
         """The rows of a product with a weight, and the number of experts; the rows of an expert are whole tiles."""
         rows = self.samples * product.m
-        return (TILE_ROWS * math.ceil(rows / TILE_ROWS), product.batch) if product.grouped else (rows, 1)
+        return (TILE * math.ceil(rows / TILE), product.batch) if product.grouped else (rows, 1)
 
     @cached_property
     def _expert_collectives(self) -> tuple[float, float]:

@@ -187,7 +187,7 @@ def test_own_logits_are_in_the_loss_and_refused_in_chunks(monkeypatch):
         return loss, reported
 
     compare(config, total)
-    with pytest.raises(UsageError, match=r"--train.loss-chunks 2 needs .* `output` .* Capped has a `loss` or `logits`"):
+    with pytest.raises(UsageError, match=r"--train.loss-chunks 2 needs the `loss` and `logits` of .* Capped overrides"):
         ledger(config_of(model, loss_chunks=2))
 
 
@@ -210,8 +210,14 @@ class Shifted(toy_model.GatedMLP):
 
 
 class Counted(toy_model.Rotary):
-    def turn(self, q, k, context):
+    def apply_to_qk(self, q, k, context):
         return q * jnp.arange(q.shape[1])[:, None, None], k
+
+
+def test_old_name_of_a_position_encoding_is_rejected():
+    """Otherwise the method would never be called, and the model would have no positions."""
+    with pytest.raises(UsageError, match=r"Old\.turn is apply_to_qk now; rename the method"):
+        type("Old", (toy_model.Rotary,), {"turn": lambda self, q, k, context: (q, k)})
 
 
 class OwnEmbedding(toy_model.Toy):
