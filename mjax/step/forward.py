@@ -113,10 +113,7 @@ class Forward:
 
     def _check_loss_chunks(self, weights: Model, chunks: int) -> None:
         if self.loss_fn is not None:
-            raise UsageError(
-                f"--train.loss-chunks {chunks} is for the loss of the model, and this run has a function instead; "
-                "remove it"
-            )
+            raise UsageError(f"--train.loss-chunks {chunks} is for the model's loss, not for a function; remove it")
         if not weights.scores_in_chunks():
             raise UsageError(
                 f"--train.loss-chunks {chunks} needs the `loss` and `logits` of mjax (mjax/models/causal.py), which "

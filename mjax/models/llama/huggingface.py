@@ -70,11 +70,8 @@ def _read_rope(values: dict[str, Any], file: str) -> dict[str, Any]:
     original = values.get("max_position_embeddings") if original is None else original
     if kind != "linear" and (type(original) is not int or original < 1):
         raise UsageError(f"{file}: original_max_position_embeddings is {original!r}; restore the file")
-    return {
-        "rope_scaling": kind,
-        "rope_factor": float(factor),
-        "rope_original_length": None if kind == "linear" else original,
-    }
+    original = None if kind == "linear" else original
+    return {"rope_scaling": kind, "rope_factor": float(factor), "rope_original_length": original}
 
 
 def _check_scaling(settings: dict[str, Any], kind: str, factor: float, file: str) -> None:
