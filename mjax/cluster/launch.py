@@ -232,7 +232,7 @@ DETERMINISTIC_FLAGS = {
     "xla_gpu_exclude_nondeterministic_ops": "true",
     # XLA refuses to compile the step with the flag above and Triton's products: 'Failed to get configs'.
     "xla_gpu_enable_triton_gemm": "false",
-    # A restart would choose other kernels for products, by their time at that moment.
+    # A restart would choose other kernels for matmuls, by their time at that point.
     "xla_gpu_autotune_level": "0",
 }
 """For `train.py --deterministic`. They do not affect CPUs, where a run is repeatable anyway."""
@@ -247,10 +247,8 @@ def set_deterministic_flags() -> None:
     flags = xla_flags()
     for name, value in DETERMINISTIC_FLAGS.items():
         if flags.get(name, value).lower() != value:
-            raise UsageError(
-                f"--deterministic needs --{name}={value}, and XLA_FLAGS has --{name}={flags[name]}; leave one of them "
-                "out"
-            )
+            conflict = f"--deterministic needs --{name}={value}, and XLA_FLAGS has --{name}={flags[name]}"
+            raise UsageError(f"{conflict}; leave one of them out")
     if new := [f"--{name}={value}" for name, value in DETERMINISTIC_FLAGS.items() if name not in flags]:
         set_variable("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *new]).strip())
 

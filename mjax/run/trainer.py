@@ -70,18 +70,16 @@ class Trainer:
           UsageError: with the sentence that `train.py` would print.
         """
         if wrong := [callback for callback in callbacks if not isinstance(callback, Callback)]:
-            raise UsageError(
-                f"callbacks has {wrong[0]!r}; give objects of a subclass of mjax.Callback, whose "
-                "on_step(run, step, metrics) is called after each step"
-            )
+            hook = "on_step(run, step, metrics) is called after each step"
+            raise UsageError(f"callbacks has {wrong[0]!r}; give objects of a subclass of mjax.Callback, whose {hook}")
         self.folder = resolve_parents(run_to_train(folder))
         check_run_folder(self.folder)
         if data is not None:
             if config.train.eval_interval and validation is None:
-                raise UsageError(
-                    "data is given and validation is not, and --train.eval-interval is "
-                    f"{config.train.eval_interval}; give validation, or set train.eval_interval to 0"
+                problem = (
+                    f"data is given and validation is not, and --train.eval-interval is {config.train.eval_interval}"
                 )
+                raise UsageError(f"{problem}; give validation, or set train.eval_interval to 0")
             config = replace(config, data=replace(config.data, custom=True, **dict.fromkeys(BLENDS, ())))
         check_batch_sizes(config)
         init = None if init is None else resolve_parents(local_run(init))
@@ -121,9 +119,8 @@ class Trainer:
 def _user_data(config: Config, data: Source, validation: Callable[[int], dict] | None) -> TrainingData:
     whole = BatchSizes.constant(config.train.global_batch)
     evaluation = None if validation is None else UserBatches(validation, whole, config)
-    return TrainingData(
-        UserBatches(data, BatchSizes.from_config(config), config), evaluation, None, "batches of the caller"
-    )
+    training = UserBatches(data, BatchSizes.from_config(config), config)
+    return TrainingData(training, evaluation, None, "batches of the caller")
 
 
 def _fitting_warmup(config: Config) -> int:
