@@ -294,9 +294,9 @@ def to_hf(arguments: ToHfArguments) -> int:
         return _to_peft(arguments, config, family, saved, dtype)
     blocks, into = partial(read_in_blocks, saved), ""
     if arguments.merged:
-        base, of_base = _base(run)
+        base, checkpoint = _base(run)
         blocks = lora.merge_adapters(
-            partial(read_in_blocks, of_base), config.model, lora.read_adapters(saved, config.model)
+            partial(read_in_blocks, checkpoint), config.model, lora.read_adapters(saved, config.model)
         )
         into = f", merged into checkpoint {base.step} of {base.run}"
     shapes = {name: place.shape for name, place in weights.places(family, model).items()}

@@ -84,9 +84,9 @@ class DedupJob(FilterJob):
                 texts = [document.text for document in documents]
                 digests += (hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
                 if texts and not self.arguments.exact:
-                    signatures, of_bands = near_duplicates.minhash(texts, *self.shingling, self.bands)
+                    signatures, band_keys = near_duplicates.minhash(texts, *self.shingling, self.bands)
                     signatures.tofile(stream)
-                    keys.append(of_bands)
+                    keys.append(band_keys)
         values = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
         with self.open_files(rank, "digests", "keys", "documents", "places") as (halves, sorted_keys, numbers, where):
             np.array(places, np.int64).tofile(where)
@@ -94,9 +94,9 @@ class DedupJob(FilterJob):
             for column in (values[order, 0], values[order, 1], order):
                 column.tofile(halves)
             for band in range(self.bands.count if keys else 0):
-                of_band = np.concatenate([part[band] for part in keys])
-                order = np.argsort(of_band, kind="stable")
-                of_band[order].tofile(sorted_keys)
+                band_keys = np.concatenate([part[band] for part in keys])
+                order = np.argsort(band_keys, kind="stable")
+                band_keys[order].tofile(sorted_keys)
                 order.astype(np.uint32).tofile(numbers)
         return counts, malformed
 
