@@ -85,7 +85,7 @@ def test_special_tokens_are_single_ids_that_end_answers(run):
 )
 def test_template_that_fails_or_escapes_is_rejected(template, copied):
     (copied / "tokenizer" / "chat_template.jinja").write_text(template)
-    with pytest.raises(UsageError, match=r"chat_template\.jinja refuses the conversation or is damaged"):
+    with pytest.raises(UsageError, match=r"chat_template\.jinja rejects the conversation or is damaged"):
         Chat(copied / "tokenizer").render(USER)
 
 

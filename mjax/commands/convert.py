@@ -216,10 +216,9 @@ def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Check
     ranks = checkpoint.tensor_ranks or settings.get("tensor_model_parallel_size") or 1
     multiple = (settings.get("make_vocab_size_divisible_by") or 128) * ranks
     if rows - tokenizer.vocabulary >= multiple:
-        raise UsageError(
-            f"the tokenizer has {tokenizer.vocabulary:,} ids and the embedding {rows:,} rows, more than padding to a "
-            f"multiple of {multiple} explains; give the model's tokenizer, or add --vocabulary {tokenizer.vocabulary}"
-        )
+        padded = f"the embedding {rows:,} rows, more than padding to a multiple of {multiple} explains"
+        fix = f"give the model's tokenizer, or add --vocabulary {tokenizer.vocabulary}"
+        raise UsageError(f"the tokenizer has {tokenizer.vocabulary:,} ids and {padded}; {fix}")
     return tokenizer.vocabulary
 
 

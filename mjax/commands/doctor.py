@@ -60,8 +60,8 @@ def doctor(arguments: DoctorArguments) -> int:
     console = Console(highlight=False, soft_wrap=True, quiet=arguments.json)
     findings = []
     with console.status("starting …") as status:
-        facts = MachineInfo(config, arguments.config or "", arguments.runs, arguments.timeout)
-        for finding in examine(facts, lambda check: status.update(f"checking {check} …")):
+        machine = MachineInfo(config, arguments.config or "", arguments.runs, arguments.timeout)
+        for finding in examine(machine, lambda check: status.update(f"checking {check} …")):
             findings.append(finding)
             _show(console, finding)
     counts = Counter(finding.status for finding in findings)

@@ -19,7 +19,7 @@ from mjax.config.bounds import check_bounds
 from mjax.data.tokenizers import Tokenizer, stop_token_ids
 from mjax.errors import UsageError, split_lines
 from mjax.generation.chat import Chat, read_conversations
-from mjax.generation.generate import Generator, Prepared
+from mjax.generation.generate import Generator, PreparedWeights
 from mjax.generation.inference import inference_config, read_run, run_tokenizer
 from mjax.generation.text import Live, StreamingText, TextContinuation, continue_ids
 from mjax.parallel.mesh import make_mesh
@@ -75,7 +75,7 @@ class Writer:
         self.ends = stop_token_ids(run / "tokenizer", self.tokenizer.eod, arguments.tokenizer)
 
     @cached_property
-    def _restored(self) -> tuple[Generator, int, Prepared]:
+    def _restored(self) -> tuple[Generator, int, PreparedWeights]:
         """The generator, the step of the checkpoint, and its weights."""
         generator, arguments = Generator(self._config, make_mesh(self._config.mesh)), self.arguments
         notify = partial(self.notices.print, markup=False)

@@ -118,10 +118,8 @@ def _with_default(argv: Sequence[str]) -> Sequence[str]:
     names_config = bool(typed & {"config", "run"})
     if "days" not in typed:
         if "devices" in typed and not names_config:
-            raise UsageError(
-                "--devices needs a config, such as --config gpt_8b, or --days N to find the largest model that trains "
-                "in N days; add one of them"
-            )
+            days = "--days N to find the largest model that trains in N days"
+            raise UsageError(f"--devices needs a config, such as --config gpt_8b, or {days}; add one of them")
         return argv
     for flag in typed & {"train.steps", "train.tokens"}:
         raise UsageError(f"--{flag} and --days both set the length of the run; leave one of them out")

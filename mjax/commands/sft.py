@@ -148,10 +148,8 @@ def _prepare_file(parsed: SftArguments, file: str, max_length: int | None) -> st
         print(f"data    {prefix}, prepared before")
         return str(prefix)
     if parsed.distributed.is_multiprocess or launch.find_launcher() is not None:
-        raise UsageError(
-            f"--data {file} is prepared by one process: type mjax prepare {shlex.quote(file)} --chat --tokenizer "
-            f"run:{parsed.init} --output data/chat, and start the run with --data data/chat"
-        )
+        command = f"mjax prepare {shlex.quote(file)} --chat --tokenizer run:{parsed.init} --output data/chat"
+        raise UsageError(f"--data {file} is prepared by one process; type {command}, then --data data/chat")
     make_folder(prefix.parent)
     prepare(replace(arguments, output=str(prefix)), following=False)
     return str(prefix)

@@ -17,7 +17,7 @@ from mjax.commands.flags import first_values, flag_names, parse
 from mjax.config import Config, has_user_model, load_config, load_user_model, read_config
 from mjax.config.checks import resolve, resolve_steps, validate
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
-from mjax.config.model import KIND_FLAG, convert_kind, model_kind
+from mjax.config.model import KIND_FLAG, convert_kind
 from mjax.config.run import describe_missing_run
 from mjax.errors import RunError, UsageError, either, exit_code, explain, split_lines
 from mjax.profiling import parse_steps
@@ -292,7 +292,7 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     run, config = typed.get("run"), typed.get("config")
     if run is None:
         settings = load_config(config or TrainArguments.config)
-        if architecture is not None and architecture != model_kind(settings.model):
+        if architecture is not None and architecture != settings.model.kind:
             settings = replace(settings, model=convert_kind(settings.model, architecture))
         return TrainArguments(config=config or TrainArguments.config, settings=settings)
     folder = resolve_parents(Path(run))
@@ -304,9 +304,7 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     useless = {"--init": init, "--name": name, "--config": None if is_model_file else config}
     for flag, value in useless.items():
         if value is not None:
-            raise UsageError(
-                f"{flag} {value} has no effect with --run {folder}, which continues that run; leave one out, or for a "
-                f"new run type --config {config if is_model_file else folder / 'config.json'} --name NEW"
-            )
+            new = f"for a new run type --config {config if is_model_file else folder / 'config.json'} --name NEW"
+            raise UsageError(f"{flag} {value} has no effect with --run {folder}, which continues that run; {new}")
     load_user_model(config, folder, lambda line: None)  # `changes_since` has the note
     return TrainArguments(run=folder, settings=read_config(folder / "config.json"))

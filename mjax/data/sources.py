@@ -19,7 +19,7 @@ import numpy as np
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes, training_samples
 from mjax.config.datasets import Blend, DatasetMetadata, parse_blend, read_metadata, split_sequences
-from mjax.config.model import KIND_FLAG, model_kind
+from mjax.config.model import KIND_FLAG
 from mjax.data.batches import Batches
 from mjax.data.bert import MLM_PROBABILITY, BertDataset, WordPieceVocabulary
 from mjax.data.cache import IndexCache, cache_folders
@@ -67,7 +67,7 @@ def open_data(config: Config, on_opened: Callable[[int], None] = lambda samples:
     """
     data, model, train = config.data, config.model, config.train
     if model.samples is None:
-        raise UsageError(f"{KIND_FLAG} {model_kind(model)} is not for pre-training; remove it, or use mjax finetune")
+        raise UsageError(f"{KIND_FLAG} {model.kind} is not for pre-training; remove it, or use mjax finetune")
     if data.custom:
         fix = "continue it there, or start from its weights with --init"
         raise UsageError(f"this run was trained on batches of a program (mjax.Trainer); {fix}")

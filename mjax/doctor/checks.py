@@ -38,16 +38,16 @@ ANSWER = "mjax.doctor.checks:answer"
 """The function that a child calls."""
 
 
-def examine(facts: MachineInfo, begin: Callable[[str], None], names: Iterable[str] = CHECKS) -> Iterator[Finding]:
+def examine(machine: MachineInfo, begin: Callable[[str], None], names: Iterable[str] = CHECKS) -> Iterator[Finding]:
     """Run checks in a child process, another one after each that is lost, and yield their findings.
 
-    The facts' limit is for each check. If FOUNDATION is red, the checks that need it are not run. `begin` is called
+    `machine` has the time limit of a check. If FOUNDATION is red, checks that need it are skipped. `begin` is called
     with the name of each check before it runs.
     """
-    values = vars(facts) | {"config": None, "runs": str(facts.runs)}
+    values = vars(machine) | {"config": None, "runs": str(machine.runs)}
     left_out: list[str] = []
     broken = False
-    with contextlib.closing(Child(ANSWER, facts.limit, None, facts.environment)) as child:
+    with contextlib.closing(Child(ANSWER, machine.limit, None, machine.environment)) as child:
         for name in names:
             if broken and CHECKS.get(name) != "host":
                 left_out.append(name)
@@ -57,7 +57,9 @@ def examine(facts: MachineInfo, begin: Callable[[str], None], names: Iterable[st
                 findings = [Finding(**finding) for finding in child.ask(json.dumps([name, values]).encode())]
             except ChildError as error:
                 findings = [
-                    _lost(error) if error.code is not None else Finding(RED, f"no answer in {facts.limit:g} s", SILENT)
+                    _lost(error)
+                    if error.code is not None
+                    else Finding(RED, f"no answer in {machine.limit:g} s", SILENT)
                 ]
             yield from (_with_name(name, finding) for finding in findings)
             broken = broken or (name == FOUNDATION and any(finding.status == RED for finding in findings))
@@ -65,11 +67,11 @@ def examine(facts: MachineInfo, begin: Callable[[str], None], names: Iterable[st
         yield Finding(YELLOW, ", ".join(left_out), f"fix the line {FOUNDATION} first", check="not checked")
 
 
-def run_check(name: str, facts: MachineInfo) -> list[Finding]:
+def run_check(name: str, machine: MachineInfo) -> list[Finding]:
     """The findings of a check; if it raises, one red finding, so that it never hides the others."""
     try:
         module = importlib.import_module(f"mjax.doctor.{CHECKS[name]}")
-        result = getattr(module, "check_" + re.sub(r"\W", "_", name))(facts)
+        result = getattr(module, "check_" + re.sub(r"\W", "_", name))(machine)
         findings = [result] if isinstance(result, Finding) else list(result or ())
     except UsageError as error:
         findings = [Finding(RED, *str(error).rsplit("; ", 1))]
@@ -90,8 +92,8 @@ def answer(question: bytes) -> list[dict[str, Any]]:
     """In the child: the findings of a check."""
     name, values = json.loads(question)
     config = load_config(values["name"]) if values["name"] else None
-    facts = MachineInfo(**values | {"config": config, "runs": Path(values["runs"])})
-    return [asdict(finding) for finding in run_check(name, facts)]
+    machine = MachineInfo(**values | {"config": config, "runs": Path(values["runs"])})
+    return [asdict(finding) for finding in run_check(name, machine)]
 
 
 def _lost(error: ChildError) -> Finding:

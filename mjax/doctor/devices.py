@@ -48,9 +48,9 @@ def device_name(device: jax.Device) -> str:
     return f"{device.platform.upper()} {device.id}"
 
 
-def check_devices(facts: MachineInfo) -> Finding:
+def check_devices(machine: MachineInfo) -> Finding:
     """Start JAX and compare its devices with the GPUs that the driver lists."""
-    variables = {name: facts.environment.get(name) for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")}
+    variables = {name: machine.environment.get(name) for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")}
     log = logging.handlers.BufferingHandler(capacity=1000)
     log.setLevel(logging.WARNING)
     logging.getLogger("jax").addHandler(log)
@@ -84,9 +84,9 @@ def check_devices(facts: MachineInfo) -> Finding:
     )
 
 
-def check_device_memory(facts: MachineInfo) -> Finding | None:
+def check_device_memory(machine: MachineInfo) -> Finding | None:
     """Check the share of a GPU's memory that JAX takes; nothing on a CPU."""
-    devices, environment = jax.local_devices(), facts.environment
+    devices, environment = jax.local_devices(), machine.environment
     if devices[0].platform == "cpu":
         return None
     limit = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in devices)
@@ -124,7 +124,7 @@ def judge(check: str, rate: float, peak: float, text: str) -> Finding:
     )
 
 
-def check_matmul(facts: MachineInfo) -> Finding:
+def check_matmul(machine: MachineInfo) -> Finding:
     """Measure a large matmul on each device and judge the slowest."""
     return judge("matmul", *min(map(_multiply, devices_to_check())))
 
@@ -142,7 +142,7 @@ def _multiply(device: jax.Device) -> tuple[float, float, str]:
     return rate, (gpu and gpu.peak(compute)) or 0.0, text
 
 
-def check_copy(facts: MachineInfo) -> Finding:
+def check_copy(machine: MachineInfo) -> Finding:
     """Measure the memory of each device and judge the slowest."""
     return judge("copy", *min(map(_copy, devices_to_check())))
 
@@ -160,7 +160,7 @@ def _copy(device: jax.Device) -> tuple[float, float, str]:
     return rate, gpu.memory_bandwidth if gpu else 0.0, text
 
 
-def check_all_reduce(facts: MachineInfo) -> Finding | None:
+def check_all_reduce(machine: MachineInfo) -> Finding | None:
     """Check an all-reduce and measure its bus bandwidth; nothing for a single device.
 
     Bus bandwidth is the bytes that a device sends, 2 (n − 1) / n of its array, over the time, as in NCCL's tests.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from mjax.config import GPTConfig, ModelConfig
-from mjax.config.kernels import choose_grouped, choose_kernel, gpu_capability
+from mjax.config.kernels import choose_kernel, choose_moe_kernel, gpu_capability
 from mjax.doctor import GREEN, RED, YELLOW, Finding, MachineInfo
 from mjax.doctor.devices import device_name, devices_to_check
 from mjax.errors import first_line
@@ -89,7 +89,7 @@ OPERATIONS = [
 ]
 
 
-def check_numerics(facts: MachineInfo) -> list[Finding]:
+def check_numerics(machine: MachineInfo) -> list[Finding]:
     """Check small operations on each device."""
     return judge(OPERATIONS, devices_to_check(), WRONG)
 
@@ -118,13 +118,13 @@ def judge(operations: Sequence[Operation], devices: Sequence[jax.Device], advice
 # --- The kernels of a run ---------------------------------------------------------------------------------------------
 
 
-def check_attention(facts: MachineInfo) -> list[Finding]:
+def check_attention(machine: MachineInfo) -> list[Finding]:
     """Check the kernel that the config selects on this device; without a config: bf16, head size 64, no dropout.
 
     Raises:
       UsageError: it does not support the config.
     """
-    config, device = facts.config, jax.local_devices()[0]
+    config, device = machine.config, jax.local_devices()[0]
     model = GPTConfig(attention_dropout=0.0) if config is None else config.model
     compute = "bf16" if config is None else config.precision.compute
     documents, chunks = (False, 1) if config is None else ("documents" in config.batch_arrays(), config.sequence_chunks)
@@ -133,16 +133,16 @@ def check_attention(facts: MachineInfo) -> list[Finding]:
     return findings + _slower(model.attention, device, obstacle)
 
 
-def check_experts(facts: MachineInfo) -> list[Finding]:
+def check_experts(machine: MachineInfo) -> list[Finding]:
     """Check the kernel of the expert matmuls that the config selects on this device; nothing without experts.
 
     Raises:
       UsageError: it does not support the config.
     """
-    config, device = facts.config, jax.local_devices()[0]
+    config, device = machine.config, jax.local_devices()[0]
     if config is None or not config.model.moe_kernel:
         return []
-    kernel, obstacle = choose_grouped(config, device.platform, gpu_capability(device))
+    kernel, obstacle = choose_moe_kernel(config, device.platform, gpu_capability(device))
     products = expert_products(kernel, config.precision.compute)
     findings = judge([products], [device], "--model.moe-kernel xla, and report it")
     return findings + _slower(config.model.moe_kernel, device, obstacle)
@@ -167,12 +167,9 @@ def attention(kernel: str, model: ModelConfig, compute: str, documents: bool) ->
     distance = np.arange(s)[:, None] - np.arange(s)  # from a query back to a key
     visible = ((distance >= 0) | (not model.causal)) & (distance < (window or s))
     visible = visible & (numbers[:, :, None] == numbers[:, None, :])[:, None]
-    mask = AttentionMask(
-        model.causal,
-        window,
-        documents=jnp.asarray(numbers) if documents else None,
-        slopes=jnp.asarray(slopes) if model.biased_scores else None,
-    )
+    mask = AttentionMask(model.causal, window, slopes=jnp.asarray(slopes) if model.biased_scores else None)
+    if documents:
+        mask = replace(mask, documents=jnp.asarray(numbers))
 
     def formula(q, k, v):
         k, v = (jnp.repeat(x, 2 // groups, axis=2) for x in (k, v))
@@ -192,7 +189,7 @@ def expert_products(kernel: str, compute: str) -> Operation:
     experts = np.repeat([0, 2, 0], [100, 7, 60])
 
     def run(x, kernels):
-        groups, rows = grouped.assign_rows(jnp.asarray(experts), 3, grouped.ROWS[kernel])
+        groups, rows = grouped.assign_rows(jnp.asarray(experts), 3, grouped.TILE_ROWS[kernel])
         buffer = jnp.zeros((len(groups.of_tile) * groups.rows, 64), x.dtype).at[rows].set(x)
         return grouped.grouped_matmul(buffer, kernels, groups, kernel)[rows]
 

@@ -1,7 +1,7 @@
-"""A chat template in a process of its own, with bounds on its time, memory and output.
+"""A chat template in a child process, with bounds on its time, memory and output.
 
-A template is a program from outside. Jinja's sandbox keeps it away from Python, but not from looping for hours or
-writing gigabytes. So a child process renders it (`mjax/utils/child.py`), with Jinja set up as `transformers` does
+A template is a program from outside. Jinja's sandbox denies it access to Python, but lets it loop for hours or write
+gigabytes. So a child process renders it (`mjax/utils/child.py`), with Jinja set up as `transformers` does
 (`apply_chat_template`).
 """
 
@@ -118,14 +118,14 @@ def remove_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A namespace that keeps templates away from Python's internals."""
+    """A namespace without access to Python's internals."""
 
     def __init__(*args, **kwargs):
         self, *values = args
-        given = dict(*values, **kwargs)
-        for name in given:
+        attributes = dict(*values, **kwargs)
+        for name in attributes:
             _Namespace._check(name)
-        jinja2.utils.Namespace.__init__(self, given)
+        jinja2.utils.Namespace.__init__(self, attributes)
 
     def __setitem__(self, name, value):
         _Namespace._check(name)
@@ -155,7 +155,7 @@ def environment(marks: tuple[str, str] = ("", "")) -> ImmutableSandboxedEnvironm
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Jinja's own filter escapes HTML."""
+    """JSON without HTML escapes, which Jinja's filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

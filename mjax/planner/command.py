@@ -13,7 +13,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -97,10 +97,8 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
             raise UsageError(f"--fix {name} is not a field of the search; {near}")
     if devices > gpus_per_node and devices % gpus_per_node:
         below = devices // gpus_per_node * gpus_per_node
-        raise UsageError(
-            f"--devices {devices} is not a multiple of the {gpus_per_node} GPUs of a server; "
-            f"use {below} or {below + gpus_per_node}, or say with --devices-per-node how many a server has"
-        )
+        fix = f"use {below} or {below + gpus_per_node}, or say with --devices-per-node how many a server has"
+        raise UsageError(f"--devices {devices} is not a multiple of the {gpus_per_node} GPUs of a server; {fix}")
     # Without the fields that the search decides, and without data, which a plan does not need.
     train = replace(config.train, micro_batch=1, recompute="none")
     validate(replace(config, mesh=MeshConfig(), data=replace(config.data, mock=True), train=train))
@@ -110,10 +108,9 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
         nearest = [n for n in counts if n < devices][-1:] + [n for n in counts if n > devices][:1]
         use = f"use --devices {' or '.join(map(str, nearest))}" if nearest else "use another --train.global-batch"
         model, fixed = config.model, f" with fixed {', '.join(keep)}" if keep else ""
-        raise UsageError(
-            f"--devices {devices} cannot be divided among {model.layers} layers, {model.heads} heads and batches of "
-            f"multiples of {search.batch_unit(config)} sequences{fixed}; {use}"
-        )
+        batches = f"batches of multiples of {search.batch_unit(config)} sequences"
+        parts = f"{model.layers} layers, {model.heads} heads and {batches}"
+        raise UsageError(f"--devices {devices} cannot be divided among {parts}{fixed}; {use}")
 
 
 def reject_out_of_memory(
@@ -147,8 +144,7 @@ def enough_devices(
     fixed = {name: value for name, value in thrifty.items() if name not in keep}
     small, count = search.with_values(config, fixed), 2 * devices
     while count <= MAX_DEVICES:
-        candidates = search.candidates(small, count, {*keep, *fixed})
-        if any(memory_of(candidate).fits(capacity) for candidate in candidates):
+        if any(memory_of(way).fits(capacity) for way in search.candidates(small, count, {*keep, *fixed})):
             return count
         count *= 2
     return None
@@ -375,10 +371,8 @@ def check_float8(config: Config, gpu: str, capability: tuple[int, ...]) -> None:
     if not uses_float8(config.precision):
         return
     if capability < ADA:
-        raise UsageError(
-            f"--precision.compute fp8 needs a GPU with compute capability 8.9 or more, such as an H100, and {gpu} has "
-            f"{'.'.join(map(str, capability))}; use --precision.compute bf16"
-        )
+        needs = f"needs compute capability 8.9 or more, as an H100 has, and {gpu} has {'.'.join(map(str, capability))}"
+        raise UsageError(f"--precision.compute fp8 {needs}; use --precision.compute bf16")
     tokens = config.train.micro_batch * config.model.sequences * config.model.sequence
     sizes = {f"--train.micro-batch {config.train.micro_batch} has {tokens} tokens": (tokens,)}
     for _, of in layer_kinds(config):
@@ -386,10 +380,8 @@ def check_float8(config: Config, gpu: str, capability: tuple[int, ...]) -> None:
             sizes[f"a rank of --mesh.model {config.mesh.model} has a weight of {weight[0]} × {weight[1]}"] = weight
     for what, size in sizes.items():
         if any(n % FP8_MULTIPLE for n in size):
-            raise UsageError(
-                f"--precision.compute fp8 multiplies matrices whose sizes are multiples of {FP8_MULTIPLE}, and {what}; "
-                "change that, or use --precision.compute bf16"
-            )
+            sizes = f"multiplies matrices whose sizes are multiples of {FP8_MULTIPLE}, and {what}"
+            raise UsageError(f"--precision.compute fp8 {sizes}; change that, or use --precision.compute bf16")
 
 
 def check_local_gpus(config: Config, name: str, force: bool, print_line: Callable[[str], None]) -> None:
@@ -545,8 +537,7 @@ def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, na
 TARGETS = Path(__file__).parent / "targets"
 
 
-@dataclass(frozen=True)
-class AllocatedMemory:
+class AllocatedMemory(NamedTuple):
     """Bytes on one device, as allocated by XLA.
 
     Attributes:
@@ -608,15 +599,11 @@ def check_compile(config: Config, gpu: Gpu | None) -> None:
         raise UsageError(f"--gpu {gpu.name} cannot be compiled for; use one of {names}")
     devices, per_server = config.mesh.devices, gpu.gpus_per_node
     if devices > per_server and devices % per_server:
-        raise UsageError(
-            f"a mesh of {devices} devices does not fill servers of {per_server}; change --mesh.data, or use "
-            f"--devices-per-node {max(n for n in range(1, per_server + 1) if devices % n == 0)}"
-        )
+        fix = f"--devices-per-node {max(n for n in range(1, per_server + 1) if devices % n == 0)}"
+        raise UsageError(f"{devices} devices do not fill servers of {per_server}; change --mesh.data, or type {fix}")
     if cuda_build() is None:
-        raise UsageError(
-            "--compile needs the compiler for NVIDIA GPUs, which is in JAX's CUDA wheels (no GPU and no driver is "
-            "needed); type: pip install 'jax[cuda13]'"
-        )
+        fix = "type: pip install 'jax[cuda13]' (no GPU and no driver is needed)"
+        raise UsageError(f"--compile needs the compiler for NVIDIA GPUs, which is in JAX's CUDA wheels; {fix}")
 
 
 def compile_step(
@@ -689,7 +676,7 @@ def compile_section(compiled: Compilation, formula: Memory) -> Section:
     values = {
         "device_kind": compiled.device_kind,
         "seconds": compiled.seconds,
-        "memory": asdict(memory) | predicted,
+        "memory": memory._asdict() | predicted,
         "collectives": dict(collectives),
         "versions": versions,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),

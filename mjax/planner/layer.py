@@ -55,13 +55,13 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.cluster.hardware import find_gpu
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
-from mjax.config.kernels import FUSED, with_grouped
+from mjax.config.kernels import FUSED, with_moe_kernel
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import layer_stacks
 from mjax.models.parts.flash import FLASH_STAND_IN
-from mjax.models.stack import run_blocks, runs_in
-from mjax.parallel.grouped import ROWS, max_tiles
+from mjax.models.stack import layer_runs, run_blocks
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
+from mjax.parallel.grouped import TILE_ROWS, max_tiles
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.weights import are_stacked, combine, partition_trainable, weight_metadata
 from mjax.parallel.zero import gather_weights
@@ -153,9 +153,9 @@ class Head(NamedTuple):
         return self.products[-1].m * self.products[-1].n if self.products else 0
 
     @classmethod
-    def from_json(cls, products: tuple, *others) -> Head:
+    def from_json(cls, products: tuple, *values) -> Head:
         """The head of plain values."""
-        return cls(_products(products), *others)
+        return cls(_products(products), *values)
 
 
 def _products(plain: Iterable) -> tuple[Product, ...]:
@@ -215,8 +215,8 @@ def expert_rows(spec: TraceSpec, samples: int) -> int:
     if not (experts := spec.model.experts):
         return 0
     tokens = spec.mesh.expert * samples * spec.model.sequence // spec.mesh.context
-    tiles = max_tiles(spec.model.experts_per_token * tokens, experts // spec.mesh.expert, ROWS["pallas"], tokens)
-    return tiles * ROWS["pallas"]
+    tiles = max_tiles(spec.model.experts_per_token * tokens, experts // spec.mesh.expert, TILE_ROWS["pallas"], tokens)
+    return tiles * TILE_ROWS["pallas"]
 
 
 @lru_cache(maxsize=64)
@@ -227,7 +227,7 @@ def _list_arrays(data: DataConfig) -> DataConfig:
 
 @lru_cache(maxsize=64)
 def _drop_dropout_and_barriers(model: ModelConfig) -> ModelConfig:
-    model = replace(with_grouped(model.without_dropout(), GROUPED_STAND_IN), attention="xla")
+    model = replace(with_moe_kernel(model.without_dropout(), GROUPED_STAND_IN), attention="xla")
     return model if len(layer_stacks(model)) > 1 else replace(model, layers=1)
 
 
@@ -329,7 +329,7 @@ def _trace(spec: TraceSpec, config: Config, part: Callable) -> Any:
         micro_batch = jax.tree.map(lambda rows: rows[0], split_micro_batches(config, batch))
         x = forward.embed(weights, micro_batch)
         if spec.kind is not None:
-            weights.blocks = [stack for stacks in runs_in(weights.blocks) for stack in stacks][spec.kind]
+            weights.blocks = [stack for stacks in layer_runs(weights.blocks) for stack in stacks][spec.kind]
             weights.blocks.kinds = weights.blocks.kinds[:1]  # a window changes no size
         results.append(part(spec, forward, weights, micro_batch, x))
         return jnp.zeros(())
@@ -413,7 +413,7 @@ def _backward(spec: TraceSpec, forward: Forward, weights, micro_batch, x: Array)
     stacked = [value for value in layer.outputs[carried:] if value is not None]
     kernels = [operation for operation in program.operations if operation.is_kernel]
     written = {value for operation in kernels for value in operation.outputs}
-    scores = {value for value in range(len(program.values)) if program.ends_with(value, spec.scores)}
+    scores = {v for v, x in enumerate(program.values) if len(x.shape) > 2 and x.shape[-2:] == spec.scores}
     collectives = [(op.inputs[0], op.outputs[0]) for op in kernels if op.is_collective]
 
     def largest(values: Iterable[int]) -> int:
@@ -484,7 +484,7 @@ def model_flops(config: Config, causal: bool = False) -> float:
       config: validated.
       causal: count the half of the attention that a causal model needs; a model that is not causal needs all of it.
     """
-    end, (weights, frozen, attention) = head(_whole(TraceSpec.from_config(config))), _layers(config, causal)
+    end, (weights, frozen, attention) = _whole_head(config), _layers(config, causal)
     forward = weights + attention + end.flops
     frozen += 0.0 if end.trained else end.flops
     return config.train.global_batch * (3 * forward - frozen)
@@ -496,13 +496,14 @@ def hardware_flops(config: Config, causal: bool = False) -> float:
     train, (weights, _, attention) = config.train, _layers(config, causal)
     repeated = {"none": 0.0, "selective": attention}.get(train.recompute, weights + attention)
     if train.loss_chunks > 1:
-        repeated += head(_whole(TraceSpec.from_config(config))).products[-1].flops
+        repeated += _whole_head(config).products[-1].flops
     return model_flops(config, causal) + train.global_batch * repeated
 
 
 def _layers(config: Config, causal: bool) -> tuple[float, float, float]:
     """Forward FLOPs of the layers per sample: of all weights, of frozen weights, and of scores and weighted sums."""
-    layers = [(count, layer_forward(_whole(spec))) for count, spec in layer_kinds(config)]
+    whole = replace(config, mesh=MeshConfig())
+    layers = [(count, layer_forward(spec)) for count, spec in layer_kinds(whole)]
     products = [(count, product) for count, layer in layers for product in layer.weight_products]
     frozen = sum(count * product.flops for count, product in products if not product.trained)
     attention = sum(count * product.flops for count, layer in layers for product in layer.activation_products)
@@ -510,9 +511,9 @@ def _layers(config: Config, causal: bool) -> tuple[float, float, float]:
     return sum(count * product.flops for count, product in products), frozen, attention / masked
 
 
-def _whole(spec: TraceSpec) -> TraceSpec:
-    """The traced model without any split."""
-    return replace(spec, mesh=MeshConfig())
+def _whole_head(config: Config) -> Head:
+    """The head on one device."""
+    return head(TraceSpec.from_config(replace(config, mesh=MeshConfig())))
 
 
 def peak_tflops(device_kind: str, compute: str) -> float | None:

@@ -96,15 +96,11 @@ class Collective:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property
-    def payload(self) -> int:
-        """Bytes of the whole tensor that is summed or gathered."""
-        return self.operand_bytes * (self.ranks if self.operation == "all-gather" else 1)
-
-    @property
     def wire(self) -> float:
         """Bytes that a device sends in one call, on a ring."""
         shares = {"all-reduce": 2 * (self.ranks - 1), "permute": self.ranks}
-        return self.payload * shares.get(self.operation, self.ranks - 1) / self.ranks
+        whole = self.operand_bytes * (self.ranks if self.operation == "all-gather" else 1)
+        return whole * shares.get(self.operation, self.ranks - 1) / self.ranks
 
     @property
     def sent(self) -> np.ndarray:
@@ -140,13 +136,6 @@ class Ledger:
     def bytes_by_axis(self) -> dict[tuple[str, ...], float]:
         """Bytes that a device sends in a step by axes, on the stage that sends most."""
         return {axes: part.sent for axes, part in self.group_by("axes").items()}
-
-    def count_in_program(self) -> dict[tuple[tuple[str, ...], str, str], tuple[int, int]]:
-        """Calls and bytes as in the text of a program, with every branch, by (axes, operation, dtype)."""
-        return {
-            key: (sum(r.calls for r in group.records), sum(r.calls * r.operand_bytes for r in group.records))
-            for key, group in self.group_by("axes", "operation", "dtype").items()
-        }
 
     def bytes_by_source(self) -> dict[str, dict[str, float]]:
         """Bytes by name of the axes and by source, on the stage that sends most over these axes."""

@@ -160,7 +160,8 @@ class _Sizes:
       batch: the device's part of a batch.
       accumulates: gradients are accumulated over micro-batches, in float32.
       sharded: weights are gathered from shards.
-      master_weights, computed, sums, activations, messages: of all points (`_memory`, `_compute_copies`, `_sums`, …).
+      master_weights, computed, activations, messages: of all points (`_memory`, `_compute_copies`).
+      sums: float32 accumulators of gradients over micro-batches.
     """
 
     def __init__(self, config: Config, kernel: str):
@@ -192,8 +193,12 @@ class _Sizes:
         self.accumulates = mesh.pipe > 1 or config.micro_batches > 1
         self.sharded = mesh.pipe > 1 or (mesh.zero > 0 and shards(mesh) > 1)
         self.master_weights = self.bytes_in_storage(self.weights.stored, self.trained.stored)
-        self.computed, self.sums = _compute_copies(self), _sums(self)
-        self.activations = _activations(self)
+        self.computed, trained = _compute_copies(self), self.trained
+        # Of weights gathered in the loop only the shard is accumulated.
+        accumulated = trained.layers - trained.gathered + trained.gathered_shards + trained.shared
+        self.sums = self.master * accumulated if self.accumulates else 0.0
+        # The backward pass of a pipeline reads its slot of the ring buffer into a separate array.
+        self.activations = self.saved * (1 if mesh.pipe == 1 else _chunks_in_flight(config) + 1)
         # Buffers of a pipeline: activations and gradients that have arrived and are sent, streams for the head.
         self.messages = 8 * self.stream if mesh.pipe > 1 else 0.0
 
@@ -311,27 +316,12 @@ def _compute_copies(sizes: _Sizes) -> tuple[float, float]:
     return sizes.width * layers, sizes.width * (weights.shared if sizes.sharded else trained.shared)
 
 
-def _sums(sizes: _Sizes) -> float:
-    """Bytes of the float32 accumulators over micro-batches; for weights gathered in the loop only the shard."""
-    weights = sizes.trained
-    if not sizes.accumulates:
-        return 0.0
-    return sizes.master * (weights.layers - weights.gathered + weights.gathered_shards + weights.shared)
-
-
 def _layer_gradients(sizes: _Sizes) -> float:
     """Bytes of the gradients that one backward pass through a virtual stage stacks."""
     weights, chunks = sizes.trained, sizes.config.mesh.virtual_stages
     if sizes.unrolled and weights.gathered:  # those of the layer that is last there
         return sizes.master * sizes.layers[0].trained.gathered_shards / sizes.layers[0].device_layers
     return (sizes.width * (weights.layers - weights.gathered) + sizes.master * weights.gathered_shards) / chunks
-
-
-def _activations(sizes: _Sizes) -> float:
-    if sizes.config.mesh.pipe == 1:
-        return sizes.saved
-    # The backward pass reads its slot of the ring buffer into a separate array.
-    return sizes.saved * (_chunks_in_flight(sizes.config) + 1)
 
 
 def _live_weights(sizes: _Sizes) -> float:

@@ -18,7 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from mjax.parallel.named_scopes import GROUPED
 
 # The same bytes under another shape or name: a compiler moves nothing for them, or folds them into the next product.
-# A copy between device and host is not a kernel either: an engine of its own makes it.
+# A copy between device and host is not a kernel either: a copy engine makes it.
 VIEWS = {
     "reshape", "squeeze", "expand_dims", "transpose", "pvary", "name", "copy", "stop_gradient", "reduce_precision",
     "device_put",
@@ -93,10 +93,6 @@ class Program:
     def shape(self, value: int) -> tuple[int, ...]:
         """Shape of a value."""
         return self.values[value].shape
-
-    def ends_with(self, value: int, dims: tuple[int, int]) -> bool:
-        """True if a value has these last dims, after others, as the scores of attention have."""
-        return len(self.shape(value)) > 2 and self.shape(value)[-2:] == dims
 
     def _new(self, variable) -> int:
         self.values.append(variable.aval)

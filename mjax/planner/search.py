@@ -42,7 +42,7 @@ from mjax.config import Config, MeshConfig, axes, marks
 from mjax.config.axes import shards
 from mjax.config.batch_size import BatchSizes, format_tokens
 from mjax.config.checks import can_run_layers, clip_warmup, validate
-from mjax.config.kernels import is_unrolled, ways_across
+from mjax.config.kernels import context_attention_choices, is_unrolled
 from mjax.config.marks import fields_with
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stage_unit
@@ -110,7 +110,7 @@ def _attentions_across(config: Config, context: int, tensor: int, fixed: str | N
     """The possible values of `mesh.context_attention`."""
     if context == 1:
         return [fixed or "auto"]  # even if it has no effect on this mesh
-    ways = ways_across(replace(config, mesh=MeshConfig(context=context, model=tensor)))
+    ways = context_attention_choices(replace(config, mesh=MeshConfig(context=context, model=tensor)))
     return ["auto"] * bool(ways) if fixed == "auto" else ways
 
 
@@ -195,8 +195,7 @@ class Candidate(NamedTuple):
     time: StepTime
 
 
-@dataclass(frozen=True)
-class SearchResult:
+class SearchResult(NamedTuple):
     """The result of a search.
 
     Attributes:

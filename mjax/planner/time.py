@@ -9,7 +9,7 @@ The model has three independent parts:
                  there kernel by kernel (`benchmarks/calibrate.py`), or taken from published runs
                  (`benchmarks/published.py`; a test repeats the fit), from one matmul on an H100, and assumed.
 
-The parts of a step, and how each is modelled:
+The model of each part of a step:
 
     layer matmuls     the FLOPs at `matmul` × peak, less if tiles leave multiprocessors idle or the inner dim is short;
                       or the bytes, if those take longer
@@ -60,7 +60,7 @@ from mjax.config.bounds import Bounds, check_bounds
 from mjax.config.kernels import FUSED, attention_on_gpu, is_unrolled
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, either
-from mjax.parallel.grouped import ROWS
+from mjax.parallel.grouped import TILE_ROWS
 from mjax.planner import Section, error_bar
 from mjax.planner import layer as trace
 from mjax.planner.layer import hardware_flops, model_flops
@@ -72,7 +72,7 @@ from mjax.utils.figures import format_rows, table
 from mjax.utils.files import read_json, write_whole
 
 # Rows of a tile of experts' products.
-TILE_ROWS = ROWS["pallas"]
+TILE = TILE_ROWS["pallas"]
 
 
 # --- Calibration ------------------------------------------------------------------------------------------------------
@@ -145,11 +145,6 @@ class Calibration:
         if not in_range:
             caveats.append(f"no error bar at sequence length {length:,}: calibrated on {low:,} to {high:,}")
         return bar if in_range and not fp8 else None, tuple(caveats)
-
-    def not_measured(self, gpu: Gpu, compute: str = "bf16") -> list[str]:
-        """The rates of a prediction that were not measured on `gpu`."""
-        rates = (*RATES, "float8") if compute == "fp8" else RATES
-        return [name for name in rates if gpu.name != self.gpu or name not in self.measured]
 
 
 _NOT_MJAX = "mjax itself has not been measured on a GPU"
@@ -245,10 +240,8 @@ class Rates:
         self.peak, self.float8_peak = gpu.peak(self.compute), gpu.peak("fp8")
         if gpu.peak(compute) is None:
             known = either([dtype for dtype in gpu.peak_tflops if dtype != "fp8"])
-            raise UsageError(
-                f"no {compute} peak is known for {gpu.name}, so its time cannot be predicted; "
-                f"use --precision.compute {known}, or add the peak in mjax/cluster/hardware.py"
-            )
+            fix = f"use --precision.compute {known}, or add the peak in mjax/cluster/hardware.py"
+            raise UsageError(f"no {compute} peak is known for {gpu.name}, so its time cannot be predicted; {fix}")
 
     def product(self, m: float, n: float, k: float, batch: float = 1.0, float8: bool = False) -> float:
         """[m, k] × [k, n], `batch` times in one kernel; in float8 or not, the result has the compute dtype."""
@@ -523,11 +516,8 @@ class LayerTime:
     @cached_property
     def passes(self) -> list[dict[str, float]]:
         """The parts: the forward pass, and the halves of the backward pass: inputs, weights."""
-        return [
-            self._forward(),
-            self._backward_inputs(),
-            {"matmul": self._weight_gradients(self.layer.trained_products)},
-        ]
+        weight_gradients = {"matmul": self._weight_gradients(self.layer.trained_products)}
+        return [self._forward(), self._backward_inputs(), weight_gradients]
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -540,13 +530,12 @@ class LayerTime:
             "attention": self._attention(backward=False),
             "elementwise": self.rates.traffic(*self.traffic.forward),
         }
-        gathers = self._data_collectives(self.run.gathered)
         forward = {
             **work,
             "model": len(self.layer.branches) * self.run.layer_sum,
             "context": sum(self._context_collectives),
             "expert": sum(self._expert_collectives),
-            "data": self.run.expose_zero(gathers, sum(work.values())),
+            "data": self.run.expose_zero(self._data_collectives(self.run.gathered), sum(work.values())),
         }
         return forward | {"host": max(0.0, self._to_host - sum(forward.values()))}
 
@@ -575,18 +564,16 @@ class LayerTime:
             "elementwise": self.rates.traffic(*self.traffic.backward) + self._loop,
             "recompute": whole * self._forward_products + attention * self._attention(backward=False),
         }
-        stored = self._data_collectives(run.gathered) + self._data_collectives(
-            self.software.gradient_bytes, self.trained
-        )
+        zero = self._data_collectives(run.gathered)
+        zero += self._data_collectives(self.software.gradient_bytes, self.trained)
         overlapped = sum(work.values()) + self._weight_gradients(self.layer.trained_products)
+        (before, after), (gathers, scatters) = self._context_collectives, self._expert_collectives
         return {
             **work,
             "model": self._exposed_backward + repeated,
-            "context": sum(self._context_collectives)
-            + attention * self._context_collectives[0]
-            + whole * self._context_collectives[1],
-            "expert": sum(self._expert_collectives) + attention * self._expert_collectives[0],
-            "data": run.expose_zero(stored, overlapped),
+            "context": before + after + attention * before + whole * after,
+            "expert": gathers + scatters + attention * gathers,
+            "data": run.expose_zero(zero, overlapped),
             "host": self._to_host,
         }
 
@@ -606,7 +593,7 @@ class LayerTime:
     def _rows(self, product: Product) -> tuple[float, int]:
         """The rows of a product with a weight, and the number of experts; the rows of an expert are whole tiles."""
         rows = self.samples * product.m
-        return (TILE_ROWS * math.ceil(rows / TILE_ROWS), product.batch) if product.grouped else (rows, 1)
+        return (TILE * math.ceil(rows / TILE), product.batch) if product.grouped else (rows, 1)
 
     @cached_property
     def _expert_collectives(self) -> tuple[float, float]:
@@ -735,30 +722,6 @@ class StepTime:
         """Seconds of the step."""
         return sum(self.parts.values())
 
-    def between(self, predicted: float) -> tuple[float, float] | None:
-        """The range of a measured time by the error bar, for a prediction such as `total`; None if it has no end."""
-        if self.error is None or self.error >= 1:
-            return None
-        return predicted / (1 + self.error), predicted / (1 - self.error)
-
-
-def mean_over_run(config: Config, seconds_of: Callable[[int], dict[str, float]], total: float) -> float:
-    """Seconds per step, mean over the run.
-
-    Args:
-      config: of the run.
-      seconds_of: the parts of a step of so many micro-batches.
-      total: of a step with the global batch.
-    """
-    train = config.train
-    if train.batch_rampup is None or train.steps < 1:
-        return total
-    seconds, sequences = 0.0, config.mesh.data * train.micro_batch
-    for count, size in BatchSizes.from_config(config).stretches(train.steps):
-        step = total if size == train.global_batch else sum(seconds_of(size // sequences).values())
-        seconds += count * step
-    return seconds / train.steps
-
 
 def predict_time(
     config: Config, gpu: Gpu, calibration: Calibration | None = None, software: FrameworkModel = MJAX
@@ -793,8 +756,7 @@ class TimePredictor:
 
     def mean(self, config: Config) -> float:
         """Seconds of a step of `config`, mean over the run: `StepTime.mean`, for a search."""
-        step = self._step(config)
-        return mean_over_run(config, step.seconds, sum(step.seconds(config.micro_batches).values()))
+        return self._step(config).mean_over_run()
 
     def _step(self, config: Config) -> _StepTime:
         """The step, with the work of a micro-batch, which configs share."""
@@ -821,8 +783,8 @@ class TimePredictor:
         if train.recompute == "offload":
             untimed.append(f"copies to host memory (timed at {self.gpu.host_bandwidth / 1e9:g} GB/s one way)")
         caveats += tuple(f"not measured: {name}" for name in untimed)
-        mean, mfu = mean_over_run(config, step.seconds, total), tflops * 1e12 / work.rates.peak
-        return StepTime(seconds, tflops, mfu, None if untimed else error, mean, caveats)
+        mfu = tflops * 1e12 / work.rates.peak
+        return StepTime(seconds, tflops, mfu, None if untimed else error, step.mean_over_run(), caveats)
 
 
 class _MicroBatch:
@@ -941,6 +903,17 @@ class _StepTime:
             seconds["bubble"] += bubble(mesh, sum(work.pass_times) / mesh.virtual_stages + 2 * message)
         return seconds
 
+    def mean_over_run(self) -> float:
+        """Mean of a step over the run."""
+        config, train = self.config, self.config.train
+        if train.batch_rampup is None or train.steps < 1:
+            return sum(self.seconds(config.micro_batches).values())
+        replicas, stretches = (
+            config.mesh.data * train.micro_batch,
+            BatchSizes.from_config(config).stretches(train.steps),
+        )
+        return sum(n * sum(self.seconds(size // replicas).values()) for n, size in stretches) / train.steps
+
     def _message(self) -> float:
         """An activation, or its gradient, to the next stage; all ranks of a server send at the same time."""
         mesh = self.config.mesh
@@ -1051,7 +1024,10 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     calibration = calibration or default_calibration(gpu)
     step, devices, compute = predict_time(config, gpu, calibration), config.mesh.devices, config.precision.compute
     peak, of_bf16 = gpu.mfu_peak(compute), " of bf16" if uses_float8(config.precision) else ""
-    run_seconds, tokens, between = config.train.steps * step.mean, run_tokens(config), step.between(step.total)
+    rates = (*RATES, "float8") if compute == "fp8" else RATES
+    run_seconds, tokens, between = config.train.steps * step.mean, run_tokens(config), None
+    if step.error is not None and step.error < 1:  # limits of the measured time
+        between = step.total / (1 + step.error), step.total / (1 - step.error)
     values = {
         "gpu": gpu.name,
         "seconds": step.total,
@@ -1066,7 +1042,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "mfu_causal": model_flops(config, causal=True) / (peak * devices * step.total),
         "tokens_per_second": config.train.global_batch * config.model.sequences * config.model.sequence / step.total,
         "run": {"tokens": tokens, "seconds": run_seconds},
-        "not_measured": calibration.not_measured(gpu, compute),
+        "not_measured": [name for name in rates if gpu.name != calibration.gpu or name not in calibration.measured],
     }
     names = part_names(config.mesh)
     spent = {names[part]: step.parts[part] for part in PARTS if step.parts[part] > 0} | {"step": step.total}
@@ -1095,8 +1071,5 @@ def part_names(mesh: MeshConfig) -> dict[str, str]:
 
 def run_tokens(config: Config) -> int:
     """Tokens of all steps of the run."""
-    return (
-        BatchSizes.from_config(config).samples_before(config.train.steps)
-        * config.model.sequences
-        * config.model.sequence
-    )
+    samples = BatchSizes.from_config(config).samples_before(config.train.steps)
+    return samples * config.model.sequences * config.model.sequence

@@ -32,7 +32,7 @@ from mjax.config import Config
 from mjax.config.axes import MODEL
 from mjax.config.kernels import pad_width
 from mjax.models.causal import CausalModel
-from mjax.models.protocol import Context, Model
+from mjax.models.protocol import ForwardContext, Model
 from mjax.parallel import mappings
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.mesh import batch_specs
@@ -76,7 +76,7 @@ class RowScorer:
       abstract_model: ShapeDtypeStructs with shardings: the target for restoring weights.
     """
 
-    head: Callable[[Model, Array, dict[str, Array], Context], Array]
+    head: Callable[[Model, Array, dict[str, Array], ForwardContext], Array]
     """Inside `shard_map`: weights, residual stream after the last layer [t, h], micro-batch and the context of its
     tokens → numbers of each row [b, …], replicated over `model`."""
 
@@ -122,7 +122,7 @@ class Scorer(RowScorer):
     """Gives every window of text a `Score`, with a causal model."""
 
     @staticmethod
-    def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: Context) -> Array:
+    def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: ForwardContext) -> Array:
         """Loss of each label and whether it is the most likely one, [b, s, 2]; a rank of `context` has its part. Of a
         batch with `scored`, positions [b, n], only of these, [b, n, 2]."""
         tokens, labels = context.tokens, batch["labels"]
@@ -239,7 +239,7 @@ class TaskScorer(RowScorer):
     """Scores examples with a BERT that has a task's head."""
 
     @staticmethod
-    def head(weights: Any, x: Array, batch: dict[str, Array], context: Context) -> Array:
+    def head(weights: Any, x: Array, batch: dict[str, Array], context: ForwardContext) -> Array:
         """The scores of the task's head."""
         return mappings.mask_to_first_context_rank(weights.scores(x, batch, context))
 
@@ -273,7 +273,7 @@ def score_rows(config: Config, plan, model: Model, batch: dict[str, Array], head
       [B, …], the same on every device.
     """
 
-    def place_rows(weights: Model, x: Array, micro_batch: dict[str, Array], context: Context) -> Array:
+    def place_rows(weights: Model, x: Array, micro_batch: dict[str, Array], context: ForwardContext) -> Array:
         numbers = head(weights, x, micro_batch, context)
         rows = micro_batch["samples"][:: config.model.sequences] // config.model.sequences  # [b], of the global batch
         zeros = jnp.zeros((config.train.global_batch, *numbers.shape[1:]), numbers.dtype)

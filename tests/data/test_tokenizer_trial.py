@@ -163,7 +163,7 @@ def test_panic_in_a_conversation_is_a_sentence(tmp_path):
     mark_trusted(file.read_bytes(), "tokenizers")
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     chat = Chat(tmp_path, train_sentencepiece(TEXTS, 380))
-    with pytest.raises(UsageError, match=r"the tokenizer beside .*chat_template\.jinja cannot encode a text \(Onig"):
+    with pytest.raises(UsageError, match=r"the tokenizer of .*chat_template\.jinja cannot encode a text \(Onig"):
         chat.encode("a" * 1000 + "b")
 
 

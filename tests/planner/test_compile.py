@@ -27,6 +27,7 @@ from mjax.profiling.trace import INSTRUCTION, KINDS, OTHER_PROGRAMS, operation_k
 from mjax.utils.figures import GIB
 from tests.conftest import ROOT
 from tests.small import small_config
+from tests.traced import count_in_program
 
 # Of a real model: cuDNN's attention, a vocabulary that is split, dropout between the layers.
 MODEL = {"layers": 4, "hidden": 256, "heads": 8, "sequence": 128, "vocabulary": 1000, "vocabulary_multiple": 1024}
@@ -63,7 +64,7 @@ def test_ledger_has_bytes_of_compiled_step(mode, tmp_path):
     assert compiled.config.model.attention == "cudnn"
     windows = {int(length) for length in re.findall(r'"sliding_window_length": (\d+)', text)}
     assert windows == {kind.window or 0 for kind in config.model.pattern.group}
-    expected = ledger(config).count_in_program()
+    expected = count_in_program(ledger(config))
     found = counted(collectives)
     assert {key: size for key, (_, size) in found.items()} == {key: size for key, (_, size) in expected.items()}
     # XLA puts several collectives into one, and never cuts one in pieces.

@@ -83,7 +83,7 @@ REFUSALS = {
     "--compile": "--compile needs a GPU to compile for; add --gpu with one of a100, b200, h100, h200",
     "--compile --gpu v100": "--gpu v100 cannot be compiled for; use one of a100, b200, h100, h200",
     "--compile --gpu h100": "type: pip install 'jax[cuda13]'",
-    "--compile --gpu h100 --mesh.data 3 --train.global-batch 24 --mesh.model 4": "or use --devices-per-node 6",
+    "--compile --gpu h100 --mesh.data 3 --train.global-batch 24 --mesh.model 4": "or type --devices-per-node 6",
 }
 
 

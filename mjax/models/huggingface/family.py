@@ -1,7 +1,7 @@
 """A family of foreign models as a table: names and layout of its tensors, and settings of its config.json.
 
-A family is a row for each of our modules and a row for each setting. Shapes are in neither: they follow from our own
-parameters (`weights.py`), so a family only states differences in layout.
+A family is a row for each of our modules and a row for each setting. Shapes are in neither: they follow from our
+weights (`weights.py`), so a family only states differences in layout.
 
 A setting of config.json is one of four things: it is a field of `ModelConfig`; it changes what the model computes, and
 mjax supports one value of it; it has no effect on what the model computes; or it is unknown, and rejected by name,
