@@ -146,11 +146,11 @@ class DedupJob(FilterJob):
                 members.append([])
                 for keys, numbers in self._parts(rank, bands):
                     distinct = same[numbers] == numbers
-                    found = near_duplicates.make_buckets(keys[distinct], numbers[distinct])
-                    found.documents.tofile(documents)
-                    found.buckets.tofile(buckets)
-                    members[-1].append(len(found.documents))
-                    candidates = np.union1d(candidates, found.documents)
+                    shared = near_duplicates.make_buckets(keys[distinct], numbers[distinct])
+                    shared.documents.tofile(documents)
+                    shared.buckets.tofile(buckets)
+                    members[-1].append(len(shared.documents))
+                    candidates = np.union1d(candidates, shared.documents)
         with self.open_files(rank, "candidates") as (stream,):
             candidates.tofile(stream)
         return members
