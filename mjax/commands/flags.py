@@ -64,10 +64,8 @@ OLD_FIELDS = {
     for section, names in RENAMED.items()
     for old, new in names.items()
 }
-SHORT_AXES = {
-    "mesh.pp": "mesh.pipe", "mesh.dp": "mesh.data", "mesh.tp": "mesh.model", "mesh.cp": "mesh.context",
-    "mesh.ep": "mesh.expert",
-}  # fmt: skip
+SHORT_AXES = {"pp": "pipe", "dp": "data", "tp": "model", "cp": "context", "ep": "expert"}
+SHORT_AXES = {f"mesh.{short}": f"mesh.{axis}" for short, axis in SHORT_AXES.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -292,10 +290,10 @@ def _match_flags(name: str, words: Sequence[str], flags: Sequence[Flag]) -> list
     """Flags that have a name elsewhere, or without its section, each with its value; of its section if there are."""
     section, _, last = name.rpartition(".")
     typed = [(flag, " ".join(words if get_origin(_options(flag.kind)[0]) is tuple else words[:1])) for flag in flags]
-    matches = [
-        (flag, known) for flag, value in typed if (known := _translate_value(flag.marks, name, value)) is not None
+    translated = ((flag, _translate_value(flag.marks, name, value)) for flag, value in typed)
+    matches = [match for match in translated if match[1] is not None] or [
+        (flag, value) for flag, value in typed if flag.name.rpartition(".")[2] == last
     ]
-    matches = matches or [(flag, value) for flag, value in typed if flag.name.rpartition(".")[2] == last]
     return [match for match in matches if match[0].name.startswith(f"{section}.")] or matches
 
 

@@ -187,9 +187,8 @@ class PrepareJob(tasks.Job):
 
     def merge(self, rank: int) -> None:
         """Copy a share to its place in the files of the dataset."""
-        shapes = np.array(
-            [[share["counts"].get(name, 0) for name in DatasetSize._fields] for share in self.results("encode")]
-        )
+        counts = [share["counts"] for share in self.results("encode")]
+        shapes = np.array([[count.get(name, 0) for name in DatasetSize._fields] for count in counts])
         before, whole = DatasetSize(*shapes[:rank].sum(axis=0).tolist()), DatasetSize(*shapes.sum(axis=0).tolist())
         dtype = np.dtype(token_dtype(self._tokenizer.vocabulary))
         self.copy_file("tokens", rank, self.folder / "bin", before.tokens * dtype.itemsize)
@@ -364,9 +363,7 @@ class Encoder:
 
     def _encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids, the lengths of sequences, and the number of sequences in each document, 0 without text."""
-        parts = (
-            [split_sentences(text, self.splitter) for text in texts] if self.splitter else [[text] for text in texts]
-        )
+        parts = [split_sentences(text, self.splitter) if self.splitter else [text] for text in texts]
         tokens, lengths = self.tokenizer.encode_flat([sequence for document in parts for sequence in document])
         document = np.repeat(np.arange(len(parts)), [len(document) for document in parts])[lengths > 0]
         lengths, sequences = lengths[lengths > 0].astype(np.int32), np.bincount(document, minlength=len(parts))
