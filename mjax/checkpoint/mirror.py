@@ -361,14 +361,14 @@ class Index(dict[str, list]):
         super().__init__(files if isinstance(files := values.get("files"), dict) else {})
         self.last_heartbeat = values.get("beat", 0.0)
 
-    def has(self, name: str, there: str | None = None) -> bool:
-        """True if the store has, or had, a local file as it is now; in the version `there`, if given."""
+    def has(self, name: str, remote_version: str | None = None) -> bool:
+        """True if the store has, or had, a local file as it is now; in `remote_version`, if given."""
         file, (remote, *local) = self.folder / name, self.get(name, [None])
-        return file.is_file() and local == _stat(file) and there in (None, remote)
+        return file.is_file() and local == _stat(file) and remote_version in (None, remote)
 
-    def record(self, name: str, there: str) -> None:
+    def record(self, name: str, remote_version: str) -> None:
         """Record that the store has a local file, in a version."""
-        self[name] = [there, *_stat(self.folder / name)]
+        self[name] = [remote_version, *_stat(self.folder / name)]
 
     def drop(self, names: Iterable[str]) -> None:
         """Remove files from the index."""
