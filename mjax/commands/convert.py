@@ -31,6 +31,7 @@ from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
 from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHfArguments
 from mjax.config import Config, DataConfig, read_settings, save_config
 from mjax.config.model import ModelConfig
+from mjax.config.run import describe_missing_run
 from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer, stop_token_ids, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.interop import convert as models
@@ -44,7 +45,7 @@ from mjax.interop.tokenizer_files import fast_tokenizer
 from mjax.models.build import count_parameters
 from mjax.models.huggingface.family import Family, config_values, model_config
 from mjax.run.continuing import read_origin
-from mjax.utils.files import rename
+from mjax.utils.files import is_hub_name, rename
 from mjax.utils.progress import progress, status
 from mjax.utils.stores import find_address, to_absolute, with_addresses
 
@@ -62,8 +63,8 @@ def from_hf(arguments: FromHfArguments) -> int:
     check_run_folder(output)
     model_folder.check_output(output)
     if not source.is_dir():
-        hub = f"for a model of Hugging Face type hf download {source} --local-dir {source.name}, and convert that"
-        raise UsageError(f"{source} is not a folder with config.json and model.safetensors; give one, or {hub}")
+        folder = f"{source} is not a folder with config.json and model.safetensors; give one of save_pretrained"
+        raise UsageError(describe_missing_run(source) if is_hub_name(source) else folder)
     if (source / lora.CONFIG).is_file() and not (source / "config.json").is_file():
         return _from_peft(arguments)
     if arguments.base is not None:

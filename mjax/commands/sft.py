@@ -88,7 +88,7 @@ def sft(argv: Sequence[str]) -> int:
         return train(argv)
     first = first_values(argv)
     if first.get("init") is None:
-        raise UsageError("mjax sft trains a model further: add --init RUN, such as of `mjax convert from-hf MODEL RUN`")
+        raise UsageError(f"mjax sft needs --init RUN; type {SftArguments.examples[0]}")
     init = Path(first["init"])
     load_user_model(first.get("config"), init, print)
     saved = read_config(init / "config.json")

@@ -324,7 +324,7 @@ def test_names_lead_to_what_to_type(runs, tmp_path, monkeypatch, capsys):
     """A model that is not here, and an import that is: from its folder to a run of one's own."""
     monkeypatch.chdir(tmp_path)
     assert from_hf("Qwen/Qwen3-0.6B", "run") == 2
-    assert "type hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B" in capsys.readouterr().err
+    assert "type `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`" in capsys.readouterr().err
     to_hf(runs["gpt2"], "gpt2", "--tokenizer", "bytes")
     assert from_hf("gpt2", "my run") == 0
     said = capsys.readouterr().out
