@@ -117,7 +117,7 @@ def configs() -> str:
     return f"""# Configs
 
 {GENERATED}
-{len(rows)} configs of published models and of demos. Each is a short file in `configs/`; `--config NAME` selects it, and
+{len(rows)} configs of published models and of demos. Each is a short file in `configs/`; `--config NAME` selects it.
 `mjax configs` lists all.
 
 ```bash
