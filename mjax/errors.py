@@ -9,8 +9,11 @@ import select
 import sys
 import traceback
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+
+PrintLine = Callable[[str], None]
+"""A function that is called with one line of text: a notice or a warning."""
 
 MAX_MESSAGE_CHARACTERS = 1500  # longer than any path, which is never shortened
 UNREAD = 141

@@ -32,7 +32,7 @@ def change_the_run():
     from mjax.checkpoint import checkpoint
     from mjax.run.loop import Display
 
-    commit, settle = checkpoint.Checkpoints._commit, checkpoint.Checkpoints.settle
+    commit, settle = checkpoint.Checkpoints._commit, checkpoint.Checkpoints.wait_until_finished
     put, show = checkpoint.put, Display.show
 
     def terminated_at_5(self, record):
@@ -58,7 +58,8 @@ def change_the_run():
             os.kill(os.getpid(), signal.SIGKILL)
         put(written, place)
 
-    checkpoint.Checkpoints._commit, checkpoint.Checkpoints.settle = terminated_while_writing, terminated_while_waiting
+    checkpoint.Checkpoints._commit = terminated_while_writing
+    checkpoint.Checkpoints.wait_until_finished = terminated_while_waiting
     checkpoint.put, Display.show = killed_while_saving_8, terminated_at_5
 
 

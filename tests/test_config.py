@@ -272,7 +272,7 @@ def test_config_with_removed_fields_opens(before, now):
 
 
 def test_renamed_fields_exist():
-    """With the class of a model for each; a field of two names is rejected."""
+    """Each is a field of a class of models; a field of two names is rejected."""
     classes = {"model": list(REGISTRY.values())} | {
         name: [type(section)] for name, section in vars(Config()).items() if name != "model"
     }

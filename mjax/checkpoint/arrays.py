@@ -22,11 +22,11 @@ CHUNK_BYTES = 1 << 26
 """Of one chunk on disk: what is decompressed to read one number."""
 
 
-def open_array(store: Path, name: str, create: dict[str, Any] | None = None) -> ts.TensorStore:
+def open_array(folder: Path, name: str, create: dict[str, Any] | None = None) -> ts.TensorStore:
     """An array in the folder of a field, as Orbax wrote it; or a new one with this metadata."""
     spec: dict[str, Any] = {
         "driver": "zarr3",
-        "kvstore": {"driver": "ocdbt", "base": {"driver": "file", "path": f"{store.absolute()}/"}, "path": f"{name}/"},
+        "kvstore": {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder.absolute()}/"}, "path": f"{name}/"},
         "context": {"file_io_sync": False},  # the folder is synced as a whole
     }
     if create is None:
@@ -34,15 +34,15 @@ def open_array(store: Path, name: str, create: dict[str, Any] | None = None) -> 
     return ts.open(spec | {"metadata": create, "store_data_equal_to_fill_value": True}, create=True).result()
 
 
-def write_array(store: Path, name: str, leaf: Any, stacked: bool, read: Callable[[int, int], np.ndarray]) -> None:
+def write_array(folder: Path, name: str, leaf: Any, stacked: bool, read_rows: Callable[[int, int], np.ndarray]) -> None:
     """Add an array to the folder of a field, a chunk at a time: of one layer at most, and of `CHUNK_BYTES`.
 
     Args:
-      store: the folder.
+      folder: of the field.
       name: of the array.
       leaf: its shape and dtype.
       stacked: whether its first dim is layers.
-      read: takes where a block of the first dim begins and ends.
+      read_rows: returns the rows of the first dim from a first one to before a last one.
     """
     chunk = [1 if stacked else leaf.shape[0], *leaf.shape[1:]]
     while math.prod(chunk) * leaf.dtype.itemsize > CHUNK_BYTES:
@@ -57,10 +57,10 @@ def write_array(store: Path, name: str, leaf: Any, stacked: bool, read: Callable
             {"name": "zstd", "configuration": {"level": 3}},  # as Orbax
         ],
     }
-    array = open_array(store, name, create=metadata)
+    array = open_array(folder, name, create=metadata)
     for start in range(0, leaf.shape[0], chunk[0]):
         end = min(start + chunk[0], leaf.shape[0])
-        array[start:end].write(read(start, end)).result()
+        array[start:end].write(read_rows(start, end)).result()
 
 
 def read_in_blocks(folder: Path, name: str, rank: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -81,26 +81,26 @@ def read_in_blocks(folder: Path, name: str, rank: int) -> Iterator[tuple[int, np
             yield number * part.shape[0] + start, block.read().result()
 
 
-def check_opens(folder: Path, kinds: dict[str, list]) -> None:
-    """Read one array of each field of the checkpoint in `folder`, the smallest, whose `kinds` are given by name.
+def check_opens(folder: Path, metadata: dict[str, list]) -> None:
+    """Read the smallest array of each field of the checkpoint in `folder`, and compare its shape with `metadata`.
 
     Raises:
-      RunError: it is not there, or has another shape.
+      RunError: it is missing, or has another shape.
     """
-    smallest = sorted(kinds, key=lambda name: math.prod(kinds[name][1]), reverse=True)
-    for field, name in {name.split(".")[0]: name for name in smallest}.items():
+    by_size = sorted(metadata, key=lambda name: math.prod(metadata[name][1]), reverse=True)
+    for field, name in {name.split(".")[0]: name for name in by_size}.items():
         try:
             shape = list(open_array(folder / field, name).read().result().shape)
         except ValueError as error:
             raise RunError(f"{name} cannot be read back: {str(error).splitlines()[0]}") from error
-        if shape != kinds[name][1]:
-            raise RunError(f"{name} has shape {shape} instead of {kinds[name][1]}")
+        if shape != metadata[name][1]:
+            raise RunError(f"{name} has shape {shape} instead of {metadata[name][1]}")
 
 
 def leaves_by_path(tree: Any, field: str | None = None) -> dict[str, Any]:
-    """The leaves of a tree by dotted path, in the order of `jax.tree.leaves`; `field` is the name above the tree."""
-    above = (jax.tree_util.GetAttrKey(field),) if field else ()
-    leaves = [(leaf_name((*above, *path)), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    """The leaves of a tree by dotted path, in the order of `jax.tree.leaves`; `field` is the name of the tree."""
+    parent = (jax.tree_util.GetAttrKey(field),) if field else ()
+    leaves = [(leaf_name((*parent, *path)), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
     named = dict(leaves)
     if len(named) < len(leaves):
         raise ValueError(f"two leaves of the state have the same name; the names are {[name for name, _ in leaves]}")
@@ -110,8 +110,8 @@ def leaves_by_path(tree: Any, field: str | None = None) -> dict[str, Any]:
 def names_with_layer_dim(tree: Any, field: str | None = None) -> set[str]:
     """Names, as in `leaves_by_path`, of the arrays whose first dim, or first two with chunks, are layers."""
     weights = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Param))
-    cards = (are_stacked(node) if isinstance(node, nnx.Param) else [False] for node in weights)
-    return {name for name, stacked in zip(leaves_by_path(tree, field), itertools.chain(*cards), strict=True) if stacked}
+    flags = (are_stacked(node) if isinstance(node, nnx.Param) else [False] for node in weights)
+    return {name for name, stacked in zip(leaves_by_path(tree, field), itertools.chain(*flags), strict=True) if stacked}
 
 
 def group_by_field(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -128,11 +128,11 @@ def group_by_field(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _same_layers(stored: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether two shapes of stacked layers differ only in how the layers are split into chunks."""
-    flat, others = sorted((list(stored), list(wanted)), key=len)
-    if len(flat) == len(others):  # split differently in both
-        return flat[2:] == others[2:] and math.prod(flat[:2]) == math.prod(others[:2])
-    return len(others) == len(flat) + 1 and others[2:] == flat[1:] and math.prod(others[:2]) == flat[0]
+    """True if two shapes of stacked layers differ only in how the layers are split into chunks."""
+    flat, split = sorted((list(stored), list(wanted)), key=len)
+    if len(flat) == len(split):  # split differently in both
+        return flat[2:] == split[2:] and math.prod(flat[:2]) == math.prod(split[:2])
+    return len(split) == len(flat) + 1 and split[2:] == flat[1:] and math.prod(split[:2]) == flat[0]
 
 
 def shape_on_disk(leaf: jax.ShapeDtypeStruct, stored: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -181,7 +181,7 @@ def check_fits(
     Raises:
       UsageError: one is missing, of another shape or dtype, or not wanted; in `field` only, if given.
     """
-    advice = "use the config.json beside it or another --name"
+    advice = "use the config.json of its run or another --name"
     for name, leaf in wanted.items():
         dtype, shape = type_and_shape(leaf)
         if name not in stored:
@@ -195,16 +195,18 @@ def check_fits(
             raise UsageError(f"checkpoint {step} has {name} in {stored_dtype}, this config needs {dtype}; {advice}")
     for name, (_, shape) in stored.items():
         if name not in wanted and field in (None, name.split(".")[0]):
-            raise UsageError(f"checkpoint {step} has {name} of shape {tuple(shape)}, this config has none; {advice}")
+            raise UsageError(
+                f"checkpoint {step} has {name} of shape {tuple(shape)}, and this config has no such array; {advice}"
+            )
 
 
 def check_types(step: int, arrays: dict[str, jax.Array], wanted: dict[str, Any]) -> None:
-    """Refuse arrays that were read with another dtype than that of `wanted`.
+    """Reject arrays that were read with another dtype than that of `wanted`.
 
     Raises:
       RunError: float64 came back as float32.
     """
-    # Orbax reads in its own threads, where a float64 mode that this thread entered as a context is off.
+    # Orbax reads in separate threads, where a float64 mode that this thread entered as a context is off.
     for name, leaf in wanted.items():
         if arrays[name].dtype != leaf.dtype:
             types = f"{arrays[name].dtype}, not {leaf.dtype}; set jax_enable_x64 for the whole process"

@@ -1,11 +1,11 @@
-"""The frozen weights of a run with adapters: those of a checkpoint of another run, which its own do not repeat.
+"""The frozen weights of a run with adapters: those of a checkpoint of another run, which it does not save again.
 
     runs/q/checkpoints/0        the base, never written again
     runs/q-lora/base.json       where it is, and a digest of its numbers
     runs/q-lora/checkpoints/    adapters, their moments, and the rest of the state
 
 A base is recognised by its digest, which depends on the numbers alone: not on the mesh that wrote them, nor on the
-files they are in. A base that was converted again or moved beside the run is the same one.
+files they are in. A base that was converted again or moved is the same one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import BASE, Base, read_base, read_manifest
 from mjax.checkpoint.mirror import read_folder
 from mjax.config import read_config
-from mjax.errors import UsageError
+from mjax.errors import PrintLine, UsageError
 from mjax.models.protocol import Model
 from mjax.parallel.random import mix_bits, uint32_words
 from mjax.parallel.weights import combine, partition_trainable, trainable_only
@@ -36,15 +36,15 @@ from mjax.utils.stores import FETCHED, WRITTEN, find_address, mirror_address, to
 
 
 def base_folder(base: Base, run: Path) -> Path:
-    """The run folder of the base: where it was, or beside `run` if both were moved.
+    """The run folder of the base: where it was, or next to `run` if both were moved.
 
     Raises:
-      UsageError: it is at neither place, or at an address that only base.json names.
+      UsageError: it is in neither folder, or at an address that only base.json names.
     """
     address = find_address(mirror_address(base.run))
     may_fetch = address is None or _is_named_by_user(address, run)
-    near = path_below(run.resolve().parent, Path(base.run).name, f"{run / BASE}: run")
-    for folder in (*([read_folder(base.run)] if may_fetch else []), near):
+    sibling = path_below(run.resolve().parent, Path(base.run).name, f"{run / BASE}: run")
+    for folder in (*([read_folder(base.run)] if may_fetch else []), sibling):
         if (folder / "config.json").is_file():
             return folder
     if not may_fetch:
@@ -57,8 +57,8 @@ def base_folder(base: Base, run: Path) -> Path:
 
 def _is_named_by_user(address: str, run: Path) -> bool:
     """True if a command of the user named the store: `run` is in the same bucket, or `address` was fetched before."""
-    of_run = find_address(run)
-    same_bucket = of_run is not None and of_run.split("/")[:3] == address.split("/")[:3]
+    store = find_address(run)
+    same_bucket = store is not None and store.split("/")[:3] == address.split("/")[:3]
     return same_bucket or any((mirror_address(address, kind) / "config.json").is_file() for kind in (WRITTEN, FETCHED))
 
 
@@ -67,9 +67,7 @@ def without_base(model: Model) -> Model:
     return trainable_only(model) if model.config.lora_rank else model
 
 
-def restore_weights(
-    run: Path, abstract_model: Model, step: int | None, on_notice: Callable[[str], None]
-) -> tuple[int, Model]:
+def restore_weights(run: Path, abstract_model: Model, step: int | None, on_notice: PrintLine) -> tuple[int, Model]:
     """The weights of checkpoint `step` of a run, by default of the newest intact one, and its step.
 
     Raises:
@@ -77,11 +75,11 @@ def restore_weights(
       RunError: it is damaged.
     """
     with Checkpoints(run / "checkpoints", on_notice=on_notice) as checkpoints:
-        step, own = checkpoints.restore(without_base(abstract_model), step, field="model")
-    return step, with_base(own, abstract_model, run, on_notice)
+        step, weights = checkpoints.restore(without_base(abstract_model), step, field="model")
+    return step, with_base(weights, abstract_model, run, on_notice)
 
 
-def with_base(saved: Model, target: Model, run: Path, print_line: Callable[[str], None]) -> Model:
+def with_base(saved: Model, target: Model, run: Path, print_line: PrintLine) -> Model:
     """All weights of a run, from those that it saves itself.
 
     Args:
@@ -97,16 +95,16 @@ def with_base(saved: Model, target: Model, run: Path, print_line: Callable[[str]
         return saved
     base = read_base(run)
     folder = base_folder(base, run)
-    weights, found = read_frozen(folder, base.step, partition_trainable(target)[1], print_line)
-    check_base(base, found.digest, folder, run)
-    return combine(saved, weights)
+    frozen, frozen_base = read_frozen(folder, base.step, partition_trainable(target)[1], print_line)
+    check_base(base, frozen_base.digest, folder, run)
+    return combine(saved, frozen)
 
 
 def check_base(base: Base, digest: str, folder: Path, run: Path) -> None:
-    """Refuse weights with another digest than those that the adapters of `run` belong to.
+    """Check that weights have the digest of those that the adapters of `run` belong to.
 
     Raises:
-      UsageError: they are others.
+      UsageError: the digests differ.
     """
     if digest != base.digest:
         digests = f"{base.digest}, and checkpoint {base.step} of {folder} has {digest}"
@@ -114,7 +112,7 @@ def check_base(base: Base, digest: str, folder: Path, run: Path) -> None:
         raise UsageError(f"{run} has adapters of weights with the digest {digests}; {remedy}")
 
 
-def read_frozen(folder: Path, step: int | None, target: Model, print_line: Callable[[str], None]) -> tuple[Model, Base]:
+def read_frozen(folder: Path, step: int | None, target: Model, print_line: PrintLine) -> tuple[Model, Base]:
     """The weights of a checkpoint of `folder` as a base.
 
     Args:
@@ -130,10 +128,10 @@ def read_frozen(folder: Path, step: int | None, target: Model, print_line: Calla
     stored, weights, sums = cast_to_trained(target, folder), [], {}
     with Checkpoints(folder / "checkpoints", on_notice=print_line) as checkpoints:
         step = checkpoints.find(stored, step, field="model")
-        # One by one: all of them in float32 would need twice the memory of those that are trained on.
+        # One by one: all in float32 would need twice the memory of the weights in their final dtype.
         for (name, leaf), narrow in zip(leaves_by_path(stored, "model").items(), jax.tree.leaves(target), strict=True):
             weight = checkpoints.read(step, {name: leaf})[name]
-            sums[name.removeprefix("model.")] = np.asarray(_put_on_devices(weight))
+            sums[name.removeprefix("model.")] = np.asarray(_digest_sums(weight))
             weights.append(_cast_to_stored(weight, narrow))
     return jax.tree.unflatten(jax.tree.structure(target), weights), Base(to_absolute(folder), step, _digest(sums))
 
@@ -145,7 +143,7 @@ def cast_to_trained(target: Model, folder: Path) -> Model:
 
 
 def _cast_to_stored(weight: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """The weight in the dtype of `leaf`; the array is given up."""
+    """The weight in the dtype of `leaf`; the array is donated."""
     if weight.dtype == leaf.dtype:
         return weight
     return jax.jit(lambda w: w.astype(leaf.dtype), out_shardings=leaf.sharding, donate_argnums=0)(weight)
@@ -153,11 +151,11 @@ def _cast_to_stored(weight: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 def compute_digest(weights: Any) -> str:
     """16 hexadecimal digits that depend on the names and on every bit of the weights, in order, and on nothing else."""
-    return _digest({name: np.asarray(_put_on_devices(array)) for name, array in leaves_by_path(weights).items()})
+    return _digest({name: np.asarray(_digest_sums(array)) for name, array in leaves_by_path(weights).items()})
 
 
 def digest_in_blocks(folder: Path) -> str:
-    """`compute_digest` the weights of the checkpoint in `folder`, with one block of one weight in memory.
+    """The digest of the weights of the checkpoint in `folder`, with one block of one weight in memory.
 
     Args:
       folder: of the checkpoint, which `Checkpoints.find` has checked.
@@ -170,8 +168,8 @@ def digest_in_blocks(folder: Path) -> str:
         for first, block in read_in_blocks(folder, name, len(shape)):
             bits = np.ascontiguousarray(block).reshape(-1).view(np.uint32)
             words = len(bits) // block.size  # two of float64
-            place = words * first * row + np.arange(len(bits), dtype=np.uint64)
-            total += np.asarray(_two_sums(jnp.asarray(bits), jnp.asarray(place.astype(np.uint32))))
+            index = words * first * row + np.arange(len(bits), dtype=np.uint64)
+            total += np.asarray(_hash_sums(jnp.asarray(bits), jnp.asarray(index.astype(np.uint32))))
         sums[name.removeprefix("model.")] = total
     return _digest(sums)
 
@@ -182,16 +180,16 @@ def _digest(sums: Mapping[str, np.ndarray]) -> str:
 
 
 @jax.jit
-def _put_on_devices(array: jax.Array) -> jax.Array:
+def _digest_sums(array: jax.Array) -> jax.Array:
     bits = uint32_words(array)  # [*shape], or [*shape, 2] of float64
-    place = jnp.zeros((), jnp.uint32)
+    index = jnp.zeros((), jnp.uint32)
     for dim, size in enumerate(bits.shape):
-        place = place * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
-    return _two_sums(bits, place)
+        index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+    return _hash_sums(bits, index)
 
 
 @jax.jit
-def _two_sums(bits: jax.Array, place: jax.Array) -> jax.Array:
-    """Two sums modulo 2³² of hashed bits and places, uint32 [2], the same in whatever order they are added."""
-    hashed = mix_bits(bits ^ mix_bits(place))
+def _hash_sums(bits: jax.Array, index: jax.Array) -> jax.Array:
+    """Two sums modulo 2³² of hashed bits and indices, uint32 [2], the same in whatever order they are added."""
+    hashed = mix_bits(bits ^ mix_bits(index))
     return jnp.stack([part.sum(dtype=jnp.uint32) for part in (hashed, mix_bits(hashed))])

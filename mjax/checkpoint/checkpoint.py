@@ -5,9 +5,9 @@
     model/  optimizer/  …  one folder per field of the state, written by Orbax; inside, arrays by dotted path
     manifest.json          the step, dtype and shape of every array, size and checksum of every file, host values
   300.writing/             not a checkpoint yet
-  100.damaged/             set aside, for a person to inspect and remove
+  100.damaged/             set aside, for you to inspect and remove
   400.abandoned/           likewise: the run went back to an earlier checkpoint and continued from there
-  good.json                the last good checkpoint, which is kept until another is good
+  good.json                the last good checkpoint, which stays until another is good
 
 **The layout depends neither on classes nor on meshes.** A state is stored as {dotted path: whole array}, such as
 `model.blocks.mlp.up.kernel`, and restored to the shardings of the current mesh. It does not matter on which mesh it was
@@ -25,10 +25,10 @@ an older checkpoint may be removed.
 without a checksum: a flipped byte silently gives other weights. So every file is compared with the manifest before
 Orbax reads it; if the newest checkpoint is damaged, the previous one is used, with a notice.
 
-**Only intact checkpoints are removed.** Rotation removes checkpoints whose manifest exists and has their step. A
+**Only intact checkpoints are removed.** Retention removes checkpoints whose manifest exists and has their step. A
 damaged one is set aside as `200.damaged`; one that could not be read, a renamed one, and any other folder stay as they
-are. All of this is reported. The base of adapters stays as long as a run beside this one names it: a pin in this
-folder would need its owner's permission, and would stay when those adapters are removed.
+are. All of this is reported. The base of adapters stays as long as a run in the same folder names it: a pin in
+this run would need its owner's permission, and would stay when those adapters are removed.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from orbax.checkpoint import v1 as ocp
 
 from mjax.checkpoint import arrays, folders
 from mjax.checkpoint.folders import BASE, GOOD, Damaged, Good, Unusable, reason
-from mjax.checkpoint.mirror import Mirror, bring
+from mjax.checkpoint.mirror import Mirror, fetch_files
 from mjax.cluster.processes import any_process, barrier, broadcast_int, is_first
 from mjax.config.plain_values import read
-from mjax.errors import RunError, UsageError
+from mjax.errors import PrintLine, RunError, UsageError
 from mjax.utils.files import make_folder, put, rename, set_aside, write_whole
 from mjax.utils.stores import to_stderr
 
@@ -71,7 +71,7 @@ logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}checkp
 
 
 def _report_unraisable(problem: Any) -> None:
-    """Say nothing when the other parts of a save that failed find the event loop of Orbax closed."""
+    """Report nothing when the other parts of a failed save meet the closed event loop of Orbax."""
     if not (problem.exc_type is RuntimeError and str(problem.exc_value) == "Event loop is closed"):
         _report_any(problem)
 
@@ -85,29 +85,29 @@ class _Save:
 
     Attributes:
       finish: called with the folder when it is complete, and the bytes in it.
-      then: what follows if it fails, for the notice; None: no notice.
+      if_failed: the consequence of a failure, for the notice; None: no notice.
       host: values for the manifest.
     """
 
     step: int
     finish: Callable[[Path, int], None]
-    then: str | None = None
+    if_failed: str | None = None
     host: dict[str, Any] | None = None
 
 
 class Checkpoints:
     """The checkpoints of one run, in one folder that all its processes see.
 
-    Every process calls every method; each writes its own shards, and process 0 does what has to be done once.
+    Every process calls every method; each writes its shards, and process 0 does what has to be done once.
 
     Attributes:
       folder: runs/NAME/checkpoints; created by the first save.
       keep_last: how many of the latest checkpoints to keep.
       keep_every: keep checkpoints whose step is a multiple of this forever; None: none.
-      on_notice: called with one line of text when a checkpoint has been saved, was found damaged, or an unfinished one
-        was removed; also from the writing thread.
-      mirror: copies each checkpoint to an object store, if the run is in one.
-      failed: steps whose save failed, the same in every process after `settle`.
+      on_notice: called with one line of text when a checkpoint was saved, is damaged, or an unfinished one was removed;
+        also from the writing thread.
+      mirror: uploads each checkpoint to an object store, if the run is in one.
+      failed: steps whose save failed, the same in every process after `wait_until_finished`.
       keep_best: whether to keep the checkpoint with the lowest validation loss, too.
     """
 
@@ -116,7 +116,7 @@ class Checkpoints:
         folder: Path,
         keep_last: int = 2,
         keep_every: int | None = None,
-        on_notice: Callable[[str], None] = print,
+        on_notice: PrintLine = print,
         mirror: Mirror | None = None,
     ):
         self.mirror = mirror
@@ -132,14 +132,14 @@ class Checkpoints:
         self._saving.async_options.timeout_secs = SAVE_SECONDS
         self._loading = ocp.Context()
         self._loading.pytree.loading.partial_load = True  # `read` of some arrays
-        # Found by restore, with the word for the problem; a run continued from an earlier step writes them again.
+        # By step, with the label of the problem; a run continued from an earlier step writes them again.
         self._unusable: dict[int, str] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.failed: set[int] = set()
         self.keep_best = False
         self._error: RunError | None = None  # of the save before the one in progress
         self._pending: tuple[int, Future] | None = None
-        self._others_wait = False  # for a part that this process could not write
+        self._blocks_others = False  # they wait for a part that this process could not write
         self._pinning: Future | None = None
 
     def __enter__(self) -> Checkpoints:
@@ -172,7 +172,7 @@ class Checkpoints:
         sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         array = jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
         self._begin(_Save(step, self._discard), {"trial": array})
-        error = self._outcome()
+        error = self._wait_for_error()
         if is_first() and not existed:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
@@ -191,29 +191,29 @@ class Checkpoints:
         Args:
           step: of the checkpoint.
           state: the arrays.
-          host: plain values to store beside the arrays, the same in every process. A run that passes them decides which
-            checkpoints are good (`confirm`), and until one is the oldest is kept.
+          host: plain values to store with the arrays, the same in every process. A run that passes them decides which
+            checkpoints are good (`mark_good`), and until one is the oldest stays.
           rotate: whether this checkpoint may replace an older one.
           last: whether no save follows: this one is finished when it returns, and is tried twice.
 
         Raises:
           RunError: this save and the one before it failed, or both attempts of the last.
         """
-        self.settle()
+        self.wait_until_finished()
         if last:
             self._error = None  # of an earlier save
-        for then in ("trying it again", None) if last else ("the next save is tried",):
+        for if_failed in ("trying it again", None) if last else ("the next save is tried",):
             finish = functools.partial(self._publish, step, host is not None, rotate, time.monotonic())
             second = self._error is not None
-            if not self._begin(_Save(step, finish, None if second else then, host), state):
+            if not self._begin(_Save(step, finish, None if second else if_failed, host), state):
                 return
             if last or second:
-                self.settle()
+                self.wait_until_finished()
             if self._error is None:
                 return
 
-    def settle(self) -> None:
-        """Return when no save is in progress; `failed` then has the step of one that failed, in every process.
+    def wait_until_finished(self) -> None:
+        """Return when no save is in progress; `failed` then contains the step of one that failed, in every process.
 
         Raises:
           RunError: the last two saves failed, or one of several processes could not write its part of one. Earlier
@@ -225,23 +225,23 @@ class Checkpoints:
         if self._pending is None:
             return
         (step, _), before = self._pending, self._error
-        error, self._error = self._outcome(), None
+        error, self._error = self._wait_for_error(), None
         if error is None:
             self.failed.discard(step)
             return
         self.failed.add(step)
-        if before is not None or self._others_wait:
+        if before is not None or self._blocks_others:
             in_a_row = "two saves in a row failed: " if before is not None else ""
             raise RunError(f"{in_a_row}{self._failure(step, error)}") from error
         self._error = RunError(self._failure(step, error))
 
-    def wait(self) -> None:
-        """Return when no save is in progress.
+    def check_for_errors(self) -> None:
+        """Return when no save is in progress, and raise the error of the last one.
 
         Raises:
           RunError: the last save failed; the message has the system's reason. Earlier checkpoints are intact.
         """
-        self.settle()
+        self.wait_until_finished()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -253,18 +253,18 @@ class Checkpoints:
           RunError: the last save failed.
         """
         try:
-            self.wait()
+            self.check_for_errors()
         finally:
             self._writer.shutdown()
 
     def _begin(self, save: _Save, state: Any) -> bool:
-        """Start to write a checkpoint; False if it exists. `_outcome` returns what goes wrong, also here."""
+        """Start to write a checkpoint; False if it exists. `_wait_for_error` returns errors of this part too."""
         error, exists, response, leaves = None, False, None, arrays.leaves_by_path(state)
         chunks = functools.partial(arrays.chunks_on_disk, arrays.names_with_layer_dim(state))
         self._saving.array.saving.scoped_storage_options_creator = chunks
         if is_first():
             try:
-                exists = save.step in self._sound()
+                exists = save.step in self._usable()
                 make_folder(self.folder)
                 self._remove_unfinished()
             except OSError as problem:
@@ -279,17 +279,18 @@ class Checkpoints:
                     )
             except Exception as problem:
                 error = problem
-        # The thread must not keep the arrays alive.
-        kinds = {name: arrays.type_and_shape(array) for name, array in leaves.items()}
-        self._pending = save.step, self._writer.submit(self._commit, save, kinds, response, error)
+        # The thread must not hold references to the arrays.
+        metadata = {name: arrays.type_and_shape(array) for name, array in leaves.items()}
+        self._pending = save.step, self._writer.submit(self._commit, save, metadata, response, error)
         return True
 
     def _commit(
-        self, save: _Save, kinds: dict[str, list], response: ocp.AsyncResponse | None, error: Exception | None
+        self, save: _Save, metadata: dict[str, list], response: ocp.AsyncResponse | None, error: Exception | None
     ) -> Exception | None:
         """In the writing thread: wait for Orbax, add the manifest, and make it a checkpoint by one rename.
 
-        Returns what went wrong: `error`, or here; None if nothing did.
+        Returns:
+          `error`, or an error of this part; None if there was none.
         """
         folder = self._temporary_folder(save.step)
         try:
@@ -299,34 +300,36 @@ class Checkpoints:
                 with self._orbax():
                     response.result()  # every process has written its part
             if is_first():
-                arrays.check_opens(folder, kinds)
-                save.finish(folder, folders.write_manifest(folder, save.step, kinds, save.host))
+                arrays.check_opens(folder, metadata)
+                save.finish(folder, folders.write_manifest(folder, save.step, metadata, save.host))
         except Exception as problem:
-            for left in self.folder.glob(f"{folder.name}*") if is_first() else ():  # Orbax begins with a longer name
-                shutil.rmtree(left, ignore_errors=True)  # a full disk needs the space back
-            if save.then is not None:
-                say = self.on_notice if is_first() else to_stderr
-                then = "the other processes wait for it, so the run ends" if self._others_wait else save.then
-                say(f"{self._failure(save.step, problem)}; {then}")
+            for leftover in (
+                self.folder.glob(f"{folder.name}*") if is_first() else ()
+            ):  # Orbax begins with a longer name
+                shutil.rmtree(leftover, ignore_errors=True)  # a full disk needs the space back
+            if save.if_failed is not None:
+                report = self.on_notice if is_first() else to_stderr
+                waits = "the other processes wait for it, so the run ends"
+                report(f"{self._failure(save.step, problem)}; {waits if self._blocks_others else save.if_failed}")
             return problem
         return None
 
-    def _outcome(self) -> Exception | None:
-        """Wait for the save in progress, and return what went wrong in one of the processes; None if nothing did."""
+    def _wait_for_error(self) -> Exception | None:
+        """Wait for the save in progress, and return the error of one of the processes; None if there was none."""
         (_, commit), self._pending = self._pending, None
         error = commit.result()
-        if self._others_wait:
+        if self._blocks_others:
             return error
-        return (error or RunError("another process says why")) if any_process(error is not None) else None
+        return (error or RunError("another process reports why")) if any_process(error is not None) else None
 
     @contextlib.contextmanager
     def _orbax(self) -> Iterator[None]:
-        """Note that the others wait for hours if a block fails in one of several processes: they cannot agree."""
-        self._others_wait = jax.process_count() > 1
+        """Run a block whose failure in one of several processes blocks the others for hours: they cannot agree."""
+        self._blocks_others = jax.process_count() > 1
         yield
-        self._others_wait = False
+        self._blocks_others = False
 
-    def _publish(self, step: int, pins: bool, rotate: bool, started: float, folder: Path, size: int) -> None:
+    def _publish(self, step: int, pins_good: bool, rotate: bool, started: float, folder: Path, size: int) -> None:
         """Make a complete folder a checkpoint."""
         self._set_aside(step)
         final = self.folder / str(step)
@@ -341,7 +344,7 @@ class Checkpoints:
             self.mirror.enqueue(step)
         if rotate:
             try:
-                self._remove_old(step, pins)
+                self._apply_retention(step, pins_good)
             except OSError as error:
                 self.on_notice(f"older checkpoints could not be removed: {reason(error)}")
 
@@ -350,47 +353,47 @@ class Checkpoints:
         put(folder, folder.with_suffix(".deleting"))
         shutil.rmtree(folder.with_suffix(".deleting"))
 
-    def _remove_old(self, newest: int, pins: bool) -> None:
-        for step in [step for step, word in self._unusable.items() if word == Damaged.word]:
+    def _apply_retention(self, newest: int, pins_good: bool) -> None:
+        for step in [step for step, label in self._unusable.items() if label == Damaged.label]:
             self._attempt(self._set_aside, step, "set aside")
-        for step in self._sound():
+        for step in self._usable():
             try:
                 folders.read_manifest(self.folder / str(step), self.on_notice)
             except Unusable as error:  # it was renamed, or is being copied here
-                self._unusable[step] = f"{error.word}-while-training"  # not one to set aside
-                self.on_notice(f"checkpoint {step} is {error.word}, so it is not counted and stays: {error}")
-        sound = self._sound()
-        stay = {newest, *sound[-self.keep_last :]}
+                self._unusable[step] = f"{error.label}-while-training"  # not one to set aside
+                self.on_notice(f"checkpoint {step} is {error.label}, so it is not counted and stays: {error}")
+        usable = self._usable()
+        retained = {newest, *usable[-self.keep_last :]}
         if self.mirror is not None and self.mirror.uploading is not None:
-            stay.add(self.mirror.uploading)
-        if pins:
-            good = self.good()
-            stay.add(sound[0] if good is None else good)
+            retained.add(self.mirror.uploading)
+        if pins_good:
+            good = self.last_good()
+            retained.add(usable[0] if good is None else good)
         run = self.folder.parent
         try:
-            bases = folders.adapters_on(run, [file.parent for file in run.parent.glob(f"*/{BASE}")])
+            bases = folders.find_adapters_of(run, [file.parent for file in run.parent.glob(f"*/{BASE}")])
         except (OSError, UsageError) as error:
             self.on_notice(f"no older checkpoint is removed, as it may be the base of adapters: {reason(error)}")
             return
-        stay |= {base.step for base in bases.values()}
+        retained |= {base.step for base in bases.values()}
         if self.keep_best and (losses := self._validation_losses()):
-            stay.add(min(losses, key=losses.__getitem__))
+            retained.add(min(losses, key=losses.__getitem__))
         if self.keep_every is not None:
-            stay |= {step for step in sound if step % self.keep_every == 0}
-        for step in set(sound) - stay:
+            retained |= {step for step in usable if step % self.keep_every == 0}
+        for step in set(usable) - retained:
             self._attempt(self._remove, step, "removed")
 
-    def _attempt(self, change: Callable[[int], None], step: int, done: str) -> None:
+    def _attempt(self, change: Callable[[int], None], step: int, action: str) -> None:
         try:
             change(step)
         except OSError as error:
-            self.on_notice(f"checkpoint {step} could not be {done}: {reason(error)}")
+            self.on_notice(f"checkpoint {step} could not be {action}: {reason(error)}")
 
     def _remove(self, step: int) -> None:
         # Renamed first: a process killed while deleting must not leave half a checkpoint under a valid name.
-        doomed = self.folder / f"{step}.deleting"
-        rename(self.folder / str(step), doomed)
-        shutil.rmtree(doomed)
+        deleting = self.folder / f"{step}.deleting"
+        rename(self.folder / str(step), deleting)
+        shutil.rmtree(deleting)
 
     def _set_aside(self, step: int) -> None:
         """Rename what has the name of checkpoint `step` but is not one, so that it is neither used nor lost."""
@@ -401,53 +404,52 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         for entry in sorted(self.folder.iterdir()):
-            left = re.fullmatch(r"(\d+)\.(deleting|writing(\.orbax-checkpoint-tmp.*)?)", entry.name)
-            if left is None or not entry.is_dir():
-                continue
-            shutil.rmtree(entry)
-            if left[2] != "deleting":
-                self.on_notice(f"removed {entry.name}: an unfinished save of checkpoint {left[1]}")
+            leftover = re.fullmatch(r"(\d+)\.(deleting|writing(\.orbax-checkpoint-tmp.*)?)", entry.name)
+            if leftover and entry.is_dir():
+                shutil.rmtree(entry)
+                if leftover[2] != "deleting":
+                    self.on_notice(f"removed {entry.name}: an unfinished save of checkpoint {leftover[1]}")
 
     def _temporary_folder(self, step: int) -> Path:
         return self.folder / f"{step}.writing"
 
-    def _sound(self) -> list[int]:
+    def _usable(self) -> list[int]:
         return [step for step in self.steps() if step not in self._unusable]
 
     def _failure(self, step: int, error: Exception) -> str:
         try:
-            intact = ", ".join(map(str, self._sound())) or "none"
+            intact = ", ".join(map(str, self._usable())) or "none"
         except OSError:
             intact = "unknown, as the folder cannot be read"
         return f"checkpoint {step} could not be saved in {self.folder}: {reason(error)}; intact checkpoints: {intact}"
 
     # --- Good checkpoints, and host values ----------------------------------------------------------------------------
 
-    def confirm(self, step: int) -> None:
-        """Mark checkpoint `step` as good, as soon as it is written: it is pinned instead of the previous one."""
+    def mark_good(self, step: int) -> None:
+        """Mark checkpoint `step` as good when it is written: it is pinned instead of the previous one."""
         if is_first():
             self._pinning = self._writer.submit(self._pin, step)
 
     def _pin(self, step: int) -> None:
         try:
-            if step not in self._sound():
+            if step not in self._usable():
                 return  # its save failed
             write_whole(self.folder / GOOD, json.dumps({"step": step}) + "\n")
         except OSError as error:
             self.on_notice(f"checkpoint {step} could not be pinned: {reason(error)}")
             return
-        self._remove_old(step, pins=True)
+        self._apply_retention(step, pins_good=True)
 
-    def good(self) -> int | None:
+    def last_good(self) -> int | None:
         """The last checkpoint that was marked as good; None if there was none or it no longer exists."""
         if not (self.folder / GOOD).exists():
             return None
         try:
-            step = read(Good, self.folder / GOOD, "the oldest checkpoint is kept instead")["step"]
+            step = read(Good, self.folder / GOOD, "the oldest checkpoint stays instead")["step"]
         except UsageError as error:
             self.on_notice(str(error))
             return None
-        return step if step in self._sound() else None
+        return step if step in self._usable() else None
 
     def host_values(self, step: int) -> dict[str, Any]:
         """The host values stored with checkpoint `step`; empty if there are none, or it is damaged."""
@@ -458,17 +460,17 @@ class Checkpoints:
 
     def is_best(self, loss: float) -> bool:
         """True in every process if the validation loss of every checkpoint is higher than `loss`, nats per label."""
-        self.settle()
+        self.wait_until_finished()
         return bool(broadcast_int(is_first() and all(loss < other for other in self._validation_losses().values())))
 
     def _validation_losses(self) -> dict[int, float]:
         """The validation loss of each checkpoint after whose step it was measured."""
-        losses = {step: self.host_values(step).get("val_loss") for step in self._sound()}
+        losses = {step: self.host_values(step).get("val_loss") for step in self._usable()}
         return {step: loss for step, loss in losses.items() if loss is not None}
 
     def abandon(self, after: int) -> None:
         """Set the checkpoints after step `after` aside, so that the run continues from there; in every process."""
-        self.settle()
+        self.wait_until_finished()
         later = [step for step in self.steps() if step > after]
         barrier(f"checkpoints after {after}")  # all have seen them
         if later and is_first():
@@ -512,8 +514,8 @@ class Checkpoints:
         stored = folders.read_manifest(self.folder / str(step))["arrays"]
         as_stored = {name: arrays.shape_on_disk(leaf, tuple(stored[name][1])) for name, leaf in wanted.items()}
         with self._loading:
-            found = ocp.load_checkpointables(self.folder / str(step), arrays.group_by_field(as_stored))
-        leaves = {name: array for part in found.values() for name, array in part.items()}
+            fields = ocp.load_checkpointables(self.folder / str(step), arrays.group_by_field(as_stored))
+        leaves = {name: array for field in fields.values() for name, array in field.items()}
         arrays.check_types(step, leaves, wanted)
         for name, leaf in wanted.items():  # one by one, to avoid two copies of everything
             if leaves[name].shape != leaf.shape:
@@ -522,11 +524,11 @@ class Checkpoints:
 
     def find(self, target: Any, step: int | None = None, field: str | None = None) -> int:
         """The step of the checkpoint that `restore` would read, which process 0 chooses; raises what `restore` does."""
-        self.settle()
+        self.wait_until_finished()
         if not is_first():
             chosen = broadcast_int(-1)
             if chosen < 0:
-                raise RunError(f"process 0 found no checkpoint in {self.folder} that can be used; its message says why")
+                raise RunError(f"process 0 can use no checkpoint in {self.folder}; its message names the reason")
             return chosen
         try:
             chosen = self._choose(target, step, field)
@@ -537,17 +539,14 @@ class Checkpoints:
 
     def _choose(self, target: Any, step: int | None, field: str | None) -> int:
         """The newest checkpoint that is intact and fits `target`, or `step` if it is."""
-        wanted, stacked, there = (
-            arrays.leaves_by_path(target, field),
-            arrays.names_with_layer_dim(target, field),
-            self.steps(),
-        )
-        if not there:
+        wanted, stacked = arrays.leaves_by_path(target, field), arrays.names_with_layer_dim(target, field)
+        steps = self.steps()
+        if not steps:
             raise UsageError(f"{self.folder.parent} has no checkpoint; give a run that has saved one")
-        if step is not None and step not in there:
-            raise UsageError(f"{self.folder.parent} has no checkpoint {step}; there are {', '.join(map(str, there))}")
+        if step is not None and step not in steps:
+            raise UsageError(f"{self.folder.parent} has no checkpoint {step}; there are {', '.join(map(str, steps))}")
         unusable: dict[int, Unusable] = {}
-        for candidate in [step] if step is not None else reversed(there):
+        for candidate in [step] if step is not None else reversed(steps):
             folder = self.folder / str(candidate)
             try:
                 manifest = folders.read_manifest(folder, self.on_notice)
@@ -556,21 +555,21 @@ class Checkpoints:
             except Unusable as error:
                 unusable[candidate] = error
                 continue
-            for other, what in unusable.items():
-                self.on_notice(f"checkpoint {other} is {what.word}: {what}; using {candidate}")
-            self._unusable |= {other: what.word for other, what in unusable.items()}
+            for other, error in unusable.items():
+                self.on_notice(f"checkpoint {other} is {error.label}: {error}; using {candidate}")
+            self._unusable |= {other: error.label for other, error in unusable.items()}
             return candidate
-        what = "; ".join(f"checkpoint {known} is {what.word}: {what}" for known, what in unusable.items())
-        others = ", ".join(str(known) for known in there if known not in unusable)
-        raise RunError(f"{self.folder}: {what}; {f'there are also {others}' if others else 'there is no other'}")
+        problems = "; ".join(f"checkpoint {other} is {error.label}: {error}" for other, error in unusable.items())
+        rest = ", ".join(str(other) for other in steps if other not in unusable)
+        raise RunError(f"{self.folder}: {problems}; {f'there are also {rest}' if rest else 'there is no other'}")
 
     def _check(self, folder: Path, files: dict[str, list], field: str | None) -> None:
-        """`check_files`, after fetching from a store what is not here; what is damaged here is fetched again."""
+        """`check_files`, after fetching missing files from a store; damaged files are fetched again."""
         needed = folders.select_files(files, field)
-        bring(folder, needed, files, self.on_notice)
+        fetch_files(folder, needed, files, self.on_notice)
         try:
             folders.check_files(folder, files, field, self.on_notice)
         except Damaged:
-            if not bring(folder, needed, files, self.on_notice, again=True):
+            if not fetch_files(folder, needed, files, self.on_notice, again=True):
                 raise
             folders.check_files(folder, files, field, self.on_notice)

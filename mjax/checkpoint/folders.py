@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from mjax.config.plain_values import misfit, read
-from mjax.errors import UsageError, first_line, one_sentence
+from mjax.errors import PrintLine, UsageError, first_line, one_sentence
 from mjax.utils.files import make_folder, open_no_link, path_below, remove_temporary, take_lock, write_whole
 from mjax.utils.stores import is_address, to_absolute
 
 MANIFEST = "manifest.json"
-GOOD = "good.json"  # beside the checkpoints: names the last good one
+GOOD = "good.json"  # in the folder of the checkpoints: names the last good one
 BASE = "base.json"
 """In a run with adapters: the run that has the frozen weights (`checkpoint/base.py`)."""
 MADE_BY_ORBAX = "_CHECKPOINT_METADATA"  # also in a checkpoint, even if its manifest is lost
 READ_BYTES = 1 << 24
-READS = 3  # attempts before a file counts as unreadable
-PAUSE = 1.0  # seconds between attempts
+READ_ATTEMPTS = 3  # before a file counts as unreadable
+RETRY_INTERVAL = 1.0  # seconds between attempts
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -42,10 +42,12 @@ def steps_in(folder: Path) -> list[int]:
     A user's folder there, such as `2024`, is not one.
     """
     try:
-        named = [entry for entry in folder.iterdir() if re.fullmatch(r"0|[1-9][0-9]*", entry.name)]
+        numbered = [entry for entry in folder.iterdir() if re.fullmatch(r"0|[1-9][0-9]*", entry.name)]
     except (FileNotFoundError, NotADirectoryError):  # process 0 may remove it after its trial save
         return []
-    return sorted(int(at.name) for at in named if (at / MANIFEST).exists() or (at / MADE_BY_ORBAX).exists())
+    return sorted(
+        int(entry.name) for entry in numbered if any((entry / name).exists() for name in (MANIFEST, MADE_BY_ORBAX))
+    )
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -54,9 +56,9 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def check_run_folder(folder: Path) -> None:
-    """Refuse a folder in which no checkpoint could be restored.
+    """Reject a folder in which no checkpoint could be restored.
 
-    Orbax globs the whole path of what it merges: with a pattern in it, it would find nothing, or another run.
+    Orbax globs the whole path of what it merges: a pattern in it would match nothing, or another run.
 
     Raises:
       UsageError: it is an address that no run can be at, or has one of * ? [ in its path.
@@ -69,10 +71,10 @@ def check_run_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path, print_line: Callable[[str], None]) -> Iterator[None]:
+def lock_folder(folder: Path, print_line: PrintLine) -> Iterator[None]:
     """Lock the run folder for this process; the system releases the lock when the process ends, however it ends.
 
-    On a file system without locks `print_line` is told, and nothing is locked.
+    On a file system without locks nothing is locked, and `print_line` is called with a notice.
 
     Raises:
       UsageError: another process trains here, or the lock is a link.
@@ -107,14 +109,14 @@ def read_base(run: Path) -> Base:
     """The base of a run with adapters.
 
     Raises:
-      UsageError: the run does not say which, or the file is damaged.
+      UsageError: the run has no base.json, or the file is damaged.
     """
     missing = "a run with adapters has it; start one with --init RUN"
     return read(Base, run / BASE, "restore it", missing)
 
 
-def adapters_on(run: Path, others: Iterable[Path]) -> dict[Path, Base]:
-    """The runs among `others` with adapters of the weights of `run`, and what they say of their base.
+def find_adapters_of(run: Path, candidates: Iterable[Path]) -> dict[Path, Base]:
+    """The runs among `candidates` with adapters of the weights of `run`, and their bases.
 
     Raises:
       UsageError: the file of one is damaged.
@@ -124,8 +126,8 @@ def adapters_on(run: Path, others: Iterable[Path]) -> dict[Path, Base]:
         moved = Path(path).name == run.resolve().name and not is_address(path) and not Path(path).exists()
         return moved or path == to_absolute(run)
 
-    bases = {other: read_base(other) for other in sorted(others) if (other / BASE).is_file()}
-    return {other: base for other, base in bases.items() if is_base(base.run)}
+    bases = {folder: read_base(folder) for folder in sorted(candidates) if (folder / BASE).is_file()}
+    return {folder: base for folder, base in bases.items() if is_base(base.run)}
 
 
 def save_base(run: Path, base: Base) -> None:
@@ -154,10 +156,10 @@ class Unusable(Exception):
     """The problem of a checkpoint, as half a sentence.
 
     Attributes:
-      word: names the kind of problem, and the folder when it is set aside.
+      label: names the kind of problem, and the folder when it is set aside.
     """
 
-    word = "unusable"
+    label = "unusable"
 
     def __init__(self, message: str):
         super().__init__(one_sentence(message))
@@ -166,24 +168,30 @@ class Unusable(Exception):
 class Damaged(Unusable):
     """The content is not what was written, or a part of it is missing."""
 
-    word = "damaged"
+    label = "damaged"
 
 
 class Unreadable(Unusable):
     """The system could not read it; the content may be intact."""
 
-    word = "unreadable"
+    label = "unreadable"
 
 
 class Misnamed(Unusable):
     """It is the checkpoint of another step."""
 
-    word = "misnamed"
+    label = "misnamed"
 
 
-def write_manifest(folder: Path, step: int, kinds: dict[str, list], host: dict[str, Any] | None = None) -> int:
-    """Describe what Orbax wrote at `step`, as read back from the files, and store `host`. Returns the size of the
-    files."""
+def write_manifest(folder: Path, step: int, arrays: dict[str, list], host: dict[str, Any] | None = None) -> int:
+    """Write the manifest of what Orbax wrote at `step`, with the checksums of the files, and return their size.
+
+    Args:
+      folder: of the checkpoint.
+      step: of the checkpoint.
+      arrays: dtype and shape by name.
+      host: plain values to store.
+    """
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     with ThreadPoolExecutor() as readers:
         checksums = readers.map(_checksum, files)
@@ -191,12 +199,12 @@ def write_manifest(folder: Path, step: int, kinds: dict[str, list], host: dict[s
             file.relative_to(folder).as_posix(): [file.stat().st_size, checksum]
             for file, checksum in zip(files, checksums, strict=True)
         }
-    content = {"step": step, "arrays": kinds, "files": described} | ({} if host is None else {"host": host})
+    content = {"step": step, "arrays": arrays, "files": described} | ({} if host is None else {"host": host})
     (folder / MANIFEST).write_text(json.dumps({"checksum": _checksum_json(content), **content}, indent=1))
     return sum(size for size, _ in described.values())
 
 
-def read_manifest(folder: Path, print_line: Callable[[str], None] = print) -> dict[str, Any]:
+def read_manifest(folder: Path, print_line: PrintLine = print) -> dict[str, Any]:
     """The manifest of the checkpoint in `folder`, which is named by its step.
 
     Returns:
@@ -205,7 +213,7 @@ def read_manifest(folder: Path, print_line: Callable[[str], None] = print) -> di
 
     Raises:
       Damaged: it is missing, is not what was written, or names files elsewhere.
-      Unreadable: the system could not read it, `READS` times; `print_line` reports each attempt.
+      Unreadable: the system could not read it, `READ_ATTEMPTS` times; `print_line` reports each attempt.
       Misnamed: it has another step.
     """
     content = _read_with_retries(folder, MANIFEST, Path.read_bytes, print_line)
@@ -224,7 +232,7 @@ def read_manifest(folder: Path, print_line: Callable[[str], None] = print) -> di
     if folder.name.isdecimal() and manifest["step"] != int(folder.name):
         renamed = folder.with_name(str(manifest["step"]))
         command = shlex.join(["mv", str(folder), str(renamed)])
-        raise Misnamed(f"{MANIFEST} says that it is checkpoint {renamed.name}; type: {command}")
+        raise Misnamed(f"{MANIFEST} belongs to checkpoint {renamed.name}; type: {command}")
     return manifest
 
 
@@ -233,39 +241,37 @@ def select_files(files: Iterable[str], field: str | None) -> list[str]:
     return [name for name in files if field is None or name.split("/")[0] == field or "/" not in name]
 
 
-def check_files(
-    folder: Path, files: dict[str, list], field: str | None, print_line: Callable[[str], None] = print
-) -> None:
+def check_files(folder: Path, files: dict[str, list], field: str | None, print_line: PrintLine = print) -> None:
     """Compare size and checksum of each file, or of those that `field` needs, with the manifest's.
 
     Raises:
       Damaged: one is missing, of another size, or of another content.
-      Unreadable: the system could not read one, `READS` times; `print_line` reports each attempt.
+      Unreadable: the system could not read one, `READ_ATTEMPTS` times; `print_line` reports each attempt.
     """
     needed = {name: files[name] for name in select_files(files, field)}
     for name, (size, _) in needed.items():
-        found = _read_with_retries(folder, name, Path.stat, print_line).st_size
-        if found != size:
-            raise Damaged(f"{name} has {found} bytes of {size}")
+        actual = _read_with_retries(folder, name, Path.stat, print_line).st_size
+        if actual != size:
+            raise Damaged(f"{name} has {actual} bytes of {size}")
     with ThreadPoolExecutor() as readers:
         checksums = readers.map(lambda name: _read_with_retries(folder, name, _checksum, print_line), needed)
-        for (name, (_, checksum)), found in zip(needed.items(), checksums, strict=True):
-            if found != checksum:
+        for (name, (_, checksum)), actual in zip(needed.items(), checksums, strict=True):
+            if actual != checksum:
                 raise Damaged(f"{name} is not what was written (checksum)")
 
 
-def _read_with_retries(folder: Path, name: str, read: Callable[[Path], Any], print_line: Callable[[str], None]) -> Any:
+def _read_with_retries(folder: Path, name: str, read: Callable[[Path], Any], print_line: PrintLine) -> Any:
     """`read` of a file, retried if the system cannot read it: a network file system may fail once."""
-    for attempt in range(1, READS + 1):
+    for attempt in range(1, READ_ATTEMPTS + 1):
         try:
             return read(folder / name)
         except FileNotFoundError:
             raise Damaged(f"{name} is missing, so it was not finished or not copied completely") from None
         except OSError as error:
-            print_line(f"reading {folder / name} failed, attempt {attempt} of {READS}: {reason(error)}")
-            if attempt == READS:
+            print_line(f"reading {folder / name} failed, attempt {attempt} of {READ_ATTEMPTS}: {reason(error)}")
+            if attempt == READ_ATTEMPTS:
                 raise Unreadable(f"{name} cannot be read: {reason(error)}") from error
-            time.sleep(PAUSE)
+            time.sleep(RETRY_INTERVAL)
 
 
 def _checksum(file: Path) -> int:

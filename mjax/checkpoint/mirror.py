@@ -1,23 +1,23 @@
-"""A run in an object store: written to a folder here, copied to the store, and fetched from there where it is read.
+"""A run in an object store: written to a local folder, uploaded to the store, and fetched where it is read.
 
     s3://bucket/runs/one/
-      config.json, metrics.jsonl, …  whole objects, written again when the local file has changed
+      config.json, metrics.jsonl, …  whole objects, uploaded again when the local file has changed
       checkpoints/200/…              files of a checkpoint, then its manifest.json, and commit_success.txt last
-      .lock                          who trains here
+      .lock                          the process that trains the run
 
-**While a run trains here, the folder here is the truth.** The store is a copy that is only ever behind. No command
-removes a file that this machine wrote because the store lacks it. A cache keeps fetched files apart
+**While a run trains here, the local folder is the source.** The store is a copy that may be behind. No command
+removes a file that this machine wrote because the store lacks it. Fetched files are in a separate cache
 (`utils/stores.py`); a run that is continued on another machine moves from its cache to the folder that is written.
 
 **A checkpoint counts when it is marked.** A store has no rename, so its files have their final names from the start and
 `commit_success.txt`, which Orbax writes too, goes last: after all other files, whose sizes the store has listed, after
 the metrics up to there, and after the manifest. Without the mark it is not a checkpoint: the next upload removes it.
 
-**Training does not wait.** A thread copies what is due, the newest checkpoint first. A checkpoint is due until the
-store lists all of it, whatever the store answers meanwhile; only one that rotation has removed here is left out.
+**Training does not wait.** A thread uploads what is pending, the newest checkpoint first. A checkpoint is pending until
+the store lists all of it, whatever the store answers meanwhile; only one that retention has removed here is left out.
 
-**One process trains** (`checkpoint/store_lock.py`). It reads its lock back at each beat, before a checkpoint is marked
-and before one is removed; when the lock is another's, it stops.
+**One process trains** (`checkpoint/store_lock.py`). It reads its lock back at each heartbeat, before a checkpoint is
+marked and before one is removed; when another process has the lock, it stops.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import Any
 
 from mjax.checkpoint.folders import MADE_BY_ORBAX, MANIFEST, steps_in
-from mjax.checkpoint.store_lock import LOCK, StoreLock, parse, watch
-from mjax.errors import RunError, UsageError
+from mjax.checkpoint.store_lock import LOCK, StoreLock, parse_json, wait_for_release
+from mjax.errors import PrintLine, RunError, UsageError
 from mjax.utils import stores
 from mjax.utils.files import open_no_link, path_below, rename, set_aside, take_lock, write_whole
 from mjax.utils.stores import (
@@ -56,19 +56,19 @@ from mjax.utils.stores import (
 )
 
 COMMIT = "commit_success.txt"
-"""The mark of a checkpoint that is complete, of Orbax's name."""
+"""The mark of a complete checkpoint, as Orbax names it."""
 INDEX = ".store.json"
-EVERY = 10.0  # seconds between two beats, and between two looks for changed files
-LAG = 60.0  # seconds for which a listing may lag
-LARGE = 1 << 22  # bytes of a file that is copied with checkpoints and at the end only, such as TensorBoard's
-STAYS_THERE = ("tensorboard/", "profile/", "wandb/")  # not fetched
-STEP = re.compile(r"checkpoints/(0|[1-9][0-9]*)/(.+)")
+INTERVAL = 10.0  # seconds between two heartbeats, and between two scans for changed files
+LISTING_LAG = 60.0  # seconds for which a listing may be behind
+LARGE_FILE_BYTES = 1 << 22  # a larger file, such as TensorBoard's, is uploaded only with checkpoints and at the end
+NOT_FETCHED = ("tensorboard/", "profile/", "wandb/")
+CHECKPOINT_FILE = re.compile(r"checkpoints/(0|[1-9][0-9]*)/(.+)")
 IN_CHECKPOINT = re.compile(r"checkpoints/[^/]+/.+")  # also in one that was set aside
-NEEDED = re.compile(r"[^/]+\.jsonl?|tokenizer/.+")  # with each checkpoint: to continue the run elsewhere
+RESUME_FILE = re.compile(r"[^/]+\.jsonl?|tokenizer/.+")  # uploaded with each checkpoint: to continue the run elsewhere
 RUN_FLAGS = ("--run", "--init", "--base")
 """Flags with a run as their value."""
-NONE = {"size": -1}
-_readable: dict[str, Path] = {}  # local folders of addresses, as they were last fetched
+NO_OBJECT = {"size": -1}
+_local_folders: dict[str, Path] = {}  # local folders of addresses, as they were last fetched
 
 
 def localize_arguments(argv: Iterable[str], also: bool = False, trains: bool = False) -> list[str]:
@@ -106,20 +106,20 @@ def _local_value(flag: str, value: str, also: bool, trains: bool) -> str:
 # --- From the store ---------------------------------------------------------------------------------------------------
 
 
-def local_run(run: str | Path, print_line: Callable[[str], None] = to_stderr) -> Path:
+def local_run(run: str | Path, print_line: PrintLine = to_stderr) -> Path:
     """The local folder in which a run can be read: of an address, what is fetched from there; another path as it is."""
     return fetch(mirror_address(run), print_line)
 
 
 def read_folder(run: str | Path) -> Path:
-    """`local_run`, without asking the store again for a run that this process has fetched."""
-    return _readable.get(str(run)) or local_run(run)
+    """`local_run`, without another listing of the store for a run that this process has fetched."""
+    return _local_folders.get(str(run)) or local_run(run)
 
 
-def fetch_all(runs: Path) -> list[Path] | None:
+def fetch_runs(runs: Path) -> list[Path] | None:
     """The local folders of all runs in the folder of an address; None for another folder.
 
-    Of each run, all at the same time, only what a list shows is fetched.
+    All runs are fetched at the same time, and of each only what a list shows.
     """
     if (address := find_address(runs)) is None:
         return None
@@ -129,15 +129,15 @@ def fetch_all(runs: Path) -> list[Path] | None:
         return [folder for folder in folders if (folder / "config.json").is_file()]
 
 
-def fetch(folder: Path, print_line: Callable[[str], None], to_list: bool = False, tries: int = 5) -> Path:
+def fetch(folder: Path, print_line: PrintLine, to_list: bool = False, tries: int = 5) -> Path:
     """Return the local folder in which a run is to be read.
 
     It is the folder that this machine writes, while a process trains there, or if the store has nothing newer; else the
-    cache, which is made what the store has, without the files of checkpoints, which `bring` fetches.
+    cache, which is updated from the store, without the files of checkpoints, which `fetch_files` fetches.
 
     Args:
       folder: of a run; another path is returned as it is.
-      print_line: takes one line about each problem.
+      print_line: called with one line about each problem.
       to_list: fetch only what a list of runs shows.
       tries: listings at most, while objects that they have are removed.
     """
@@ -156,11 +156,11 @@ def fetch(folder: Path, print_line: Callable[[str], None], to_list: bool = False
                     return fetch(folder, print_line, to_list, tries - 1)
                 raise
     if not to_list:
-        _readable[address] = readable
+        _local_folders[address] = readable
     return readable
 
 
-def run_to_train(run: str | Path, print_line: Callable[[str], None] = to_stderr) -> Path:
+def run_to_train(run: str | Path, print_line: PrintLine = to_stderr) -> Path:
     """The local folder in which to train a run: of an address, with what the store has, unless this machine is ahead.
 
     If the store is ahead, what it lacks of this machine's folder is set aside.
@@ -171,26 +171,26 @@ def run_to_train(run: str | Path, print_line: Callable[[str], None] = to_stderr)
     if (cache := fetch(folder, print_line)) == folder:
         return folder
     with alone(folder), alone(cache):
-        # Another process of this run may have been faster; what others have listed since then is not a whole run.
+        # Another process of this run may have been faster; a list of runs since then has fetched only a part of it.
         if cache.is_dir() and not is_locked(folder) and not Index(cache).items() <= Index(folder).items():
             _clear(folder, cache, print_line)
             folder.parent.mkdir(parents=True, exist_ok=True)
             rename(cache, folder)
-    _readable[address] = folder
+    _local_folders[address] = folder
     return folder
 
 
-def bring(
-    checkpoint: Path, files: Iterable[str], sizes: Mapping[str, list], print_line: Callable[[str], None], again=False
+def fetch_files(
+    checkpoint: Path, files: Iterable[str], sizes: Mapping[str, list], print_line: PrintLine, again=False
 ) -> bool:
-    """Fetch files of a checkpoint that are not here; True if there were some.
+    """Fetch missing files of a checkpoint; True if there were some.
 
     Args:
       checkpoint: its folder.
       files: names in it.
       sizes: bytes first, by name.
-      print_line: takes one line about it.
-      again: fetch all of them, also those that are here.
+      print_line: called with one line about it.
+      again: fetch all of them, existing ones too.
     """
     if (address := find_address(checkpoint)) is None:
         return False
@@ -199,14 +199,14 @@ def bring(
         if missing:
             total = sum(sizes[name][0] for name in missing)
             print_line(f"reading checkpoint {checkpoint.name} from {address}: {total / 1e6:,.1f} MB")
-            with contextlib.suppress(FileNotFoundError):  # the check that follows says which
+            with contextlib.suppress(FileNotFoundError):  # the check that follows names it
                 pairs = [(f"{address}/{name}", path_below(checkpoint, name)) for name in missing]
                 Store(address, print_line).get(pairs)
     return bool(missing)
 
 
 def is_locked(folder: Path) -> bool:
-    """True if a process of this machine trains in `folder`; nothing is written to find out."""
+    """True if a process of this machine trains in `folder`; nothing is written."""
     try:
         with open_no_link(folder / LOCK, "rb") as file:
             return not take_lock(file, lambda line: None)
@@ -214,27 +214,27 @@ def is_locked(folder: Path) -> bool:
         return False
 
 
-def local_folders(folder: Path) -> list[Path]:
-    """The local folders of the run in `folder`: that alone, or of an address what was written and what was fetched."""
+def run_copies(folder: Path) -> list[Path]:
+    """`folder`, and of a run in a store the other local folder that has files of it: written here, or fetched."""
     address = find_address(folder)
-    both = [] if address is None else [mirror_address(address), mirror_address(address, FETCHED)]
-    return [folder, *(other for other in both if other != folder and other.is_dir())]
+    folders = [] if address is None else [mirror_address(address), mirror_address(address, FETCHED)]
+    return [folder, *(copy for copy in folders if copy != folder and copy.is_dir())]
 
 
 def is_running_on_another_machine(folder: Path) -> bool:
-    """True if the run in a store had given a sign of life shortly before it was fetched, if the clocks agree."""
-    return find_address(folder) is not None and time.time() - Index(folder).beat < LAG
+    """True if the run in a store had sent a heartbeat shortly before it was fetched, if the clocks agree."""
+    return find_address(folder) is not None and time.time() - Index(folder).last_heartbeat < LISTING_LAG
 
 
-def remove_there(folder: Path, dry: bool = False) -> int:
-    """Remove what the store has of a run, so that it is never half a run; returns the bytes of it.
+def remove_remote(folder: Path, dry: bool = False) -> int:
+    """Remove a run from its store, so that it is never half a run; returns its bytes there.
 
     Args:
       folder: local, of the run; nothing happens for another path.
       dry: remove nothing.
 
     Raises:
-      UsageError: a process trains there.
+      UsageError: a process trains the run.
     """
     if (address := find_address(folder)) is None:
         return 0
@@ -242,63 +242,59 @@ def remove_there(folder: Path, dry: bool = False) -> int:
     objects = store.files(address)
     if not dry:
         if LOCK in objects:
-            watch(store, address, store.read(f"{address}/{LOCK}"))
-        # First it has no checkpoints; it is a run to the end, so that the same command continues.
+            wait_for_release(store, address, store.read(f"{address}/{LOCK}"))
+        # First its checkpoints lose their marks; it is a run until the end, so that the same command continues.
         order = sorted(objects, key=lambda name: (name == "config.json", not name.endswith(f"/{COMMIT}")))
         store.remove([f"{address}/{name}" for name in order])
-    return sum(about["size"] for about in objects.values())
+    return sum(info["size"] for info in objects.values())
 
 
-def _is_ahead(written: Path, address: str, objects: Mapping[str, Any], print_line: Callable[[str], None]) -> bool:
-    """True if the folder that this machine writes has what the store has, and perhaps more."""
-    here, marked, index = (
-        steps_in(written / "checkpoints"),
-        _complete_steps(objects, address, print_line),
-        Index(written),
-    )
+def _is_ahead(written: Path, address: str, objects: Mapping[str, Any], print_line: PrintLine) -> bool:
+    """True if the folder that this machine writes has all that the store has, and perhaps more."""
+    local, index = steps_in(written / "checkpoints"), Index(written)
+    marked = _complete_steps(objects, address, print_line)
     if marked:
-        newest = _manifest(marked[-1])
+        newest = _manifest_name(marked[-1])
         if index.get(newest, [None])[0] != version(objects[newest]):
             return False  # this machine has never had it
-        if here[-1:] < marked[-1:] and not _names_here(index, marked[-1]):
+        if local[-1:] < marked[-1:] and not _local_names(index, marked[-1]):
             return False  # it was removed here, and nothing newer was saved
-    if here and here[-1] > max(marked, default=-1):
-        print_line(
-            f"checkpoint {here[-1]} of {address} is on this machine only; it is used, and copied by the next training"
-        )
-    return bool(here) or (written / "config.json").is_file()
+    if local and local[-1] > max(marked, default=-1):
+        advice = "it is used, and copied by the next training"
+        print_line(f"checkpoint {local[-1]} of {address} is on this machine only; {advice}")
+    return bool(local) or (written / "config.json").is_file()
 
 
-def _names_here(index: Index, step: int) -> list[str]:
-    """The name of a checkpoint that the store has, or had, in a run here: another one if it was set aside."""
-    checkpoints, copied = index.folder / "checkpoints", index.get(_manifest(step), [])[1:]
+def _local_names(index: Index, step: int) -> list[str]:
+    """The local names of a checkpoint that the store has, or had: another one if it was set aside."""
+    checkpoints, uploaded = index.folder / "checkpoints", index.get(_manifest_name(step), [])[1:]
     # Not N.deleting or N.writing.
     files = [entry / MANIFEST for entry in (checkpoints / str(step), *checkpoints.glob(f"{step}.*[!g]"))]
-    return [file.parent.name for file in files if file.is_file() and _stat(file) == copied]
+    return [file.parent.name for file in files if file.is_file() and _stat(file) == uploaded]
 
 
 def _is_fetched(name: str) -> bool:
     """True if a file of a run in a store is fetched with it, rather than with a checkpoint or not at all."""
-    return not name.startswith((".", *STAYS_THERE)) and not IN_CHECKPOINT.match(name)
+    return not name.startswith((".", *NOT_FETCHED)) and not IN_CHECKPOINT.match(name)
 
 
 def _refresh(cache: Path, address: str, store: Store, objects: Mapping[str, Any], to_list: bool) -> None:
-    """Make the cache of a run what the store has."""
+    """Update the cache of a run from the store."""
     with alone(cache):
         index, marked = Index(cache), _complete_steps(objects, address, store.print_once)
-        used = {*filter(_is_fetched, objects), *map(_manifest, marked)}
+        used = {*filter(_is_fetched, objects), *map(_manifest_name, marked)}
         listed = {name for name in used if "/" not in name and not name.endswith(".png")}
-        wanted = listed.union(map(_manifest, marked[-1:])) if to_list else used
+        wanted = listed.union(map(_manifest_name, marked[-1:])) if to_list else used
         new = [name for name in sorted(wanted) if not index.has(name, version(objects[name]))]
         for step in {*steps_in(cache / "checkpoints"), *marked}:
-            if not index.has(name := _manifest(step), version(objects.get(name, NONE))):
+            if not index.has(name := _manifest_name(step), version(objects.get(name, NO_OBJECT))):
                 shutil.rmtree(cache / "checkpoints" / str(step), ignore_errors=True)
         for name in sorted({*_checkpoint_files(cache)} - used):
             (cache / name).unlink()
         store.get([(f"{address}/{name}", path_below(cache, name)) for name in new])
         for name in new:
             os.utime(cache / name, (modification_time(objects[name]),) * 2)
-            index.note(name, version(objects[name]))
+            index.record(name, version(objects[name]))
         if wanted:
             index.drop(index.keys() - used)
             index.save(beat=modification_time(objects[LOCK]) if LOCK in objects else 0.0)
@@ -306,9 +302,11 @@ def _refresh(cache: Path, address: str, store: Store, objects: Mapping[str, Any]
             shutil.rmtree(cache, ignore_errors=True)
 
 
-def _clear(folder: Path, cache: Path, print_line: Callable[[str], None]) -> None:
-    """Remove a folder that this machine wrote if all of it is, or was, in the store, whose run is a later state of the
-    same; else set it aside."""
+def _clear(folder: Path, cache: Path, print_line: PrintLine) -> None:
+    """Remove a folder that this machine wrote, or set it aside if the store never had a part of it.
+
+    It is removed only if the run in the store is a later state of the same run.
+    """
     checkpoints, index = folder / "checkpoints", Index(folder)
     entries = [entry.name for entry in checkpoints.iterdir() if entry.is_dir()] if checkpoints.is_dir() else []
     names = [*_checkpoint_files(folder), *(f"checkpoints/{name}/{MANIFEST}" for name in entries)]
@@ -316,31 +314,31 @@ def _clear(folder: Path, cache: Path, print_line: Callable[[str], None]) -> None
         shutil.rmtree(folder, ignore_errors=True)
     else:
         aside = set_aside(folder, "not-copied")
-        print_line(f"{find_address(folder)} has gone on elsewhere: this machine's files of it are kept as {aside}")
+        print_line(f"{find_address(folder)} has continued elsewhere: this machine's files of it are now {aside}")
 
 
 def _first_record(folder: Path) -> bytes:
-    """The first line of the metrics, which has the time that a step took: no other run has the same."""
+    """The first line of the metrics, which contains the time of a step: no other run has the same."""
     file = folder / "metrics.jsonl"
     return file.open("rb").readline() if file.is_file() else b""
 
 
-def _manifest(step: int) -> str:
+def _manifest_name(step: int) -> str:
     return f"checkpoints/{step}/{MANIFEST}"
 
 
-def _steps(objects: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+def _group_by_step(objects: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """The files of each checkpoint among those of a run."""
     steps: dict[int, dict[str, Any]] = defaultdict(dict)
-    for name, about in objects.items():
-        if match := STEP.fullmatch(name):
-            steps[int(match[1])][match[2]] = about
+    for name, info in objects.items():
+        if match := CHECKPOINT_FILE.fullmatch(name):
+            steps[int(match[1])][match[2]] = info
     return dict(sorted(steps.items()))
 
 
-def _complete_steps(objects: Mapping[str, Any], address: str, print_line: Callable[[str], None]) -> list[int]:
+def _complete_steps(objects: Mapping[str, Any], address: str, print_line: PrintLine) -> list[int]:
     """The steps of the complete checkpoints of a run, ascending."""
-    marked = {step: files for step, files in _steps(objects).items() if COMMIT in files}
+    marked = {step: files for step, files in _group_by_step(objects).items() if COMMIT in files}
     for step in [step for step, files in marked.items() if MANIFEST not in files]:
         print_line(f"{address}/checkpoints/{step} is not used: it has a {COMMIT} and no {MANIFEST}")
         del marked[step]
@@ -349,7 +347,7 @@ def _complete_steps(objects: Mapping[str, Any], address: str, print_line: Callab
 
 def _checkpoint_files(folder: Path) -> Iterator[str]:
     """Names of the files of a run, without those in folders of checkpoints, hidden ones and temporary ones."""
-    for parent, folders, files in os.walk(folder):  # ignores what vanishes meanwhile
+    for parent, folders, files in os.walk(folder):  # ignores what is removed meanwhile
         inside = Path(parent).relative_to(folder)
         if inside == Path("checkpoints"):
             folders.clear()
@@ -363,32 +361,32 @@ class Index(dict[str, list]):
 
     Attributes:
       folder: local, of a run.
-      beat: when the process that trains it gave a sign of life, in seconds since 1970.
+      last_heartbeat: of the process that trains it, in seconds since 1970.
     """
 
     def __init__(self, folder: Path):
         self.folder, values = folder, {}
         with contextlib.suppress(OSError):
-            values = parse((folder / INDEX).read_bytes())
+            values = parse_json((folder / INDEX).read_bytes())
         super().__init__(files if isinstance(files := values.get("files"), dict) else {})
-        self.beat = values.get("beat", 0.0)
+        self.last_heartbeat = values.get("beat", 0.0)
 
     def has(self, name: str, there: str | None = None) -> bool:
-        """True if the store has, or had, a local file as it is now; perhaps in the version `there`."""
-        file, (of_store, *of_file) = self.folder / name, self.get(name, [None])
-        return file.is_file() and of_file == _stat(file) and there in (None, of_store)
+        """True if the store has, or had, a local file as it is now; in the version `there`, if given."""
+        file, (remote, *local) = self.folder / name, self.get(name, [None])
+        return file.is_file() and local == _stat(file) and there in (None, remote)
 
-    def note(self, name: str, there: str) -> None:
-        """Note that the store has a file as it is here, in a version."""
+    def record(self, name: str, there: str) -> None:
+        """Record that the store has a local file, in a version."""
         self[name] = [there, *_stat(self.folder / name)]
 
     def drop(self, names: Iterable[str]) -> None:
-        """Forget files."""
+        """Remove files from the index."""
         for name in [*names]:
             self.pop(name, None)
 
     def save(self, **more: Any) -> None:
-        """Write the record, with `more` values."""
+        """Write the index, with `more` values."""
         write_whole(self.folder / INDEX, json.dumps({"files": self, **more}))
 
 
@@ -397,19 +395,19 @@ def _size(file: Path) -> int:
 
 
 def _stat(file: Path) -> list[int]:
-    about = file.stat()
-    return [about.st_size, about.st_mtime_ns]
+    info = file.stat()
+    return [info.st_size, info.st_mtime_ns]
 
 
-def _lacking(listed: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str]:
+def _missing_files(listed: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str]:
     """The names that a store does not list with these sizes."""
-    return [name for name, size in sizes.items() if listed.get(name, NONE)["size"] != size]
+    return [name for name, size in sizes.items() if listed.get(name, NO_OBJECT)["size"] != size]
 
 
 def _why_incomplete(folder: Path, sizes: Mapping[str, int]) -> str:
-    """Why a checkpoint here is not to be copied, given the sizes of its files; empty if it is complete.
+    """Why a local checkpoint must not be uploaded, given the sizes of its files; empty if it is complete.
 
-    Rotation was faster, or it was fetched in part and is not in the store any more.
+    Retention was faster, or it was fetched in part and is not in the store any more.
     """
     if not sizes:
         return "it was replaced here before its turn"
@@ -423,48 +421,50 @@ def _why_incomplete(folder: Path, sizes: Mapping[str, int]) -> str:
 
 
 class Mirror:
-    """Copies the folder of a run to its address while it trains; a context.
+    """Uploads the folder of a run to its address while it trains; a context.
 
     Args:
       folder: local, as `run_to_train` has left it, and locked by this process.
       address: of the run in the store.
-      print_line: takes one line about each upload and each failure; from several threads.
+      print_line: called with one line about each upload and each failure; from several threads.
 
     Attributes:
       lock: of the run in the store.
-      uploading: the checkpoint that is being copied.
+      uploading: the checkpoint in progress.
 
     Raises:
       UsageError: another process trains there, or nothing can be written.
     """
 
-    def __init__(self, folder: Path, address: str, print_line: Callable[[str], None]):
+    def __init__(self, folder: Path, address: str, print_line: PrintLine):
         self.folder, self.address, self.store = folder, address, Store(address, print_line)
         self.lock, self.uploading = StoreLock(self.store, address), None
-        self._index, self._looked, self._sent = Index(folder), 0.0, 0
-        self._due: set[int] = set()
-        self._failed: dict[str, str] = {}  # what the last attempt did not copy, and why
-        self._ended, self._wake = threading.Event(), threading.Event()
-        self._copies = threading.Thread(target=self._copy_until_ended, name="copies", daemon=True)
-        self.lock.claim()
+        self._index, self._last_scan, self._uploads = Index(folder), 0.0, 0
+        self._pending: set[int] = set()
+        self._failed: dict[str, str] = {}  # what the last attempt did not upload, and why
+        self._closing, self._wake = threading.Event(), threading.Event()
+        self._uploader = threading.Thread(target=self._upload_until_closed, name="upload", daemon=True)
+        self.lock.acquire()
 
     @property
-    def lost(self) -> str | None:
-        """The process that trains there now, if it is another one; this one is to stop."""
-        return self.lock.lost
+    def taken_by(self) -> str | None:
+        """The process that has taken the run over, if there is one; this one has to stop."""
+        return self.lock.taken_by
 
     def __enter__(self) -> Mirror:
-        objects, here = self.store.files(self.address), steps_in(self.folder / "checkpoints")
-        there = _steps(objects)
+        objects, local = self.store.files(self.address), steps_in(self.folder / "checkpoints")
+        remote = _group_by_step(objects)
         self._index.drop(self._index.keys() - objects.keys())
-        self.store.patience = 0.0  # from here on a failure is for the next attempt
-        newest = max(_complete_steps(objects, self.address, lambda line: None), default=-1)  # `fetch` has said it
-        if newest > max(here, default=-1) and _manifest(newest) not in self._index:
+        self.store.patience = 0.0  # from now on a failure is left to the next attempt
+        newest = max(_complete_steps(objects, self.address, lambda line: None), default=-1)  # `fetch` has reported it
+        if newest > max(local, default=-1) and _manifest_name(newest) not in self._index:
             self.lock.release()
             raise UsageError(f"{self.address} has got checkpoint {newest} meanwhile; type the same command again")
-        self._due = {step for step in here if not self._index.has(_manifest(step)) or COMMIT not in there.get(step, ())}
-        threading.Thread(target=self._beat_until_released, name="beats", daemon=True).start()
-        self._copies.start()
+        self._pending = {
+            step for step in local if not self._index.has(_manifest_name(step)) or COMMIT not in remote.get(step, ())
+        }
+        threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
+        self._uploader.start()
         return self
 
     def __exit__(self, kind, *_) -> None:
@@ -476,168 +476,169 @@ class Mirror:
             self.store.print_once(str(error))
 
     def enqueue(self, step: int) -> None:
-        """Copy checkpoint `step`, which is complete here, as soon as possible."""
-        self._due.add(step)
+        """Upload checkpoint `step`, which is complete here, as soon as possible."""
+        self._pending.add(step)
         self._wake.set()
 
     def finish(self) -> None:
-        """Return when everything is copied.
+        """Return when everything is uploaded.
 
         Raises:
           RunError: the store has failed for too long, or the run was taken over.
         """
         if self.lock.released.is_set():
             return
-        self._ended.set()
+        self._closing.set()
         self._wake.set()
         try:
-            self._copies.join(1.0)
-            if self._copies.is_alive():
+            self._uploader.join(1.0)
+            if self._uploader.is_alive():
                 self.store.print_once(f"waiting until the run is copied to {self.address}")
-            while self._copies.is_alive():  # not one long wait, from which no signal may wake this thread
-                self._copies.join(1.0)
-            lacking = self._failed or dict.fromkeys(map("checkpoint {}".format, self._due), "it was not tried")
+            while self._uploader.is_alive():  # not one long wait, from which no signal may wake this thread
+                self._uploader.join(1.0)
+            missing = self._failed or dict.fromkeys(map("checkpoint {}".format, self._pending), "it was not tried")
             self._attempt("the end of its lock", self.lock.release)
         finally:
             self.lock.released.set()
-        if self.lost:
+        if self.taken_by:
             aside = set_aside(self.folder, "not-copied")
-            saved = f"what it saved is kept on this machine as {aside}, which --run and --init take"
-            raise RunError(f"{self.address} is trained by {self.lost} now, so this process has stopped; {saved}")
-        if lacking:
-            what = f"{', '.join(lacking)} ({[*lacking.values()][-1]})"
-            raise RunError(f"{self.address} lacks {what}; this machine copies it with: mjax train --run {self.address}")
+            saved = f"what it saved is on this machine as {aside}, which --run and --init take"
+            raise RunError(f"{self.address} is trained by {self.taken_by} now, so this process has stopped; {saved}")
+        if missing:
+            names = f"{', '.join(missing)} ({[*missing.values()][-1]})"
+            raise RunError(
+                f"{self.address} lacks {names}; this machine copies it with: mjax train --run {self.address}"
+            )
 
-    # --- What is due --------------------------------------------------------------------------------------------------
+    # --- What is pending ----------------------------------------------------------------------------------------------
 
-    def _copy_until_ended(self) -> None:
-        """In a thread: copy what is due, again and again, with growing pauses while the store fails."""
-        pause, end = 1.0, math.inf  # after the next failure, and of patience
-        while not self.lost:
-            begun, sent, ending, self._failed = time.monotonic(), self._sent, self._ended.is_set(), {}
-            for step in sorted(self._due, reverse=True):
-                self._attempt(f"checkpoint {step}", partial(self._upload, step))
-            self._attempt("its metrics and settings", partial(self._copy_files, everything=ending))
-            self._attempt("its rotation", self._rotate)
-            if sent < self._sent:
-                end += time.monotonic() - begun  # the time of uploads that go on does not count
-            if (ending and not (self._failed or self._due)) or time.monotonic() >= end:
+    def _upload_until_closed(self) -> None:
+        """In a thread: upload what is pending, again and again, with growing pauses while the store fails."""
+        pause, deadline = 1.0, math.inf  # the pause after the next failure
+        while not self.taken_by:
+            begun, uploads, closing, self._failed = time.monotonic(), self._uploads, self._closing.is_set(), {}
+            for step in sorted(self._pending, reverse=True):
+                self._attempt(f"checkpoint {step}", partial(self._upload_checkpoint, step))
+            self._attempt("its metrics and settings", partial(self._upload_changed, everything=closing))
+            self._attempt("its rotation", self._apply_retention)
+            if uploads < self._uploads:
+                deadline += time.monotonic() - begun  # the time of successful uploads does not count
+            if (closing and not (self._failed or self._pending)) or time.monotonic() >= deadline:
                 return
-            if ending and end == math.inf:
-                pause, end = 1.0, time.monotonic() + stores.PATIENCE
-            wait = EVERY
+            if closing and deadline == math.inf:
+                pause, deadline = 1.0, time.monotonic() + stores.PATIENCE
+            wait = INTERVAL
             if self._failed:
                 wait = pause * random.uniform(1, 1.25)
                 self._attempt("a new connection", self.store.reconnect)
             pause = min(2 * pause, stores.MAX_PAUSE) if self._failed else 1.0
-            self._wake.wait(min(wait, end - time.monotonic()))
+            self._wake.wait(min(wait, deadline - time.monotonic()))
             self._wake.clear()
 
-    def _attempt(self, what: str, call: Callable[[], None]) -> None:
-        if self.lost:
+    def _attempt(self, name: str, call: Callable[[], None]) -> None:
+        if self.taken_by:
             return
         try:
             call()
         except Exception as error:  # whatever it is: a run does not end because its store fails
-            self._failed[what] = reason = str(error) or type(error).__name__
-            self.lost or self.store.print_once(
-                f"{self.address} lacks {what}: {reason}; it is copied later", (what, reason)
-            )
+            self._failed[name] = reason = str(error) or type(error).__name__
+            if not self.taken_by:
+                self.store.print_once(f"{self.address} lacks {name}: {reason}; it is copied later", (name, reason))
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 
-    def _upload(self, step: int) -> None:
-        """Copy a checkpoint; it is due until the store lists all of it."""
+    def _upload_checkpoint(self, step: int) -> None:
+        """Upload a checkpoint; it is pending until the store lists all of it."""
         prefix, begun = f"checkpoints/{step}/", time.monotonic()
-        there, folder = f"{self.address}/{prefix}", self.folder / prefix
+        address, folder = f"{self.address}/{prefix}", self.folder / prefix
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         sizes = {file.relative_to(folder).as_posix(): _size(file) for file in files}
         if why := _why_incomplete(folder, sizes):
-            self._due.discard(step)
+            self._pending.discard(step)
             self.store.print_once(f"checkpoint {step} was not copied to {self.address}: {why}")
             return
         self.uploading = step
         try:
-            before, manifest = self.store.files(there), (folder / MANIFEST).read_bytes()
-            is_there = not _lacking(before, sizes) and self.store.read(there + MANIFEST) == manifest
-            if not is_there:
+            before, manifest = self.store.files(address), (folder / MANIFEST).read_bytes()
+            exists = not _missing_files(before, sizes) and self.store.read(address + MANIFEST) == manifest
+            if not exists:
                 self._put_checkpoint(prefix, sizes, before)
-            listed = self._check_listed(there, sizes)
+            listed = self._wait_until_listed(address, sizes)
         finally:
             self.uploading = None
         self._index.drop(name for name in self._index if name.startswith(prefix))
-        self._index.note(prefix + MANIFEST, version(listed[MANIFEST]))
+        self._index.record(prefix + MANIFEST, version(listed[MANIFEST]))
         self._index.save()
-        self._due.discard(step)
-        if not is_there:
+        self._pending.discard(step)
+        if not exists:
             size, seconds = sum(sizes.values()) / 1e6, time.monotonic() - begun
             self.store.print_once(f"checkpoint {step} copied to {self.address}: {size:,.1f} MB in {seconds:.1f} s")
 
     def _put_checkpoint(self, prefix: str, sizes: Mapping[str, int], before: Mapping[str, Any]) -> None:
-        """Copy a checkpoint whose files have these sizes, of which the store listed `before`; it is marked last."""
-        there = f"{self.address}/{prefix}"
-        self.lock.beat()  # the run is still this process's
+        """Upload a checkpoint whose files have these sizes, of which the store listed `before`; it is marked last."""
+        address = f"{self.address}/{prefix}"
+        self.lock.renew()  # fails if another process has taken the run over
         # Of an upload that was killed, or a step that is trained again: first it is not a checkpoint any more.
         old = [COMMIT, MANIFEST, *sorted(before.keys() - sizes)]
-        self.store.remove([there + name for name in old if name in before])
+        self.store.remove([address + name for name in old if name in before])
         data = [name for name in sizes if name not in (MANIFEST, COMMIT)]
-        data.sort(key=lambda name: name != MADE_BY_ORBAX)  # alone: it tells a checkpoint from a folder of the user's
-        self._index.drop(prefix + name for name in _lacking(before, sizes))
+        data.sort(key=lambda name: name != MADE_BY_ORBAX)  # alone: it marks the folder as a checkpoint's
+        self._index.drop(prefix + name for name in _missing_files(before, sizes))
         for start in (0, *range(1, len(data), stores.TOGETHER)):
-            self._send([prefix + name for name in data[start : start + stores.TOGETHER if start else 1]])
-            if time.monotonic() - self._looked > EVERY:
-                self._attempt("its metrics and settings", self._copy_files)
-        self._check_listed(there, {name: sizes[name] for name in data})
-        self._send([name for name in _checkpoint_files(self.folder) if NEEDED.match(name)])
-        self._attempt("its metrics and settings", partial(self._copy_files, everything=True))
-        self.lock.beat()  # the run is still this process's
+            self._upload_files([prefix + name for name in data[start : start + stores.TOGETHER if start else 1]])
+            if time.monotonic() - self._last_scan > INTERVAL:
+                self._attempt("its metrics and settings", self._upload_changed)
+        self._wait_until_listed(address, {name: sizes[name] for name in data})
+        self._upload_files([name for name in _checkpoint_files(self.folder) if RESUME_FILE.match(name)])
+        self._attempt("its metrics and settings", partial(self._upload_changed, everything=True))
+        self.lock.renew()
         for name in (MANIFEST, COMMIT):
-            self.store.put([(self.folder / prefix / name, there + name)])
+            self.store.put([(self.folder / prefix / name, address + name)])
 
-    def _check_listed(self, there: str, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """What the store lists, once it lists files of these sizes."""
-        end = time.monotonic() + LAG
-        while missing := _lacking(listed := self.store.files(there), sizes):
-            if time.monotonic() > end:
-                raise RunError(f"the store does not list {there}{missing[0]} with its {sizes[missing[0]]:,} bytes")
-            time.sleep(min(LAG / 30, 2.0))
+    def _wait_until_listed(self, address: str, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Return the listing of the store when it contains files of these sizes."""
+        deadline = time.monotonic() + LISTING_LAG
+        while missing := _missing_files(listed := self.store.files(address), sizes):
+            if time.monotonic() > deadline:
+                raise RunError(f"the store does not list {address}{missing[0]} with its {sizes[missing[0]]:,} bytes")
+            time.sleep(min(LISTING_LAG / 30, 2.0))
         return listed
 
-    def _rotate(self) -> None:
-        """Remove or rename the checkpoints in the store that were removed or renamed here, once the newest is there."""
-        here = steps_in(self.folder / "checkpoints")
-        if not here or here[-1] in self._due:  # a run that trains has one, unless somebody else removes files here
+    def _apply_retention(self) -> None:
+        """Remove or rename checkpoints in the store like those here, when the newest is uploaded."""
+        local = steps_in(self.folder / "checkpoints")
+        if not local or local[-1] in self._pending:  # a run that trains has one, unless a user removes files here
             return
-        old = {step: files for step, files in _steps(self.store.files(self.address)).items() if step not in here}
-        for step, files in old.items():
-            if MADE_BY_ORBAX not in files or (COMMIT in files and _manifest(step) not in self._index):
+        for step, files in _group_by_step(self.store.files(self.address)).items():
+            is_foreign = COMMIT in files and _manifest_name(step) not in self._index
+            if step in local or MADE_BY_ORBAX not in files or is_foreign:
                 continue
-            self.lock.beat()  # the run is still this process's
-            there, renamed = f"{self.address}/checkpoints/{step}", _names_here(self._index, step)
-            self.store.remove([f"{there}/{COMMIT}"])  # first it is not a checkpoint any more
-            order = {MANIFEST: 1, MADE_BY_ORBAX: 3}  # the last one tells what remains of a killed rotation
+            self.lock.renew()
+            address, renamed = f"{self.address}/checkpoints/{step}", _local_names(self._index, step)
+            self.store.remove([f"{address}/{COMMIT}"])  # first it is not a checkpoint any more
+            order = {MANIFEST: 1, MADE_BY_ORBAX: 3}  # the last one marks the rest after a kill as a checkpoint's
             for name in sorted(files.keys() - {COMMIT}, key=lambda name: order.get(name, 2)):
                 if renamed:
-                    self.store.move(f"{there}/{name}", f"{self.address}/checkpoints/{renamed[-1]}/{name}")
+                    self.store.move(f"{address}/{name}", f"{self.address}/checkpoints/{renamed[-1]}/{name}")
                 else:
-                    self.store.remove([f"{there}/{name}"])
+                    self.store.remove([f"{address}/{name}"])
 
     # --- Other files --------------------------------------------------------------------------------------------------
 
-    def _send(self, names: Sequence[str]) -> None:
-        """Copy files of the run that have changed since they were copied."""
-        if self.lost or time.monotonic() - self.lock.beaten > LAG / 2:
-            self.lock.beat()  # the run is still this process's
+    def _upload_files(self, names: Sequence[str]) -> None:
+        """Upload files of the run that have changed since they were uploaded."""
+        if self.taken_by or time.monotonic() - self.lock.renewed > LISTING_LAG / 2:
+            self.lock.renew()
         changed = [name for name in names if not self._index.has(name)]
-        now = {name: ["", *_stat(self.folder / name)] for name in changed}
+        entries = {name: ["", *_stat(self.folder / name)] for name in changed}
         self.store.put([(self.folder / name, f"{self.address}/{name}") for name in changed])
-        self._index |= now
-        self._sent += len(changed)
+        self._index |= entries
+        self._uploads += len(changed)
 
-    def _copy_files(self, everything: bool = False) -> None:
-        """Copy the files that have changed, and remove those that are gone; large ones if `everything` is due."""
-        self._looked, names = time.monotonic(), list(_checkpoint_files(self.folder))
-        self._send([name for name in names if everything or _size(self.folder / name) <= LARGE])
+    def _upload_changed(self, everything: bool = False) -> None:
+        """Upload the files that have changed, large ones only with `everything`, and remove those that are gone."""
+        self._last_scan, names = time.monotonic(), list(_checkpoint_files(self.folder))
+        self._upload_files([name for name in names if everything or _size(self.folder / name) <= LARGE_FILE_BYTES])
         for name in [name for name in self._index if name not in names and not IN_CHECKPOINT.match(name)]:
             self.store.remove([f"{self.address}/{name}"])
             del self._index[name]
@@ -646,11 +647,11 @@ class Mirror:
 
     # --- One process trains in a run ----------------------------------------------------------------------------------
 
-    def _beat_until_released(self) -> None:
-        """In a thread: show that this process trains, until it has ended or another one trains."""
-        while not self.lock.released.wait(EVERY) and not self.lost:
+    def _send_heartbeats(self) -> None:
+        """In a thread: renew the lock until this process has ended or another one has taken the run over."""
+        while not self.lock.released.wait(INTERVAL) and not self.taken_by:
             try:
-                self.lock.beat()
+                self.lock.renew()
             except Exception as error:
                 self.store.print_once(f"{self.address} does not show that the run continues: {error}")
         self._wake.set()

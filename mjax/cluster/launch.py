@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Annotated
 from mjax.cluster.hardware import USABLE_FRACTION
 from mjax.cluster.huge_pages import SET_BY_MJAX
 from mjax.config.bounds import Bounds
-from mjax.errors import UsageError
+from mjax.errors import PrintLine, UsageError
 from mjax.utils.files import cache_home, make_private
 
 # Two names of one setting; JAX refuses to start with both.
@@ -232,7 +232,7 @@ DETERMINISTIC_FLAGS = {
     "xla_gpu_exclude_nondeterministic_ops": "true",
     # XLA refuses to compile the step with the flag above and Triton's products: 'Failed to get configs'.
     "xla_gpu_enable_triton_gemm": "false",
-    # A restart would choose other kernels for products, by their time at that moment.
+    # A restart would choose other kernels for products, by their time then.
     "xla_gpu_autotune_level": "0",
 }
 """For `train.py --deterministic`. They do not affect CPUs, where a run is repeatable anyway."""
@@ -247,10 +247,8 @@ def set_deterministic_flags() -> None:
     flags = xla_flags()
     for name, value in DETERMINISTIC_FLAGS.items():
         if flags.get(name, value).lower() != value:
-            raise UsageError(
-                f"--deterministic needs --{name}={value}, and XLA_FLAGS has --{name}={flags[name]}; leave one of them "
-                "out"
-            )
+            both = f"--deterministic needs --{name}={value}, and XLA_FLAGS has --{name}={flags[name]}"
+            raise UsageError(f"{both}; remove one of them")
     if new := [f"--{name}={value}" for name, value in DETERMINISTIC_FLAGS.items() if name not in flags]:
         set_variable("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *new]).strip())
 
@@ -344,7 +342,7 @@ def prune_programs(folder: Path) -> str | None:
     return None
 
 
-def enable_compilation_cache(multiprocess: bool | None = None, print_line: Callable[[str], None] | None = None) -> None:
+def enable_compilation_cache(multiprocess: bool | None = None, print_line: PrintLine | None = None) -> None:
     """Let JAX store compiled programs; before it compiles the first one.
 
     Nothing changes if the user has chosen a folder, or none, with JAX_COMPILATION_CACHE_DIR; and with several

@@ -44,7 +44,7 @@ import jax
 from mjax.cluster import processes
 from mjax.cluster.launch import COMPILING, STEP, Distributed
 from mjax.cluster.processes import broadcast_bytes
-from mjax.errors import UnhealthyError, UsageError, exit_code, first_line, shorten_list
+from mjax.errors import PrintLine, UnhealthyError, UsageError, exit_code, first_line, shorten_list
 
 HEARTBEAT_INTERVAL = 0.5  # seconds between two messages
 FAILURE_GRACE = 5.0  # seconds in which a failed collective may turn out to be caused by the death of another process
@@ -85,7 +85,7 @@ class Watchdog:
         """
         self.distributed, self.index, self.count = distributed, index, count
         self._explain, self._from_first, self._exit_process = explain, broadcast, exit_process
-        self.print_line: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+        self.print_line: PrintLine = lambda line: print(line, file=sys.stderr, flush=True)
         self.status = ProcessStatus(f"process {index} on {socket.gethostname()} (pid {os.getpid()})")
         self.heartbeat_timeout: float = processes.HEARTBEAT_TIMEOUT
         self.straggler_timeout = STRAGGLER_TIMEOUT

@@ -51,7 +51,7 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     from mjax.cluster import processes
     from mjax.finetuning.tuning import Finetuning
     from mjax.generation.inference import check_enough_devices, read_run, run_tokenizer
-    from mjax.run.agreement import agree, check_shared, collect_facts
+    from mjax.run.agreement import check_agreement, check_shared, collect_facts
     from mjax.run.display import non_fatal_console
     from mjax.step.layout import with_kernel
     from mjax.tasks.labelled import open_task
@@ -82,7 +82,7 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     # --- Seeds --------------------------------------------------------------------------------------------------------
     request = recipes.read_request(arguments, recipe, len(task.train), config.precision.compute)
     if watchdog.count > 1:
-        agree(watchdog, {**collect_facts(config), **_task_facts(arguments, task)})
+        check_agreement(watchdog, {**collect_facts(config), **_task_facts(arguments, task)})
         check_shared(watchdog, output)
     with contextlib.ExitStack() as stack:
         if processes.is_first():
@@ -102,7 +102,7 @@ def _task_facts(arguments: FinetuneArguments, task: LabelledTask) -> Facts:
     """Facts that the processes compare besides the config: the examples and the initial weights."""
     import numpy as np
 
-    from mjax.run.agreement import newest_checkpoint
+    from mjax.run.agreement import checkpoint_label
 
     digest = hashlib.sha256()
     for examples in (task.train, *task.validation.values()):
@@ -111,6 +111,6 @@ def _task_facts(arguments: FinetuneArguments, task: LabelledTask) -> Facts:
     words = {
         **{f"--{name}": str(getattr(arguments, name)) for name in ("task", "seed", "seeds", "epochs", "step")},
         "--train and --validation hold": digest.hexdigest()[:16],
-        "--run holds": newest_checkpoint(arguments.run),
+        "--run holds": checkpoint_label(arguments.run),
     }
     return {name: (value, value) for name, value in words.items()}

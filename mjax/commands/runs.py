@@ -34,8 +34,8 @@ from mjax.checkpoint.folders import (
     GOOD,
     MANIFEST,
     Unusable,
-    adapters_on,
     checkpoint_steps,
+    find_adapters_of,
     lock_folder,
     read_manifest,
 )
@@ -48,7 +48,7 @@ from mjax.errors import UsageError, check_picture, one_sentence, suggestion
 from mjax.pictures.runs import Curve, draw_runs, smooth, smoothing_window
 from mjax.run.callbacks import KINDS, read_goodput, sum_activities
 from mjax.run.continuing import ORIGIN, read_origin
-from mjax.run.metrics import TRACKING_ID, End, finite_or_none, read_end, read_lines
+from mjax.run.metrics import TRACKING_ID, MetricsEnd, finite_or_none, read_end, read_lines
 from mjax.utils.figures import duration, table
 from mjax.utils.files import path_below, rename, resolve_parents
 from mjax.utils.stores import find_address, with_addresses
@@ -202,7 +202,7 @@ LEFT = {"run", "model", "from", "last step", "state"}
 
 
 def _run_folders(runs: Path) -> list[Path]:
-    if (fetched := mirror.fetch_all(runs)) is not None:
+    if (fetched := mirror.fetch_runs(runs)) is not None:
         return fetched
     return sorted(file.parent for file in runs.glob("*/config.json") if file.is_file() and file.parent.name[0] != ".")
 
@@ -222,7 +222,7 @@ def run_row(folder: Path) -> Row:
     if config is None:
         return Row(folder.name, state=f"cannot be read: {problems[0]}")
     checkpoints = attempt(checkpoint_steps, folder, default=[])
-    end = attempt(read_end, folder / "metrics.jsonl", TAIL, default=End())
+    end = attempt(read_end, folder / "metrics.jsonl", TAIL, default=MetricsEnd())
     origin = attempt(read_origin, folder, default=None)
     step = max([end.last.get("step", 0), *checkpoints])
     state = ("done" if step >= config.train.steps else "stopped") if checkpoints else "no checkpoint"
@@ -413,25 +413,23 @@ def remove_runs(arguments: RemoveArguments) -> int:
     siblings = {resolve(other) for runs in {folder.parent for folder in removed} for other in _run_folders(runs)}
     for folder in folders:
         _check_removable(folder)
-        for other in adapters_on(folder, siblings - removed):
-            raise UsageError(
-                f"{folder} holds the weights that the adapters of {other.name} belong to; remove that run too: "
-                f"mjax runs remove {folder.name} {other.name}"
-            )
+        for other in find_adapters_of(folder, siblings - removed):
+            fix = f"remove that run too: mjax runs remove {folder.name} {other.name}"
+            raise UsageError(f"{folder} holds the weights that the adapters of {other.name} belong to; {fix}")
     for folder in folders:
         if not arguments.yes:
             if not sys.stdin.isatty():
                 raise UsageError(f"cannot ask before removing {folder}: stdin is not a terminal; add --yes")
             row = run_row(folder)
             local = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
-            size = filesize.decimal(mirror.remove_there(folder, dry=True) or local)
+            size = filesize.decimal(mirror.remove_remote(folder, dry=True) or local)
             about = f"step {row.step}/{row.steps}, {len(checkpoint_steps(folder))} checkpoints, {size}"
             if not Confirm.ask(with_addresses(f"remove {folder} ({about})?"), default=False):
                 print(f"{folder} stays")
                 continue
         with lock_folder(folder, print):
-            mirror.remove_there(folder)
-            for local in mirror.local_folders(folder):
+            mirror.remove_remote(folder)
+            for local in mirror.run_copies(folder):
                 # Renamed first: whatever ends this process, a half-removed run is never taken for a run.
                 gone = local.with_name(f".{local.name}.removed")
                 rename(local, gone)

@@ -162,8 +162,6 @@ def check_pipeline(stages: int, micro_batches: int, virtual_stages: int) -> None
     if virtual_stages > 1 and micro_batches % stages:
         below, above = micro_batches // stages * stages, -(-micro_batches // stages) * stages
         counts = f"{below} or {above}" if below else str(above)
-        raise UsageError(
-            f"--mesh.virtual-stages {virtual_stages} takes micro-batches in groups of --mesh.pipe {stages}, and a step "
-            f"has {micro_batches}; make --train.global-batch / (--mesh.data × --train.micro-batch) {counts}, "
-            "or use --mesh.virtual-stages 1"
-        )
+        virtual = f"--mesh.virtual-stages {virtual_stages} needs micro-batches in groups of --mesh.pipe {stages}"
+        counts = f"--train.global-batch / (--mesh.data × --train.micro-batch) {counts}"
+        raise UsageError(f"{virtual}, and a step has {micro_batches}; make {counts}, or use --mesh.virtual-stages 1")

@@ -58,25 +58,20 @@ def _check_shapes(config: Config) -> None:
     if model.head_dim is None:
         _check_divides("--model.heads", model.heads, f"hidden size {model.hidden}", model.hidden)
     if model.learned_positions and model.sequence > (most := model.max_position_embeddings or model.sequence):
-        raise UsageError(
-            f"--model.sequence {model.sequence} is longer than the {most} learned positions of the model; use 1 to "
-            f"{most}, or for a new model --model.max-position-embeddings {model.sequence}"
-        )
+        fix = f"use 1 to {most}, or for a new model --model.max-position-embeddings {model.sequence}"
+        raise UsageError(f"--model.sequence {model.sequence} exceeds the {most} learned positions of the model; {fix}")
     _check_axes(config)
     tokens = train.micro_batch * model.sequences * model.sequence // mesh.context
     if mesh.sequence_parallel and tokens % mesh.model:
-        raise UsageError(
-            f"--mesh.sequence-parallel cannot split {tokens} tokens of a micro-batch over --mesh.model {mesh.model}; "
-            f"use a --train.micro-batch that is a multiple of {mesh.model}, or --mesh.no-sequence-parallel"
-        )
+        split = f"cannot split the {tokens} tokens of a micro-batch over --mesh.model {mesh.model}"
+        fix = f"use a --train.micro-batch that is a multiple of {mesh.model}, or --mesh.no-sequence-parallel"
+        raise UsageError(f"--mesh.sequence-parallel {split}; {fix}")
     if train.unroll == "on" and mesh.pipe > 1:
         by_slot = "(stages save activations by slot)"
         raise UsageError(f"--train.unroll on is not supported with --mesh.pipe {mesh.pipe} {by_slot}; remove it")
     if train.global_batch % mesh.data:
-        raise UsageError(
-            f"--train.global-batch {train.global_batch} does not divide over --mesh.data {mesh.data}; "
-            f"use a multiple of {mesh.data}, such as {_nearest_multiple(train.global_batch, mesh.data)}"
-        )
+        fix = f"use a multiple of {mesh.data}, such as {_nearest_multiple(train.global_batch, mesh.data)}"
+        raise UsageError(f"--mesh.data {mesh.data} does not divide --train.global-batch {train.global_batch}; {fix}")
     share = train.global_batch // mesh.data
     what = f"the {share} sequences of a data replica (global batch {train.global_batch} / data {mesh.data})"
     _check_divides("--train.micro-batch", train.micro_batch, what, share)
@@ -99,10 +94,8 @@ def _check_axes(config: Config) -> None:
             _check_divides("--mesh.expert", mesh.expert, what, size, possible)
     if mesh.replicate > 1:
         if mesh.zero == 0:
-            raise UsageError(
-                f"--mesh.replicate {mesh.replicate} copies the shards of ZeRO between groups, and --mesh.zero 0 makes "
-                "none; add --mesh.zero 3, or remove --mesh.replicate"
-            )
+            shards = "needs the shards of ZeRO, and --mesh.zero 0 makes none; add --mesh.zero 3"
+            raise UsageError(f"--mesh.replicate {mesh.replicate} {shards}, or remove --mesh.replicate")
         by_expert = f" / --mesh.expert {mesh.expert}" if mesh.expert > 1 else ""
         what = f"--mesh.data {mesh.data}{by_expert}: it is the number of groups"
         _check_divides("--mesh.replicate", mesh.replicate, what, mesh.data // mesh.expert)
@@ -132,22 +125,18 @@ def _check_context(config: Config) -> None:
     model, mesh = config.model, config.mesh
     parts = max(config.sequence_chunks, mesh.context)
     if model.sequence % parts:
-        raise UsageError(
-            f"--mesh.context {mesh.context} cannot cut {model.sequence} positions into {parts} equal parts; "
-            f"use a --model.sequence that is a multiple of {parts}, or another --mesh.context"
-        )
+        cut = f"cannot cut {model.sequence} positions into {parts} equal parts"
+        raise UsageError(f"--mesh.context {mesh.context} {cut}; use a --model.sequence that is a multiple of {parts}")
     heads = model.heads // mesh.model
     if config.context_attention == "ulysses" and heads % mesh.context:
         possible = _join_numbers(_divisors(heads)[1:] or [1])
-        raise UsageError(
-            f"--mesh.context {mesh.context} does not divide the {heads} heads of a rank of --mesh.model {mesh.model}; "
-            f"use --mesh.context {possible}, or --mesh.context-attention allgather"
-        )
+        what = f"the {heads} heads of a rank of --mesh.model {mesh.model}"
+        fix = f"use --mesh.context {possible}, or --mesh.context-attention allgather"
+        raise UsageError(f"--mesh.context {mesh.context} does not divide {what}; {fix}")
     if config.context_attention == "allgather" and model.attention == "cudnn":
-        raise UsageError(
-            "--model.attention cudnn is not supported with --mesh.context-attention allgather (a rank has fewer "
-            "queries than keys); use --model.attention flash, or --mesh.context-attention ulysses"
-        )
+        cudnn = "--model.attention cudnn is not supported with --mesh.context-attention allgather"
+        fix = "use --model.attention flash, or --mesh.context-attention ulysses"
+        raise UsageError(f"{cudnn} (fewer queries than keys); {fix}")
 
 
 def can_run_layers(config: Config) -> bool:
@@ -174,16 +163,12 @@ def _check_schedules(config: Config) -> None:
     train, optimizer = config.train, config.optimizer
     decay_steps = optimizer.decay_steps or train.steps
     if optimizer.warmup_steps >= decay_steps and optimizer.schedule != "constant":
-        raise UsageError(
-            f"--optimizer.warmup-steps {optimizer.warmup_steps} must be below the {decay_steps} steps of the schedule; "
-            f"use --optimizer.warmup-steps {decay_steps // 10}"
-        )
+        below = f"must be below the {decay_steps} steps of the schedule; use {decay_steps // 10}"
+        raise UsageError(f"--optimizer.warmup-steps {optimizer.warmup_steps} {below}")
     room = decay_steps - optimizer.warmup_steps
     if optimizer.wsd_decay_steps is not None and optimizer.wsd_decay_steps > room:
-        raise UsageError(
-            f"--optimizer.wsd-decay-steps {optimizer.wsd_decay_steps} does not fit between the warm-up of "
-            f"{optimizer.warmup_steps} steps and step {decay_steps}; use {room} or fewer"
-        )
+        between = f"does not fit between the warm-up of {optimizer.warmup_steps} steps and step {decay_steps}"
+        raise UsageError(f"--optimizer.wsd-decay-steps {optimizer.wsd_decay_steps} {between}; use {room} or fewer")
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise UsageError(
             f"--optimizer.min-learning-rate is above --optimizer.learning-rate {optimizer.learning_rate:g}; lower it"
@@ -202,11 +187,9 @@ def _check_conditions(config: Config) -> None:
             actual = attrgetter(mark.field)(config) if isinstance(mark, Only) else None
             if actual is None or actual in (*mark.values.split(), "examples"):
                 continue
-            condition = "samples of" if mark.field == "samples" else f"--{mark.field}"
-            raise UsageError(
-                f"{to_flag(name, value)} is for {condition} {either(mark.values.split())}, and this run has {actual}; "
-                "remove it"
-            )
+            other = "samples of" if mark.field == "samples" else f"--{mark.field}"
+            known = f"{other} {either(mark.values.split())}"
+            raise UsageError(f"{to_flag(name, value)} is for {known}, and this run has {actual}; remove it")
 
 
 def _check_data(config: Config, name: str) -> None:
@@ -215,15 +198,10 @@ def _check_data(config: Config, name: str) -> None:
     if data.mock or data.custom:
         return
     if not data.path and not data.train_path:
-        raise UsageError(
-            f"{name} has no data: prepare some with `mjax prepare FILES --output data/corpus` and add "
-            "--data.path data/corpus, or add --data.mock to measure speed"
-        )
+        prepare = "type `mjax prepare FILES --output data/corpus`, and add --data.path data/corpus"
+        raise UsageError(f"{name} has no data; {prepare}, or --data.mock to measure speed")
     if data.path and (data.train_path or data.valid_path):
-        raise UsageError(
-            "--data.path is split into parts by --data.split, while --data.train-path and --data.valid-path name one "
-            "part each; leave out these two, or --data.path (write it with no value)"
-        )
+        raise UsageError("--data.path excludes --data.train-path and --data.valid-path; type --data.path with no value")
     if not data.path and config.train.eval_interval > 0 and not data.valid_path:
         raise UsageError("--data.train-path has no validation data; add --data.valid-path, or --train.eval-interval 0")
     for field in BLENDS:
@@ -248,16 +226,13 @@ def check_batch_sizes(config: Config) -> None:
     flag = f"--train.batch-rampup {' '.join(map(str, train.batch_rampup))}"
     start, increment, _ = train.batch_rampup
     if min(train.batch_rampup) < 1 or start >= end or (end - start) % increment:
-        raise UsageError(
-            f"{flag} does not reach --train.global-batch {end} in whole increments; use a START below it and an "
-            "INCREMENT that divides the difference"
-        )
+        fix = "use a START below it and an INCREMENT that divides the difference"
+        raise UsageError(f"{flag} does not reach --train.global-batch {end} in whole increments; {fix}")
     for first_step, _, size in BatchSizes.from_config(config).ahead():
         if size % unit:
-            raise UsageError(
-                f"{flag} has a batch of {size} from step {first_step + 1} on, which is not a multiple of {unit} "
-                f"({factors}); use multiples, also as --train.global-batch, such as {_nearest_multiple(size, unit)}"
-            )
+            odd = f"a batch of {size} from step {first_step + 1} on, which is not a multiple of {unit} ({factors})"
+            fix = f"use multiples, also as --train.global-batch, such as {_nearest_multiple(size, unit)}"
+            raise UsageError(f"{flag} has {odd}; {fix}")
 
 
 def check_devices(config: Config, available: int, name: str = "this config") -> None:
@@ -268,10 +243,9 @@ def check_devices(config: Config, available: int, name: str = "this config") -> 
     """
     mesh = config.mesh
     if mesh.devices != available:
-        raise UsageError(
-            f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({axes.describe_mesh(mesh)}); "
-            f"{available} available: set --mesh.data and the other axes, or --simulate {mesh.devices}"
-        )
+        needs = f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({axes.describe_mesh(mesh)})"
+        fix = f"set --mesh.data and other axes, or --simulate {mesh.devices}"
+        raise UsageError(f"{needs}; {available} available: {fix}")
 
 
 def _check_pipeline(config: Config) -> None:
@@ -287,10 +261,9 @@ def _check_pipeline(config: Config) -> None:
         counts = f"{below} or {above}" if below else str(above)
         virtual, simplest = (f" × {flag}", simplest) if mesh.virtual_stages > 1 else ("", "--mesh.pipe 1")
         possible = [n for n in _divisors(layers) if n > 1 and layers % (n * mesh.virtual_stages) == 0]
-        raise UsageError(
-            f"--mesh.pipe {mesh.pipe}{virtual} does not divide {layers} layers; use --model.layers {counts}, "
-            f"or {f'--mesh.pipe {_join_numbers(possible)}' if possible else simplest}"
-        )
+        pipe = f"--mesh.pipe {_join_numbers(possible)}" if possible else simplest
+        divides = f"--mesh.pipe {mesh.pipe}{virtual} does not divide {layers} layers"
+        raise UsageError(f"{divides}; use --model.layers {counts}, or {pipe}")
     check_stages(config.model, mesh)
     for size in BatchSizes.from_config(config).sizes():
         check_pipeline(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.virtual_stages)
@@ -374,10 +347,7 @@ def resolve_steps(config: Config, typed: Set[str] = frozenset()) -> tuple[Config
     if "train.steps" in typed or ("train.tokens" not in typed and train.steps != type(train)().steps):
         raise UsageError(f"--train.steps {train.steps} and --train.tokens {tokens} both set the length; remove one")
     if not (count := parse_tokens(str(tokens))):
-        raise UsageError(
-            f"--train.tokens {tokens} is not a number of tokens above 0; write it like 300B or 1.5T (K, M, B or T: "
-            "thousands to trillions)"
-        )
+        raise UsageError(f"--train.tokens {tokens} is not a number of tokens above 0; write 300B, 1.5T, 10M or 5K")
     sample, sizes = config.model.sequences * config.model.sequence, BatchSizes.from_config(config)
     steps = sizes.steps_for(-(-count // sample))
     line = f"{tokens} tokens are {steps:,} steps ({sizes.samples_before(steps) * sample:,} tokens)"

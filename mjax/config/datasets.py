@@ -54,10 +54,8 @@ def parse_blend(values: Sequence[str], flag: str = "--data.path") -> Blend:
         prefixes, weights = values[1::2], [number or 0 for number in numbers[::2]]
     fits = weights is None or (len(weights) == len(prefixes) and all(0 < weight < math.inf for weight in weights))
     if not fits or not all(values) or len(prefixes) >= MAX_DATASETS:
-        raise UsageError(
-            f"{flag} {' '.join(values)} is not a blend; write a weight above 0 before all prefixes, such as {flag} 0.3 "
-            f"data/a 0.7 data/b, or before none, for fewer than {MAX_DATASETS:,} datasets"
-        )
+        fix = f"write a weight above 0 before all prefixes, such as {flag} 0.3 data/a 0.7 data/b, or before none"
+        raise UsageError(f"{flag} {' '.join(values)} is not a blend of at most {MAX_DATASETS:,} datasets; {fix}")
     return Blend(tuple(map(local_prefix, prefixes)), weights and tuple(weights))
 
 
@@ -94,10 +92,8 @@ def split_sequences(split: str, sequences: int) -> tuple[range, range, range]:
         written = ["0"]
     parts = [float(part) for part in written]
     if not 0 < sum(parts) < float("inf"):
-        raise UsageError(
-            f"--data.split {split!r} is not proportions of training, validation and test; "
-            "give up to three numbers, one of them above 0, such as 949,50,1"
-        )
+        fix = "give up to three numbers, one of them above 0, such as 949,50,1"
+        raise UsageError(f"--data.split {split!r} is not proportions of training, validation and test; {fix}")
     import numpy as np
 
     total = float(np.sum(parts))  # Python's sum rounds differently from 3.12 on

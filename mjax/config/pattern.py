@@ -110,16 +110,12 @@ def check_stages(model, mesh) -> None:
     if mesh.pipe > 1 and len(runs) > 1:
         groups = [(count * len(kinds), len(kinds)) for kinds, count in runs]
         parts = ", then ".join(f"{layers} in groups of {size}" if size > 1 else f"{layers}" for layers, size in groups)
-        raise UsageError(
-            f"--mesh.pipe {mesh.pipe} cannot split {model.title}, which has several stacks of layers: {parts}; "
-            "use --mesh.pipe 1 with --mesh.zero 3"
-        )
+        stacks = f"cannot split {model.title}, which has several stacks of layers: {parts}"
+        raise UsageError(f"--mesh.pipe {mesh.pipe} {stacks}; use --mesh.pipe 1 with --mesh.zero 3")
     if mesh.pipe > 1 and model.layers // stages % unit:
-        raise UsageError(
-            f"the layers of {model.title} repeat every {unit}, which does not divide the {model.layers // stages} "
-            "layers that a pipeline stage runs in a row; choose other --model.layers, --mesh.pipe or "
-            "--mesh.virtual-stages"
-        )
+        stage = f"the {model.layers // stages} layers that a pipeline stage runs in a row"
+        fix = "change --model.layers, --mesh.pipe or --mesh.virtual-stages"
+        raise UsageError(f"the layers of {model.title} repeat every {unit}, which does not divide {stage}; {fix}")
 
 
 def _shortest(kinds: tuple, groups: int = 1) -> tuple[tuple, int]:

@@ -434,12 +434,9 @@ def _execute(file: Path) -> types.ModuleType:
         new = next((names[field[1]] for names in RENAMED.values() if field and field[1] in names), None)
         now = f"; {field[1]} is now {new}" if new else ""
         line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else (lines or [None])[-1]
-        raise UsageError(
-            f"{file}{f', line {line},' if line else ''} raises {type(error).__name__}: "
-            f"{error.msg if isinstance(error, SyntaxError) else error}{now}; "
-            f"fix the file, python {shlex.quote(str(file))} "
-            "shows the traceback"
-        ) from error
+        problem = error.msg if isinstance(error, SyntaxError) else error
+        place = f"{file}{f', line {line},' if line else ''} raises {type(error).__name__}: {problem}{now}"
+        raise UsageError(f"{place}; fix the file, python {shlex.quote(str(file))} shows the traceback") from error
     return module
 
 
@@ -554,10 +551,8 @@ def _upgrade(values: dict[str, Any], source: str) -> dict[str, Any]:
     for name, only in REMOVED.items():
         section, _, knob = name.partition(".")
         if (value := sections.get(section, {}).pop(knob, only)) != only:
-            raise UsageError(
-                f"{source}: {name} is {value!r}, and since mjax 0.2.0 it is always {only!r}; "
-                "remove it there to continue with that"
-            )
+            always = f"and since mjax 0.2.0 it is always {only!r}; remove it there to continue with that"
+            raise UsageError(f"{source}: {name} is {value!r}, {always}")
     return values | sections
 
 

@@ -168,7 +168,7 @@ def check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> list[st
     returned."""
     if tokenizer is None or tokenizer.vocabulary <= model.vocabulary:
         return []
-    left_out = tokenizer.leave_out(model.vocabulary)
+    left_out = tokenizer.trim_vocabulary(model.vocabulary)
     if tokenizer.vocabulary > model.vocabulary:
         counts = f"{tokenizer.vocabulary:,} ids and the model's embedding {model.vocabulary:,} rows"
         raise UsageError(f"the tokenizer has {counts}; give the tokenizer that the model was trained with")

@@ -1,9 +1,9 @@
 """Comparison of the processes of a run before the first step.
 
 Many processes train one model only if all run the same program on the same data: another learning rate, seed, data file
-or line of code in one of them silently gives a useless checkpoint. So each process describes itself in facts, process 0
-compares them, and all end with one sentence that names which processes differ in what. The facts travel over the
-connections of the watchdog: a collective would need the agreement that is still to be checked.
+or line of code in one of them silently gives a useless checkpoint. So each process collects facts about itself, process
+0 compares them, and all end with one sentence that names the processes and their differences. The facts travel over the
+connections of the watchdog: a collective would need what is still to be checked.
 
     config     every field, except those that only process 0 or only this process uses (`PER_PROCESS`)
     data       digests of the datasets and of the tokenizer, wherever each process has them
@@ -35,7 +35,8 @@ from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
 from mjax.config.datasets import parse_blend
 from mjax.config.marks import BLEND, PER_PROCESS, field_marks
-from mjax.data.sources import TrainingData, folder_digest
+from mjax.data.indexed import digest_folder
+from mjax.data.sources import TrainingData
 from mjax.errors import UsageError, shorten_list
 from mjax.run.continuing import Origin, compute_digests
 from mjax.utils.packages import list_versions, source_hashes
@@ -46,21 +47,20 @@ PACKAGES = re.compile(
 JAX_SETTINGS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
 )  # fmt: skip
-PATIENCE = 15.0  # seconds until a file is visible on all hosts that share a folder
+VISIBILITY_TIMEOUT = 15.0  # seconds until a file is visible on all hosts that share a folder
 MAX_SHOWN = 6  # differences, and processes in a group
 
 Facts = dict[str, tuple[str, str]]  # by name: the value compared, and the value shown
 
 
-def agree(watchdog: Watchdog, facts: Facts) -> None:
+def check_agreement(watchdog: Watchdog, facts: Facts) -> None:
     """Compare the facts of all processes.
 
     Raises:
       UsageError: there are differences; in every process.
     """
-    refusal = watchdog.decide_on_first({"host": socket.gethostname(), "facts": facts}, disagreement)
-    if refusal:
-        raise UsageError(refusal)
+    if error := watchdog.decide_on_first({"host": socket.gethostname(), "facts": facts}, describe_differences):
+        raise UsageError(error)
 
 
 def collect_facts(config: Config, data: TrainingData | None = None, origin: Origin | None = None) -> Facts:
@@ -73,40 +73,38 @@ def collect_facts(config: Config, data: TrainingData | None = None, origin: Orig
     """
     facts = {**config_facts(config), **(data_facts(config, data) if data else {}), **software_facts()}
     if origin is not None:
-        run, step = read_folder(origin.run), origin.step
-        found = newest_checkpoint(run) if step is None else checkpoint_named(run, step)
-        facts["--init"] = found, f"{origin.run}, checkpoint {found}"
+        checkpoint = checkpoint_label(read_folder(origin.run), origin.step)
+        facts["--init"] = checkpoint, f"{origin.run}, checkpoint {checkpoint}"
     return facts
 
 
-def disagreement(given: Sequence[dict[str, Any]]) -> str:
-    """The sentence that names which processes differ in what, or an empty one.
+def describe_differences(processes: Sequence[dict[str, Any]]) -> str:
+    """Return the sentence that names the processes that differ, and their facts; empty if all are the same.
 
     Args:
-      given: 'host' and 'facts' of each process, in order.
+      processes: 'host' and 'facts' of each, in order.
     """
-    hosts = [one["host"] for one in given]
-    found = []
-    for name in dict.fromkeys(name for one in given for name in one["facts"]):
-        groups, shown = defaultdict(list), {}
-        for index, one in enumerate(given):
-            value, words = one["facts"].get(name, ("", "absent"))
+    hosts, differences = [process["host"] for process in processes], []
+    for name in dict.fromkeys(name for process in processes for name in process["facts"]):
+        groups, texts = defaultdict(list), {}
+        for index, process in enumerate(processes):
+            value, text = process["facts"].get(name, ("", "absent"))
             groups[value].append(index)
-            shown[value] = words
+            texts[value] = text
         if len(groups) == 1:
             continue
         # Smallest groups first: processes in small groups are named, the largest group is "the others".
-        *few, (most, others) = sorted(groups.items(), key=lambda group: (len(group[1]), group[1]))
-        parts = [f"{shown[value]} on {_processes(indices, hosts)}" for value, indices in few]
-        rest = "the others" if len(others) > len(few[-1][1]) else _processes(others, hosts)
-        found.append(f"{name} {', '.join(parts)}, {shown[most]} on {rest}")
-    if not found:
+        *small, (usual, majority) = sorted(groups.items(), key=lambda group: (len(group[1]), group[1]))
+        parts = [f"{texts[value]} on {_format_processes(indices, hosts)}" for value, indices in small]
+        rest = "the others" if len(majority) > len(small[-1][1]) else _format_processes(majority, hosts)
+        differences.append(f"{name} {', '.join(parts)}, {texts[usual]} on {rest}")
+    if not differences:
         return ""
-    shown = "; ".join(shorten_list(found, MAX_SHOWN, "more differences"))
+    shown = "; ".join(shorten_list(differences, MAX_SHOWN, "more differences"))
     return f"the processes of this run do not agree: {shown}; start all with the same flags, files and software"
 
 
-def _processes(indices: Sequence[int], hosts: Sequence[str]) -> str:
+def _format_processes(indices: Sequence[int], hosts: Sequence[str]) -> str:
     """`process 2 on node7`, `processes 2 on node7 and 5 on node9`, …"""
     named = shorten_list([f"{index} on {hosts[index]}" for index in indices], MAX_SHOWN)
     return f"process{'es' * (len(indices) > 1)} {' and '.join(named)}"
@@ -120,8 +118,8 @@ def config_facts(config: Config) -> Facts:
     facts = {}
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
-        for knob in dataclasses.fields(values):
-            name, value = f"{section.name}.{knob.name}", getattr(values, knob.name)
+        for field in dataclasses.fields(values):
+            name, value = f"{section.name}.{field.name}", getattr(values, field.name)
             if field_marks(config, name).isdisjoint({PER_PROCESS, BLEND}):
                 shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
                 facts["--" + name.replace("_", "-")] = json.dumps(value), shown
@@ -132,7 +130,7 @@ def data_facts(config: Config, data: TrainingData) -> Facts:
     """Digests of the data: a process may have its copy elsewhere, such as on a local disk."""
     facts = {}
     if data.tokenizer is not None:
-        digest = folder_digest(data.tokenizer)
+        digest = digest_folder(data.tokenizer)
         facts["tokenizer"] = digest, f"{data.tokenizer} ({digest[:8]})"
     for field, digests in compute_digests(config.data).items():
         values = getattr(config.data, field)
@@ -144,7 +142,7 @@ def data_facts(config: Config, data: TrainingData) -> Facts:
 def software_facts() -> Facts:
     """mjax's source files, its dependencies, and the settings that affect the computation."""
     facts = {"Python": f"{sys.version_info.major}.{sys.version_info.minor}"}
-    facts |= dependencies()
+    facts |= dependency_versions()
     facts |= {name: str(getattr(jax.config, name, None)) for name in JAX_SETTINGS}  # a version may lack one
     # Each process may write its dumps where it likes.
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_dump")]
@@ -153,9 +151,11 @@ def software_facts() -> Facts:
     return {name: (value, value) for name, value in facts.items()}
 
 
-def dependencies() -> dict[str, str]:
-    """Versions of the packages that affect the computation, in package metadata: another one of NVIDIA's libraries that
-    LD_LIBRARY_PATH puts first is not seen."""
+def dependency_versions() -> dict[str, str]:
+    """Versions of the packages that affect the computation, from package metadata.
+
+    A library of NVIDIA that LD_LIBRARY_PATH puts first is not included.
+    """
     return {name: version for name, version in sorted(list_versions().items()) if PACKAGES.fullmatch(name)}
 
 
@@ -163,34 +163,34 @@ def dependencies() -> dict[str, str]:
 
 
 def check_shared(watchdog: Watchdog, folder: Path) -> None:
-    """Check that all processes see the same run folder, with the same checkpoints.
+    """Check that all processes have the same run folder, with the same checkpoints.
 
     Raises:
       UsageError: they do not; in every process.
       OSError: this one, as process 0, cannot write there.
     """
 
-    def put_token(_) -> str:
+    def create_token(_) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f".shared-{secrets.token_hex(8)}"
         file.touch()
         return file.name
 
-    token = folder / watchdog.decide_on_first(None, put_token)
-    mine = {"host": socket.gethostname(), "folder": str(folder), "sees": _sees(token)}
-    mine["facts"] = {"the newest checkpoint is": (newest_checkpoint(folder),) * 2}
+    token = folder / watchdog.decide_on_first(None, create_token)
+    facts = {"the newest checkpoint is": (checkpoint_label(folder),) * 2}
+    about = {"host": socket.gethostname(), "folder": str(folder), "shared": _is_visible(token), "facts": facts}
     try:
-        refusal = watchdog.decide_on_first(mine, _not_shared)
+        error = watchdog.decide_on_first(about, _describe_unshared)
     finally:
         if watchdog.index == 0:
             token.unlink(missing_ok=True)
-    if refusal:
-        raise UsageError(refusal)
+    if error:
+        raise UsageError(error)
 
 
-def _sees(file: Path) -> bool:
-    """Whether `file` exists, or appears soon: a network file system may cache a folder for a while."""
-    deadline = time.monotonic() + PATIENCE
+def _is_visible(file: Path) -> bool:
+    """True if `file` exists, or appears soon: a network file system may cache a folder for a while."""
+    deadline = time.monotonic() + VISIBILITY_TIMEOUT
     while not file.exists() and time.monotonic() < deadline:
         for folder in (file.parent.parent, file.parent):  # listing it makes the system refresh its cache
             if folder.is_dir():
@@ -199,24 +199,21 @@ def _sees(file: Path) -> bool:
     return file.exists()
 
 
-def newest_checkpoint(folder: Path) -> str:
-    """The newest checkpoint in a run folder, with a checksum of its manifest."""
-    steps = checkpoint_steps(folder)
-    return checkpoint_named(folder, steps[-1]) if steps else "none"
-
-
-def checkpoint_named(folder: Path, step: int) -> str:
-    """A checkpoint of a run, with a checksum of its manifest."""
+def checkpoint_label(folder: Path, step: int | None = None) -> str:
+    """The step of a checkpoint, by default the newest, with a checksum of its manifest; 'none' without one."""
+    if step is None and (step := max(checkpoint_steps(folder), default=None)) is None:
+        return "none"
     manifest = folder / "checkpoints" / str(step) / MANIFEST
     return f"{step} ({zlib.crc32(manifest.read_bytes()):08x})" if manifest.is_file() else str(step)
 
 
-def _not_shared(given: Sequence[dict[str, Any]]) -> str:
-    blind = [index for index, one in enumerate(given) if not one["sees"]]
-    if not blind:
-        return disagreement(given)
-    hosts = [one["host"] for one in given]
-    return (
-        f"process 0 on {hosts[0]} has its run folder at {given[0]['folder']}, and {_processes(blind, hosts)} "
-        f"cannot see it at {given[blind[0]]['folder']}; use --runs with a folder on a file system that all share"
+def _describe_unshared(processes: Sequence[dict[str, Any]]) -> str:
+    unable = [index for index, process in enumerate(processes) if not process["shared"]]
+    if not unable:
+        return describe_differences(processes)
+    hosts, folder = [process["host"] for process in processes], processes[0]["folder"]
+    problem = (
+        f"process 0 on {hosts[0]} has its run folder at {folder}, and {_format_processes(unable, hosts)} cannot see it"
     )
+    advice = "use --runs with a folder on a file system that all share"
+    return f"{problem} at {processes[unable[0]]['folder']}; {advice}"

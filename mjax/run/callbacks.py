@@ -1,4 +1,4 @@
-"""Callbacks: what happens around the steps of a run, in mjax itself and in your own code.
+"""Callbacks: what happens around the steps of a run, in mjax itself and in your code.
 
     class Losses(mjax.Callback):
         def on_step(self, run, step, metrics):
@@ -16,7 +16,6 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from mjax.cluster.launch import COMPILING, STEP
 from mjax.config.plain_values import read
-from mjax.errors import UsageError
+from mjax.errors import PrintLine, UsageError
 from mjax.utils.files import set_aside, write_whole
 
 if TYPE_CHECKING:
@@ -33,17 +32,17 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """What happens around the steps of a run; every method does nothing by default.
+    """Hooks around the steps of a run; every method does nothing by default.
 
-    The loop calls a method for all callbacks in order, in every process: what a callback makes the run or its devices
-    do must be the same in all of them. The data of `run` are described in `mjax.run.loop.Run`.
+    The loop calls a method for all callbacks in order, in every process. What a callback changes in the run or on its
+    devices must be the same in all of them. The data of `run` are described in `mjax.run.loop.Run`.
     """
 
     def on_start(self, run: Run) -> None:
         """The steps after `run.step` follow. Called again when the run goes back to a checkpoint (`health.spike`)."""
 
     def on_activity(self, run: Run, step: int, activity: str) -> None:
-        """The loop begins to do something for `step`, such as 'compiling', 'running the step' or 'saving'."""
+        """The loop begins an activity for `step`, such as 'compiling', 'running the step' or 'saving'."""
 
     def needs_state(self, run: Run, step: int) -> bool:
         """Return True if `on_step` uses the state after `step`: it is then called before the next step starts."""
@@ -59,14 +58,14 @@ class Callback:
         """All steps are done and saved; not called for a run that was stopped or failed."""
 
     def close(self) -> None:
-        """Release what `on_start` took; called however the steps end."""
+        """Release the resources of `on_start`; called however the steps end."""
 
 
 class KeepBestCheckpoint(Callback):
-    """Keeps the checkpoint with the lowest validation loss, in addition to the newest ones.
+    """Retains the checkpoint with the lowest validation loss, in addition to the newest ones.
 
     A checkpoint is saved after each validation that is better than those of all checkpoints, with its loss in the
-    manifest, so that a run that continues keeps it. A better one replaces it only when that is on disk.
+    manifest, so that a run that continues retains it. A better one replaces it only when that is on disk.
     """
 
     def on_start(self, run: Run) -> None:
@@ -80,17 +79,17 @@ class KeepBestCheckpoint(Callback):
             run.save()
 
 
-# --- Where the hours of a run went: goodput.json, an entry for each start, which `mjax runs --goodput` shows ----------
+# --- Goodput: how a run spends its hours. goodput.json has an entry for each start, for `mjax runs --goodput` ---------
 
 GOODPUT = "goodput.json"
 STARTING, STEPS, REPEATED = "starting", "steps", "repeated"
 ACTIVITIES = {STEP: STEPS, COMPILING: "compiling", "waiting for its batch": "data"}
 KINDS = {
-    STEPS: "steps", REPEATED: "again", STARTING: "start", "compiling": "compile", "data": "data", "evaluating": "eval",
-    "saving": "save",
+    STEPS: "steps", REPEATED: "repeated", STARTING: "start", "compiling": "compile", "data": "data",
+    "evaluating": "eval", "saving": "save",
 }  # fmt: skip
 """Activities with their titles in a table; steps come first, which are the goodput."""
-EVERY = 60.0  # seconds between two writes: what a run that is killed does not know of itself
+WRITE_INTERVAL = 60.0  # seconds, which goodput.json lacks of a run that is killed
 
 
 class RunStart(TypedDict):
@@ -115,12 +114,12 @@ class Goodput(Callback):
     def __init__(self):
         self.file: Path | None = None
         self.seconds: Counter[str] = Counter()
-        self._began, self._doing, self._since = _now(), STARTING, time.monotonic()
+        self._began, self._activity, self._since = _now(), STARTING, time.monotonic()
         self._starts: list[RunStart] = []
         self._first = self._last = self._done = 0
         self._written = self._since
 
-    def begin(self, folder: Path, step: int, print_line: Callable[[str], None] = print) -> None:
+    def begin(self, folder: Path, step: int, print_line: PrintLine = print) -> None:
         """Write to the run `folder` from now on; the run continues after `step`. `print_line` gets a damaged file."""
         self.file, self._first, self._last = folder / GOODPUT, step, step
         self._starts = read_starts(RunStart, self.file, print_line)
@@ -133,12 +132,12 @@ class Goodput(Callback):
     def on_activity(self, run: Run, step: int, activity: str) -> None:
         """Count the time until the next activity as this one's."""
         now = time.monotonic()
-        self.seconds[self._doing] += now - self._since
-        self._doing, self._since = ACTIVITIES.get(activity, activity), now
-        if self._doing == STEPS and step <= self._done:
-            self._doing = REPEATED
+        self.seconds[self._activity] += now - self._since
+        self._activity, self._since = ACTIVITIES.get(activity, activity), now
+        if self._activity == STEPS and step <= self._done:
+            self._activity = REPEATED
         self._last = step
-        if now - self._written > EVERY:
+        if now - self._written > WRITE_INTERVAL:
             self.close()
 
     def close(self) -> None:
@@ -146,7 +145,7 @@ class Goodput(Callback):
         self._written = now = time.monotonic()
         if self.file is None:
             return
-        self.seconds[self._doing] += now - self._since
+        self.seconds[self._activity] += now - self._since
         self._since = now
         seconds = {name: round(self.seconds[name], 3) for name in KINDS if name in self.seconds}
         last = max(self._done, self._last)
@@ -157,12 +156,12 @@ class Goodput(Callback):
             self.file = None
 
 
-def read_starts(kind: type, file: Path, print_line: Callable[[str], None]) -> list[Any]:
+def read_starts(kind: type, file: Path, print_line: PrintLine) -> list[Any]:
     """The list to which each start of a run adds an entry of a `kind`; a damaged file is set aside and reported."""
     try:
         return read(list[kind], file, "") if file.exists() else []
     except UsageError:
-        print_line(f"{file} is damaged: kept as {set_aside(file).name}, started a new one")
+        print_line(f"{file} is damaged: renamed to {set_aside(file).name}, started a new one")
         return []
 
 

@@ -2,16 +2,16 @@
 
 A run folder holds one experiment. Each config field is in one of three classes, by its marks (`config/marks.py`):
 
-    fixed     weights or moments would not fit, or would mean something else: refused. Those of a model without `TUNING`
-              or `FREE`, and the name of the optimizer
-    learned   changes what is learned: refused, unless --allow-change is given
+    fixed     weights or moments would not fit, or would mean something else: rejected. Fields of a model without
+              `TUNING` or `FREE`, and the name of the optimizer
+    learned   changes what is learned: rejected, unless --allow-change is given
     FREE      changes how long, on which devices or in which portions, and what is saved, shown or watched
 
-A field that is derived from another by default is compared by its effective value (`_meaning`), and data by digest:
-other tokens under the same name are different data, and the same tokens under another name are not. A longer run is the
-same run. So is one whose learning rates change only from here on: a stable phase may end in a decay of any shape and
-length. The learning-rate schedule and Megatron's sample order depend on the number of steps, so notes say how to keep
-the former ones.
+A field that is derived from another by default is compared by its effective value (`_effective_field`), and data by
+digest: other tokens under the same name are different data, and the same tokens under another name are not. A longer
+run is the same run. So is one whose learning rates change only from here on: a stable phase may end in a decay of any
+shape and length. The learning-rate schedule and Megatron's sample order depend on the number of steps, so notes name
+the flags that restore the previous ones.
 """
 
 from __future__ import annotations
@@ -62,31 +62,25 @@ def changes_since(
     changed = differing_fields(before, config)
     for name, (old, new) in changed.items():
         if name == OPTIMIZER and steps != [0]:
-            raise UsageError(
-                f"{folder} was trained with {old}, whose moments {new} cannot use; type --{OPTIMIZER} {old} to "
-                f"continue it, or --init {folder} --name NEW for a new run from its weights"
-            )
+            fix = f"type --{OPTIMIZER} {old} to continue it, or --init {folder} --name NEW for a new run"
+            raise UsageError(f"{folder} was trained with {old}, whose moments {new} cannot use; {fix}")
         if name.startswith("model.") and field_marks(config, name).isdisjoint({FREE, TUNING}):
-            raise UsageError(
-                f"{folder} holds a run of another model ({name} {old}, now {new}); "
-                "choose another --name, or leave the model as it was"
-            )
-    rates_kept = _same_rates(before, config, steps[-1] if step is None else step)
+            other = f"holds a run of another model ({name} {old}, now {new})"
+            raise UsageError(f"{folder} {other}; choose another --name, or leave the model as it was")
+    same_rates = _has_same_rates(before, config, steps[-1] if step is None else step)
     if not allow and steps != [0]:  # checkpoint 0 has weights that no step of this run produced
         refused = [
             f"{name} {_quote(old)}, now {_quote(new)}"
             for name, (old, new) in changed.items()
             if FREE not in field_marks(config, name)
-            and _meaning(before, name) != _meaning(config, name)
-            and not (rates_kept and RATE in field_marks(config, name))
+            and _effective_field(before, name) != _effective_field(config, name)
+            and not (same_rates and RATE in field_marks(config, name))
         ]
         refused = [*refused, *_find_changed_data(folder, before.data, config.data)]
         if refused:
             other = f"{new_run_flags(folder, config.model)} instead of --run" if resumed else "--name NEW"
-            raise UsageError(
-                f"{folder} was trained with other settings ({'; '.join(refused)}); "
-                f"for a new run type {other}, and to continue this one with the change --allow-change"
-            )
+            fix = f"for a new run type {other}, and to continue this one with the change --allow-change"
+            raise UsageError(f"{folder} was trained with other settings ({'; '.join(refused)}); {fix}")
     shown = (name for name in changed if name != "train.batch_history")
     note = describe_change(folder, type(config.model))
     return [
@@ -117,15 +111,15 @@ def after_steps_taken(config: Config, folder: Path, step: int | None = None) -> 
     check_batch_sizes(replace(config, mesh=MeshConfig(), train=replace(config.train, micro_batch=1)))
     before, last = read_config(folder / "config.json"), steps[-1] if step is None else step
     taken = BatchSizes.from_config(before).stretches(last)
-    for known in ((), before.train.batch_history, tuple(taken)):
-        config = replace(config, train=replace(config.train, batch_history=known))
+    for history in ((), before.train.batch_history, tuple(taken)):
+        config = replace(config, train=replace(config.train, batch_history=history))
         if BatchSizes.from_config(config).stretches(last) == taken:
             break
     return config
 
 
 def with_positions(config: Config, folder: Path, init: Path | None) -> Config:
-    """Return `config` with the `max_position_embeddings` of the weights that it trains further, unless it has its own.
+    """Return `config` with the `max_position_embeddings` of the weights that it trains further, unless it sets one.
 
     Args:
       config: of this start.
@@ -145,19 +139,19 @@ def save_digests(folder: Path, data: DataConfig) -> None:
     write_whole(folder / DIGESTS, json.dumps(compute_digests(data), indent=2) + "\n")
 
 
-def _meaning(config: Config, name: str) -> Any:
+def _effective_field(config: Config, name: str) -> Any:
     """The effective value of a field that another field determines by default; data have their digests."""
     match name.split("."):
         case "data", "train_samples":
             return None if config.data.conversations else training_samples(config)  # their order does not depend on it
-        case "data", knob if knob in BLENDS:
+        case "data", field if field in BLENDS:
             return None
         case "optimizer", "decay_steps":
             return decay_end(config)
         case "optimizer", "wsd_decay_steps":
             return wsd_decay_steps(config)
-        case section, knob:
-            return effective_value(getattr(config, section), knob)
+        case section, field:
+            return effective_value(getattr(config, section), field)
 
 
 def _notes(before: Config, config: Config, begun: bool) -> list[str]:
@@ -185,13 +179,13 @@ def _notes(before: Config, config: Config, begun: bool) -> list[str]:
     return notes
 
 
-def _same_rates(before: Config, config: Config, step: int) -> bool:
+def _has_same_rates(before: Config, config: Config, step: int) -> bool:
     """True if both schedules have the same learning rate at each of the first `step` steps."""
     import numpy as np
 
     sizes = BatchSizes.from_config(before)
-    taken = np.unique(np.linspace(0, max(step - 1, 0), 2000).astype(int))
-    samples = np.array([sizes.samples_before(int(number)) for number in taken])
+    steps = np.unique(np.linspace(0, max(step - 1, 0), 2000).astype(int))
+    samples = np.array([sizes.samples_before(int(number)) for number in steps])
     return np.array_equal(*(learning_rate(schedule, samples, np) for schedule in (before, config)))
 
 
@@ -200,11 +194,11 @@ def _note_on_decay(before: Config, config: Config, steps: list[int], step: int |
     now, last = steps[-1] if step is None else step, decay_start(before)
     if {before.optimizer.schedule, config.optimizer.schedule} != {"wsd"} or now <= last:
         return []
-    if _same_rates(before, config, now):
+    if _has_same_rates(before, config, now):
         return []
     stable = [number for number in steps if 0 < number <= last]
-    way = f"--step {stable[-1]} continues from before it" if stable else "no checkpoint from before it is left"
-    return [f"note: the learning rate had decayed since step {last} and rises again after checkpoint {now}; {way}"]
+    advice = f"--step {stable[-1]} continues from before it" if stable else "no checkpoint from before it is left"
+    return [f"note: the learning rate had decayed since step {last} and rises again after checkpoint {now}; {advice}"]
 
 
 # --- Data -------------------------------------------------------------------------------------------------------------
@@ -245,7 +239,7 @@ def _quote(value: Any) -> str:
 
 # --- The origin of a run that starts from the weights of another (--init) ---------------------------------------------
 #
-#     runs/q  ──weights of its checkpoint──▶  runs/new: optimizer from scratch, step 0, its own data, schedule and mesh
+#     runs/q  ──weights of its checkpoint──▶  runs/new: optimizer from scratch, step 0, other data, schedule and mesh
 #
 # The weights must mean the same in both: the architecture is equal, and so is every field that gives a weight its shape
 # or position. Lengths, rotary base, window and dropout may differ, and the differences are printed. The run folder has
@@ -261,7 +255,7 @@ class Origin:
     Attributes:
       run: absolute path of the run folder.
       step: the checkpoint; None before it is chosen: the newest intact one.
-      changed: fields of the model that differ, with the value there and here.
+      changed: fields of the model that differ, with the value of the origin and that of this run.
     """
 
     run: str
@@ -270,18 +264,18 @@ class Origin:
 
     def __str__(self) -> str:
         step = "" if self.step is None else f", checkpoint {self.step}"
-        changed = "; ".join(f"{name} {there}, now {here}" for name, (there, here) in self.changed.items())
+        changed = "; ".join(f"{name} {old}, now {new}" for name, (old, new) in self.changed.items())
         return f"{self.run}{step}" + (f" ({changed})" if changed else "")
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """The origin that a run folder keeps; None: its weights were drawn at random or converted.
+    """The origin in a run folder; None: its weights were drawn at random or converted.
 
     Raises:
       UsageError: the file is damaged.
     """
     file = folder / ORIGIN
-    return read(Origin, file, "remove it to forget where the weights of this run come from") if file.exists() else None
+    return read(Origin, file, "remove it if you do not need the origin of the weights") if file.exists() else None
 
 
 def save_origin(folder: Path, origin: Origin | None) -> None:
@@ -293,7 +287,7 @@ def save_origin(folder: Path, origin: Origin | None) -> None:
 
 
 def choose_origin(folder: Path, config: Config, init: Path | None, step: int | None = None) -> Origin | None:
-    """The origin of the run in `folder`, if it is a new one; None: from its own checkpoints or from random weights.
+    """The origin of the run in `folder`, if it is a new one; None: it has checkpoints, or begins with random weights.
 
     Args:
       folder: of the run.
@@ -307,56 +301,49 @@ def choose_origin(folder: Path, config: Config, init: Path | None, step: int | N
     if init is None:
         return None
     if checkpoint_steps(folder):
-        _check_same(folder, init, step)
+        _check_origin(folder, init, step)
         return None
     steps = checkpoint_steps(init)
     if not steps and not init.exists():
         raise UsageError(describe_missing_run(init))
     if not steps:
-        raise UsageError(
-            f"--init {init} has no checkpoint; give the folder of a run, or convert a model of Hugging Face into one: "
-            f"mjax convert from-hf {init} runs/NAME"
-        )
+        fix = f"give the folder of a run, or convert a model of Hugging Face: mjax convert from-hf {init} runs/NAME"
+        raise UsageError(f"--init {init} has no checkpoint; {fix}")
     if step is not None and step not in steps:
         raise UsageError(f"--step {step}: {init} has no such checkpoint; use {either(steps)}")
-    return Origin(to_absolute(init), step, _non_default_fields(init, config))
+    return Origin(to_absolute(init), step, _find_changed_fields(init, config))
 
 
-def _check_same(folder: Path, init: Path, step: int | None) -> None:
-    """Refuse another origin than that of the run in `folder`, which has checkpoints."""
+def _check_origin(folder: Path, init: Path, step: int | None) -> None:
+    """Reject another origin than that of the run in `folder`, which has checkpoints."""
     if to_absolute(init) == to_absolute(folder):
         raise UsageError(
             f"--init {init} is the folder of this run; add --name NEW for a new run, or leave --init out to continue it"
         )
     origin = read_origin(folder)
     if origin is None or origin.run != to_absolute(init) or step not in (None, origin.step):
-        began = "with weights of its own" if origin is None else f"from {origin}"
-        asked = f"{init}, checkpoint {step}" if step is not None else init
-        raise UsageError(
-            f"{folder} has checkpoints and began {began}, not from {asked}; add --name NEW for a new run, or leave "
-            "--init out to continue it"
-        )
+        began = "without --init" if origin is None else f"from {origin}"
+        requested = f"{init}, checkpoint {step}" if step is not None else init
+        fix = "add --name NEW for a new run, or remove --init to continue it"
+        raise UsageError(f"{folder} has checkpoints and began {began}, not from {requested}; {fix}")
 
 
-def _non_default_fields(init: Path, config: Config) -> dict[str, tuple[str, str]]:
-    """The fields of the model that differ, with the value there and here.
+def _find_changed_fields(init: Path, config: Config) -> dict[str, tuple[str, str]]:
+    """The fields of the model that differ from those of `init`, with both values.
 
     Raises:
       UsageError: the weights would not fit, or would mean something else.
     """
     saved = read_settings(init / "config.json")
     if saved.model.kind != config.model.kind:
-        raise UsageError(
-            f"--init {init} holds {saved.model.title} and this config describes {config.model.title}; choose a config "
-            f"of the same model, or type {new_run_flags(init, saved.model)} for its own"
-        )
+        other = f"--init {init} holds {saved.model.title} and this config describes {config.model.title}"
+        flags = new_run_flags(init, saved.model)
+        raise UsageError(f"{other}; choose a config of the same model, or type {flags} for that model")
     saved = read_config(init / "config.json")
     if saved.model.lora_rank and not config.model.lora_rank:
         flags = " ".join(to_flag(f"model.{name}", value) for name, value in saved.model.lora_settings().items())
-        raise UsageError(
-            f"--init {init} holds adapters, and this run trains all weights; type {flags} to train the adapters on, or "
-            f"make a model of them: mjax convert to-hf {init} DIR --merged"
-        )
+        fix = f"type {flags} to train the adapters on, or merge them: mjax convert to-hf {init} DIR --merged"
+        raise UsageError(f"--init {init} holds adapters, and this run trains all weights; {fix}")
     if not saved.model.lora_rank:  # the adapters of this run are new
         saved = replace(saved, model=replace(saved.model, **config.model.lora_settings()))
     changed = {}
@@ -370,15 +357,11 @@ def _non_default_fields(init: Path, config: Config) -> dict[str, tuple[str, str]
         if set(names_with(FILE_ONLY, type(saved.model))).intersection(wrong):
             flags = ""
         if "vocabulary" in wrong:  # the data's ids would not fit the smaller vocabulary
-            raise UsageError(
-                f"--init {init} holds the weights of another model ({values}), whose embedding has no other ids; "
-                f"prepare the data with its tokenizer, `mjax prepare … --tokenizer run:{init}`, or leave --init out"
-            )
-        raise UsageError(
-            f"--init {init} holds the weights of another model ({values}); type {flags}"
-            f"{new_run_flags(init, saved.model)} for its own settings"
-        )
-    return {f"model.{name}": (str(there), str(here)) for name, (there, here) in changed.items()}
+            fix = f"prepare the data with its tokenizer, `mjax prepare … --tokenizer run:{init}`, or remove --init"
+            raise UsageError(f"--init {init} has an embedding of other ids ({values}); {fix}")
+        fix = f"type {flags}{new_run_flags(init, saved.model)} for its settings"
+        raise UsageError(f"--init {init} holds the weights of another model ({values}); {fix}")
+    return {f"model.{name}": (str(old), str(new)) for name, (old, new) in changed.items()}
 
 
 def _may_differ(name: str, saved: ModelConfig, config: Config) -> bool:

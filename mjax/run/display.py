@@ -109,7 +109,7 @@ class Display(Callback):
         """Set the line to step `start`."""
         self.close()
         self._start, self._last_line = start, -math.inf
-        self._timed_from: tuple[int, float] | None = None
+        self._first_timed: tuple[int, float] | None = None  # step and time
         if self.console.is_terminal:
             bar = [BarColumn(bar_width=24)] if self.console.width >= 120 else []
             # A narrow terminal shortens the metrics only: their column gets the width that the others leave.
@@ -152,25 +152,25 @@ class Display(Callback):
     def show(self, record: Record) -> None:
         """Update the line with `record`."""
         if self._progress:
-            self._progress.update(self._task, completed=record.step, description=summary(record, self.metrics))
+            self._progress.update(self._task, completed=record.step, description=format_record(record, self.metrics))
             return
         now = time.monotonic()
         if now - self._last_line >= SECONDS_BETWEEN_LINES or record.step in (self._start + 1, self.steps):
             self._last_line = now
-            line = f"{summary(record, self.metrics)}{self._time_left(record.step, now)}"
+            line = f"{format_record(record, self.metrics)}{self._time_left(record.step, now)}"
             self.print_line(f"step {record.step}/{self.steps}  {line}")
 
     def _time_left(self, step: int, now: float) -> str:
-        if self._timed_from is None:  # the first step includes compilation and is not representative
-            self._timed_from = step, now
+        if self._first_timed is None:  # the first step includes compilation and is not representative
+            self._first_timed = step, now
             return ""
-        first, began = self._timed_from
+        first, began = self._first_timed
         return f"  {duration((now - began) / (step - first) * (self.steps - step))} left"
 
 
-def summary(record: Record, shown: Sequence[Metric] = ()) -> str:
+def format_record(record: Record, shown: Sequence[Metric] = ()) -> str:
     """Format the metrics of a step, the most important first."""
-    parts = [losses(record.loss, record.metrics, shown) if record.loss is not None else "loss not finite"]
+    parts = [format_losses(record.loss, record.metrics, shown) if record.loss is not None else "loss not finite"]
     if record.loss_scale != 1.0:
         parts.append(f"scale {record.loss_scale:g}")
     parts += [f"lr {record.learning_rate:.2e}", f"{record.tokens_per_second:,.0f} tok/s"]
@@ -179,7 +179,7 @@ def summary(record: Record, shown: Sequence[Metric] = ()) -> str:
     return "  ".join([*parts, f"{record.tflops:.3g} TFLOP/s", f"{format_tokens(record.tokens)} tokens"])
 
 
-def losses(loss: float, metrics: dict[str, float], shown: Sequence[Metric] = ()) -> str:
+def format_losses(loss: float, metrics: dict[str, float], shown: Sequence[Metric] = ()) -> str:
     """Format the losses of a step or an evaluation as the model shows them (`ModelConfig.metrics`).
 
     'mlm 3.1234  ppl 22.7  order 0.6512  62% right'; without such metrics 'loss 3.1234  ppl 22.7', or 'loss 0.3123
@@ -192,7 +192,7 @@ def losses(loss: float, metrics: dict[str, float], shown: Sequence[Metric] = ())
     return "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in {"loss": loss, **metrics}.items())
 
 
-def verdict(loss: float, metrics: dict[str, float], sequences: int, shown: Sequence[Metric] = ()) -> list[str]:
+def format_verdict(loss: float, metrics: dict[str, float], sequences: int, shown: Sequence[Metric] = ()) -> list[str]:
     """Format the last evaluation: the verdicts of the model's metrics, or the perplexity.
 
     Args:
@@ -202,10 +202,8 @@ def verdict(loss: float, metrics: dict[str, float], sequences: int, shown: Seque
       shown: the metrics of the model (`ModelConfig.metrics`).
     """
     metrics = {**metrics, "sequences": sequences}
-    judged = [metric for metric in shown if metric.verdict and metric.name in metrics]
-    return [metric.verdict.format_map(_values(metric, metrics)) for metric in judged] or [
-        f"validation perplexity {_perplexity(loss):.2f}"
-    ]
+    lines = [m.verdict.format_map(_values(m, metrics)) for m in shown if m.verdict and m.name in metrics]
+    return lines or [f"validation perplexity {_perplexity(loss):.2f}"]
 
 
 def _values(metric: Metric, metrics: dict[str, float]) -> dict[str, float]:
@@ -236,13 +234,13 @@ def announce_start(display: Display, config: Config, data: TrainingData, folder:
     sizes = [size for first_step, _, size in batches.pieces if first_step < train.steps]
     size = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
     parameters, compute = count_parameters(model), config.precision.compute
-    choices = ", layers without a loop" if train.unroll == "on" else ""
-    choices += f", over context by {config.context_attention}" if config.context_attention else ""
-    choices += f", experts by {model.moe_kernel}" if model.moe_kernel else ""
+    choices = ", unrolled layers" if train.unroll == "on" else ""
+    choices += f", context attention {config.context_attention}" if config.context_attention else ""
+    choices += f", expert matmuls {model.moe_kernel}" if model.moe_kernel else ""
     choices += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""
-    own = count_parameters(model, trained=True)
-    choices += "" if own == parameters else f"; {own:,} of them are trained, {own / parameters:.2%}"
-    display.print_line(f"model   {parameters:,} parameters, {compute}, attention by {model.attention}{choices}")
+    trained = count_parameters(model, trained=True)
+    choices += "" if trained == parameters else f"; {trained:,} trainable ({trained / parameters:.2%})"
+    display.print_line(f"model   {parameters:,} parameters, {compute}, attention {model.attention}{choices}")
     display.print_line(f"mesh    {describe_mesh(config)} on {mesh.devices} × {kind}")
     display.print_line(f"data    {data.summary}")
     for note in data.notes:
@@ -258,22 +256,20 @@ def announce_start(display: Display, config: Config, data: TrainingData, folder:
 
 def describe_mesh(config: Config) -> str:
     """`pipe 4 (1f1b, 2 virtual stages, bubble 18.8%) × data 2 × model 2, sequence parallel, ZeRO-1`."""
-    mesh, words = config.mesh, ""
+    mesh, text = config.mesh, ""
     if mesh.pipe > 1:
         bubble = find_schedule(config).bubble(*slot_times(config))
-        virtual = f", {mesh.virtual_stages} virtual stages" if mesh.virtual_stages > 1 else ""
-        words = f"pipe {mesh.pipe} ({mesh.schedule}{virtual}, bubble {bubble:.1%}) × "
-    words += axes.describe_mesh(replace(mesh, pipe=1))
-    words += ", sequence parallel" if mesh.splits_tokens else ""
-    return words + (f", ZeRO-{mesh.zero}" if mesh.zero else "")
+        stages = f", {mesh.virtual_stages} virtual stages" if mesh.virtual_stages > 1 else ""
+        text = f"pipe {mesh.pipe} ({mesh.schedule}{stages}, bubble {bubble:.1%}) × "
+    text += axes.describe_mesh(replace(mesh, pipe=1)) + ", sequence parallel" * mesh.splits_tokens
+    return text + (f", ZeRO-{mesh.zero}" if mesh.zero else "")
 
 
 def announce_results(display: Display, result: Result, folder: Path, config: Config) -> None:
     """Print the files of a finished run, and what to type next."""
     if result.validation_loss is not None:
-        sequences = config.train.eval_batches * config.train.global_batch
-        shown = config.model.metrics
-        for line in verdict(result.validation_loss, result.validation_metrics, sequences, shown):
+        sequences, shown = config.train.eval_batches * config.train.global_batch, config.model.metrics
+        for line in format_verdict(result.validation_loss, result.validation_metrics, sequences, shown):
             display.print_line(line)
     display.print_line(f"curve       {folder / 'loss.png'}")
     if config.model.experts:

@@ -1,6 +1,6 @@
-"""The health of a run, and its response to it, so that a broken run never destroys good checkpoints.
+"""The health of a run, and the response to it, so that a broken run never destroys good checkpoints.
 
-`Health` judges the metrics of the steps, without device, clock or files:
+`Health` classifies steps by their metrics, without device, clock or files:
 
     healthy       the loss is finite and not far above its running mean
     settling      skipped while fp16's dynamic loss scale falls, or passed over on purpose: neutral
@@ -10,7 +10,7 @@
 The metrics of a step reach the host while the next one runs. So the limit for the loss of step s is always computed
 from the losses up to step s - 2: it is known before s is started, and the same whether the host waited for s - 1
 (before a save) or not. Everything is a function of the losses; a checkpoint contains `as_dict`, and a run that
-continues from it judges as the run that wrote it did, in every process.
+continues from it classifies steps as the run that wrote it did, in every process.
 
 `Guard` responds:
 
@@ -21,8 +21,8 @@ continues from it judges as the run that wrote it did, in every process.
 - A loss spike is reported; with `skip` the compiled step drops the update; with `rollback` the run goes back to the
   last good checkpoint and skips the batches that led to the spike. Steps keep their numbers and batches, so sample
   order stays a function of the step: `passed_over.json` lists the steps that update nothing.
-- Beyond the limits the run ends with exit code 3, and `unhealthy.json` tells the next start, which continues from the
-  bad state only if the user names a checkpoint (`--step`).
+- Beyond the limits the run ends with exit code 3. With `unhealthy.json` in its folder, the next start continues only if
+  the user names a checkpoint (`--step`).
 
 All decisions follow from metrics that are the same in every process; only process 0 writes.
 """
@@ -34,7 +34,7 @@ import json
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -51,7 +51,7 @@ from mjax.config import Config, HealthConfig
 from mjax.config.axes import NAMES, axes_sharing_weights
 from mjax.config.model_file import run_flags
 from mjax.config.plain_values import check, read
-from mjax.errors import UnhealthyError, join_shortened, shorten_list
+from mjax.errors import PrintLine, UnhealthyError, join_shortened, shorten_list
 from mjax.parallel import mappings
 from mjax.parallel.random import uint32_words
 from mjax.parallel.weights import leaf_name
@@ -117,14 +117,14 @@ class Health:
       skipped_in_a_row: consecutive skipped steps up to this one.
     """
 
-    def __init__(self, config: HealthConfig, step: int = 0, known: HealthState | None = None):
+    def __init__(self, config: HealthConfig, step: int = 0, state: HealthState | None = None):
         """Begin after `step`, with the result of `as_dict` there; None: from scratch."""
-        known = known or {"losses": [], "unhealthy": [], "skipped_in_a_row": 0, "limits": [None, None]}
+        state = state or {"losses": [], "unhealthy": [], "skipped_in_a_row": 0, "limits": [None, None]}
         self.config, self.step = config, step
-        self.skipped_in_a_row: int = known["skipped_in_a_row"]
-        self._losses = deque(known["losses"], maxlen=WINDOW)  # of healthy steps
-        self._unhealthy = deque(known["unhealthy"], maxlen=WINDOW)  # whether a step was; no settling ones
-        self._limits = tuple(math.inf if limit is None else limit for limit in known["limits"])  # of the next two steps
+        self.skipped_in_a_row: int = state["skipped_in_a_row"]
+        self._losses = deque(state["losses"], maxlen=WINDOW)  # of healthy steps
+        self._unhealthy = deque(state["unhealthy"], maxlen=WINDOW)  # whether a step was; no settling ones
+        self._limits = tuple(math.inf if limit is None else limit for limit in state["limits"])  # of the next two steps
 
     def as_dict(self) -> HealthState:
         """The whole state as plain values, exactly."""
@@ -166,10 +166,10 @@ class Health:
 
     def observe_validation(self, loss: float) -> bool:
         """Return True if the loss of an evaluation after the last step is plausible; if not, the step is unhealthy."""
-        sound = math.isfinite(loss) and not (self._losses and loss > MAX_RATIO_TO_MEAN * _mean(self._losses) > 0)
-        if not sound and self._unhealthy:
+        plausible = math.isfinite(loss) and not (self._losses and loss > MAX_RATIO_TO_MEAN * _mean(self._losses) > 0)
+        if not plausible and self._unhealthy:
             self._unhealthy[-1] = 1
-        return sound
+        return plausible
 
     @property
     def suspect(self) -> bool:
@@ -190,9 +190,9 @@ class Health:
         """
         if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
             return f"{self.skipped_in_a_row} steps in a row were skipped"
-        bad, steps = sum(self._unhealthy), len(self._unhealthy)
-        if (steps == WINDOW or ended) and 2 * bad > steps:
-            return f"{bad} of the last {steps} steps were skipped or had a loss far above its running mean"
+        unhealthy, steps = sum(self._unhealthy), len(self._unhealthy)
+        if (steps == WINDOW or ended) and 2 * unhealthy > steps:
+            return f"{unhealthy} of the last {steps} steps were skipped or had a loss far above its running mean"
         return None
 
     def _next_limit(self) -> float:
@@ -215,14 +215,14 @@ def _mean(values: Iterable[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-class Judge(Callback):
-    """Judges the metrics of a step, for the callbacks that follow."""
+class HealthMonitor(Callback):
+    """Sets `unhealthy` in the metrics of a step, for the callbacks that follow."""
 
     def __init__(self, guard: Guard):
         self.guard = guard
 
     def on_step(self, run: Run, step: int, metrics: Record) -> None:
-        """Add what is wrong."""
+        """Set the problem of the step."""
         metrics.unhealthy = self.guard.observe(metrics)
 
 
@@ -238,11 +238,7 @@ class Guard(Callback):
     """
 
     def __init__(
-        self,
-        config: Config,
-        checkpoints: Checkpoints,
-        print_line: Callable[[str], None],
-        continued_from: int | None = None,
+        self, config: Config, checkpoints: Checkpoints, print_line: PrintLine, continued_from: int | None = None
     ):
         """Nothing is read before `begin`."""
         self.config, self.checkpoints, self.print_line = config, checkpoints, print_line
@@ -252,10 +248,10 @@ class Guard(Callback):
         self.good: int | None = None
         self.continued_from = continued_from
         self.spike: tuple[int, float] | None = None
-        self._good_before: int | None = None  # the last but one
+        self._previous_good: int | None = None
         self._candidate: int | None = None  # a checkpoint that may become good
         self._healthy_since = 0  # healthy steps after the candidate
-        self._put_off = False
+        self._is_postponed = False
         self._nonfinite = False  # the last step had values that were not finite
         self._replicas: Replicas | None = None
 
@@ -266,7 +262,7 @@ class Guard(Callback):
 
     def needs_state(self, run: Run, step: int) -> bool:
         """Return True if the state is to be saved or checked."""
-        return run.saves or self.saves(step) or self._nonfinite or step % CHECK_EVERY == 0
+        return run.saves or self.is_due(step) or self._nonfinite or step % CHECK_EVERY == 0
 
     def on_step(self, run: Run, step: int, metrics: Record) -> None:
         """Check the state and save it, or end the run.
@@ -275,12 +271,12 @@ class Guard(Callback):
           UnhealthyError: too many steps were unhealthy, or the state cannot be right: no step would repair that.
           RunError: two saves in a row failed.
         """
-        waits = run.step == step
-        saves = waits and (run.ends or run.saves or self.saves(step))
-        run.saves = run.saves and not waits
+        has_state = run.step == step
+        saves = has_state and (run.ends or run.saves or self.is_due(step))
+        run.saves = run.saves and not has_state
         if saves:
             run.begin_activity(step, "saving")
-        if waits and (saves or self.needs_state(run, step)):
+        if has_state and (saves or self.needs_state(run, step)):
             self._check(run, step)
         self._nonfinite = metrics.nonfinite is not None
         if problem := self.health.problem(ended=step == self.config.train.steps):
@@ -299,21 +295,21 @@ class Guard(Callback):
 
     def begin(self, start: int) -> None:
         """Load the health stored in checkpoint `start`; without one, start from scratch."""
-        there = start in self.checkpoints.steps()
-        known = _host_values(self.checkpoints, start) if there else HostValues()
-        self.health = Health(self.config.health, start, known.get("health"))
+        exists = start in self.checkpoints.steps()
+        values = _host_values(self.checkpoints, start) if exists else HostValues()
+        self.health = Health(self.config.health, start, values.get("health"))
         if self.continued_from is None:
-            self.continued_from = known.get("continued_from")
-        self.good = self.checkpoints.good()
+            self.continued_from = values.get("continued_from")
+        self.good = self.checkpoints.last_good()
         rollbacks = _read(list[Rollback], self.folder / PASSED_OVER)
-        self.passed_over = known.get("passed_over", []) if rollbacks is None else rollbacks
-        self.spike, self._put_off, self._healthy_since = None, False, 0
-        self._candidate = start if there and start > 0 and not known.get("suspect") else None
-        if known.get("suspect"):
+        self.passed_over = values.get("passed_over", []) if rollbacks is None else rollbacks
+        self.spike, self._is_postponed, self._healthy_since = None, False, 0
+        self._candidate = start if exists and start > 0 and not values.get("suspect") else None
+        if values.get("suspect"):
             self.print_line(f"checkpoint {start} was saved while the run was unhealthy; {self._last_good()}")
         for entry in self.passed_over:
             if entry["steps"][1] > start:
-                self.print_line(_describe(entry))
+                self.print_line(_describe_rollback(entry))
 
     # --- Steps --------------------------------------------------------------------------------------------------------
 
@@ -326,42 +322,42 @@ class Guard(Callback):
         return math.inf if self.passed_over or self.config.health.spike == "rollback" else None
 
     def observe(self, record: Record) -> str | None:
-        """Judge a step: None if it is healthy, otherwise what is wrong, to follow 'step N'."""
+        """Classify a step: None if it is healthy, otherwise the problem, to follow 'step N'."""
         passed_over = self._passes_over(record.step)
-        settling = bool(passed_over) or self._scale_settles(record)
+        settling = bool(passed_over) or self._is_scale_settling(record)
         limit = self.health.limit(record.step)
         state = self.health.observe(record.step, record.loss, record.nonfinite is not None, settling)
-        wrong = None
+        problem = None
         if passed_over:
-            wrong = f"passed over: {_describe(passed_over)}"
+            problem = f"passed over: {_describe_rollback(passed_over)}"
         elif record.nonfinite is not None:
             scale = f" at loss scale {record.loss_scale:g}" if self.config.precision.compute == "fp16" else ""
-            wrong = f"skipped{scale}: {record.nonfinite}"
+            problem = f"skipped{scale}: {record.nonfinite}"
         elif state == SPIKE:
             dropped = "; its update was dropped" if record.skipped else ""
-            far = self.health.deviations(record.loss)
-            wrong = f"loss spike: {record.loss:.4f} is {far} (limit {limit:.4f}){dropped}"
+            distance = self.health.deviations(record.loss)
+            problem = f"loss spike: {record.loss:.4f} is {distance} (limit {limit:.4f}){dropped}"
             if self.config.health.spike == "rollback" and self.good is None:
-                wrong += "; there is no good checkpoint to roll back to yet"
+                problem += "; there is no good checkpoint to roll back to yet"
             elif self.config.health.spike == "rollback" and self.spike is None:
                 self.spike = record.step, record.loss
         if record.val_loss is not None and not self.health.observe_validation(record.val_loss):
-            state, wrong = SKIPPED, f"leaves weights with which the validation loss is {record.val_loss:g}"
-        self._follow(state)
-        return wrong
+            state, problem = SKIPPED, f"leaves weights with which the validation loss is {record.val_loss:g}"
+        self._update_candidate(state)
+        return problem
 
     def _passes_over(self, step: int) -> Rollback | None:
-        return next((e for e in self.passed_over if e["steps"][0] <= step <= e["steps"][1]), None)
+        return next((entry for entry in self.passed_over if entry["steps"][0] <= step <= entry["steps"][1]), None)
 
-    def _scale_settles(self, record: Record) -> bool:
+    def _is_scale_settling(self, record: Record) -> bool:
         """True if the step was skipped because fp16's dynamic loss scale is too large and can still fall.
 
-        It falls after gradients that are not finite; a loss alone that is not finite is none of its effects.
+        It falls after gradients that are not finite; it does not cause a loss that is not finite without them.
         """
         precision = self.config.precision
         return record.grad_norm is None and precision.compute == "fp16" and record.loss_scale > MIN_LOSS_SCALE
 
-    def _follow(self, state: str) -> None:
+    def _update_candidate(self, state: str) -> None:
         """Update the candidate checkpoint from the state of a step."""
         if state in (SKIPPED, SPIKE):
             self._candidate = None
@@ -371,23 +367,23 @@ class Guard(Callback):
                 self._confirm()
 
     def _confirm(self) -> None:
-        self.checkpoints.confirm(self._candidate)
-        self._good_before, self.good, self._candidate = self.good, self._candidate, None
+        self.checkpoints.mark_good(self._candidate)
+        self._previous_good, self.good, self._candidate = self.good, self._candidate, None
 
-    def _forget_failed(self) -> None:
-        """Forget a checkpoint whose save failed: it is not a candidate, and not good."""
-        self.checkpoints.settle()
+    def _drop_failed(self) -> None:
+        """A checkpoint whose save failed is not a candidate, and not good."""
+        self.checkpoints.wait_until_finished()
         if self._candidate in self.checkpoints.failed:
             self._candidate = None
         if self.good in self.checkpoints.failed:
-            self.good = self._good_before
+            self.good = self._previous_good
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 
-    def saves(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """True if a checkpoint is due after `step`, or was postponed."""
         interval = self.config.checkpoint.interval
-        return self._put_off or bool(interval and step % interval == 0)
+        return self._is_postponed or bool(interval and step % interval == 0)
 
     def save(self, step: int, state: Any, ends: bool, val_loss: float | None = None) -> bool:
         """Save a checkpoint, or postpone it while the run is unhealthy and does not end; True if a save has begun.
@@ -395,14 +391,14 @@ class Guard(Callback):
         Raises:
           RunError: two saves in a row failed.
         """
-        self._forget_failed()
+        self._drop_failed()
         if self.spike is not None:
             return False  # steps after the last good checkpoint will be abandoned
         suspect = self.health.suspect
         if suspect and not ends:
-            if not self._put_off:
+            if not self._is_postponed:
                 self.print_line(f"checkpoint {step} is postponed until the run is healthy; {self._last_good()}")
-            self._put_off = True
+            self._is_postponed = True
             return False
         if self._candidate is not None and self._healthy_since > 0:
             self._confirm()
@@ -414,7 +410,7 @@ class Guard(Callback):
             "val_loss": None if val_loss is None else finite_or_none(val_loss),
         }
         self.checkpoints.save(step, state, host, rotate=not suspect, last=ends)
-        self._put_off, self._healthy_since, self._candidate = False, 0, None if suspect else step
+        self._is_postponed, self._healthy_since, self._candidate = False, 0, None if suspect else step
         return True
 
     def _last_good(self) -> str:
@@ -429,7 +425,7 @@ class Guard(Callback):
         Raises:
           UnhealthyError: there were too many rollbacks to it.
         """
-        self._forget_failed()
+        self._drop_failed()
         (step, loss), good = self.spike, self.good
         if good is None:
             self.give_up("the loss spiked, and the checkpoint to roll back to could not be saved")
@@ -450,13 +446,11 @@ class Guard(Callback):
         Raises:
           UnhealthyError: always; it names the command that continues from the last good checkpoint.
         """
-        self._forget_failed()
+        self._drop_failed()
         steps, good = self.checkpoints.steps(), self.good
         if not steps:
-            raise UnhealthyError(
-                f"{problem}, and nothing is saved; start again with a lower --optimizer.learning-rate or "
-                "--precision.compute fp32"
-            )
+            fix = "start again with a lower --optimizer.learning-rate or --precision.compute fp32"
+            raise UnhealthyError(f"{problem}, and nothing is saved; {fix}")
         which = "the last good checkpoint" if good is not None else f"checkpoint {steps[0]} (none is known to be good)"
         rate = self.config.optimizer.learning_rate / 2
         command = (
@@ -469,7 +463,7 @@ class Guard(Callback):
         raise UnhealthyError(f"{problem}; {way_out}")
 
 
-def _describe(entry: Rollback) -> str:
+def _describe_rollback(entry: Rollback) -> str:
     first, last = entry["steps"]
     return (
         f"steps {first} to {last} train on nothing, because the loss spiked at step {entry['spike']} "
@@ -514,7 +508,7 @@ def check_start(folder: Path, step: int | None) -> None:
         raise UnhealthyError(f"{folder} ended unhealthy ({marked['problem']}); {marked['way_out']}")
 
 
-def continue_from(checkpoints: Checkpoints, step: int, print_line: Callable[[str], None]) -> None:
+def continue_from(checkpoints: Checkpoints, step: int, print_line: PrintLine) -> None:
     """Make checkpoint `step`, which exists, the newest, and remove the mark of an unhealthy end from the run.
 
     Later checkpoints are set aside. A command that is run again does not go back a second time: the checkpoints that it
@@ -532,8 +526,8 @@ def continue_from(checkpoints: Checkpoints, step: int, print_line: Callable[[str
 
 # --- Replicas, which must be bit-identical ----------------------------------------------------------------------------
 #
-# Every replica keeps its own copy of the weights and updates it with the same summed gradient, so the copies stay equal
-# without being compared. A bit that flips in the memory of one device, a device that computes wrongly, or a process
+# Every replica has a copy of the weights and updates it with the same summed gradient, so the copies stay equal without
+# a comparison. A bit that flips in the memory of one device, a device that computes wrongly, or a process
 # that runs something else affects one copy, and through its gradients slowly corrupts all others.
 #
 # So each device hashes its shards, and the hashes, four bytes per array, are gathered and compared on the host of every
@@ -545,7 +539,7 @@ def continue_from(checkpoints: Checkpoints, step: int, print_line: Callable[[str
 
 DIMS = [NAMES.index(axis) for axis in axes_sharing_weights()]
 """The dims of the device array along which replicas are numbered."""
-MAX_SHOWN_DEVICES = 4  # shown
+MAX_SHOWN_DEVICES = 4
 
 
 class Replicas:
@@ -576,20 +570,22 @@ class Replicas:
             return
         leaves = jax.tree.leaves(model)
         hashes = jax.device_get(self._hash([leaves[index] for index in self._copied]))  # [*mesh, arrays]
-        odd: dict[tuple[int, ...], list[str]] = defaultdict(list)  # by position on the mesh, those that differ there
+        odd: dict[tuple[int, ...], list[str]] = defaultdict(
+            list
+        )  # names of the arrays that differ, by position on the mesh
         for (name, dims), of_array in zip(self._copied.values(), np.moveaxis(hashes, -1, 0), strict=True):
             copies = np.moveaxis(of_array, dims, range(len(dims)))
             if (copies == copies[(0,) * len(dims)]).all():
                 continue
             for position in np.ndindex(of_array.shape):
                 group = of_array[tuple(slice(None) if dim in dims else at for dim, at in enumerate(position))]
-                (usual, most), *others = Counter(group.flat).most_common()
-                if others and (of_array[position] != usual or others[0][1] == most):  # of two either may be right
+                (usual, count), *rest = Counter(group.flat).most_common()
+                if rest and (of_array[position] != usual or rest[0][1] == count):  # of two either may be right
                     odd[position].append(name)
         if odd:
-            raise UnhealthyError(self._sentence(step, odd))
+            raise UnhealthyError(self._describe(step, odd))
 
-    def _sentence(self, step: int, odd: dict[tuple[int, ...], list[str]]) -> str:
+    def _describe(self, step: int, odd: dict[tuple[int, ...], list[str]]) -> str:
         shape = [self.mesh.devices.shape[dim] for dim in DIMS]
         replicas = {at: int(np.ravel_multi_index([at[dim] for dim in DIMS], shape)) for at in odd}
         copies = [
@@ -597,10 +593,8 @@ class Replicas:
             for at, device in ((at, self.mesh.devices[at]) for at in sorted(odd, key=replicas.__getitem__))
         ]
         arrays = join_shortened(list(dict.fromkeys(itertools.chain(*odd.values()))), " arrays")
-        copies, differ = (
-            shorten_list(copies, MAX_SHOWN_DEVICES),
-            "differs from the others" if len(copies) == 1 else "differ",
-        )
+        differ = "differs from the others" if len(copies) == 1 else "differ"
+        copies = shorten_list(copies, MAX_SHOWN_DEVICES)
         return (
             f"after step {step} the replicas have different weights: {' and '.join(copies)} {differ} in {arrays}; "
             "a device or its memory is faulty, or a process computes something else; nothing was saved since the last "
@@ -611,10 +605,11 @@ class Replicas:
 def _hashes(shards: list[Array]) -> Array:
     """A hash of each shard of each device, replicated: uint32 [*axes.NAMES, arrays]."""
     everywhere = frozenset(NAMES)
-    own = jnp.stack([_hash_shard(mappings.vary(shard, everywhere)) for shard in shards]).reshape(*[1] * len(NAMES), -1)
+    hashes = jnp.stack([_hash_shard(mappings.vary(shard, everywhere)) for shard in shards])
+    hashes = hashes.reshape(*[1] * len(NAMES), -1)
     for dim, axis in enumerate(NAMES):
-        own = mappings.all_gather_invariant(own, axis, dim)
-    return own
+        hashes = mappings.all_gather_invariant(hashes, axis, dim)
+    return hashes
 
 
 def _hash_shard(shard: Array) -> Array:

@@ -32,13 +32,14 @@ from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import check_devices
 from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.sources import TrainingData, open_data
+from mjax.errors import PrintLine
 from mjax.parallel.mesh import make_mesh
 from mjax.planner.layer import model_flops, peak_tflops
-from mjax.run.agreement import agree, check_shared, collect_facts
+from mjax.run.agreement import check_agreement, check_shared, collect_facts
 from mjax.run.callbacks import Callback, Goodput
 from mjax.run.continuing import Origin
-from mjax.run.display import Display, announce_results, announce_start, losses
-from mjax.run.health import Guard, Judge, check_start, continue_from, not_finite
+from mjax.run.display import Display, announce_results, announce_start, format_losses
+from mjax.run.health import Guard, HealthMonitor, check_start, continue_from, not_finite
 from mjax.run.metrics import MetricsLog, Record, finite_or_none
 from mjax.run.start import first_state, restore_state, write_folder, write_origin
 from mjax.step.layout import TrainState, with_kernel
@@ -88,7 +89,7 @@ class Result:
       state: the last state.
       validation_loss: of the last evaluation, nats per token; None if there was none.
       validation_metrics: its other means by name; for a BERT also the entropy of the masked tokens.
-      stopped: whether it was told to stop, possibly in the last step, which is then not evaluated.
+      stopped: whether a stop was requested, possibly in the last step, which is then not evaluated.
     """
 
     exit_code: int
@@ -127,7 +128,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
     # --- Processes: all of them run this program on this data ---------------------------------------------------------
     watchdog = options.watchdog or Watchdog(Distributed())
     if watchdog.count > 1:
-        agree(watchdog, collect_facts(resolved, data, options.origin))
+        check_agreement(watchdog, collect_facts(resolved, data, options.origin))
         check_shared(watchdog, folder)
     check_start(folder, options.step)
 
@@ -157,7 +158,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
         # --- Steps ----------------------------------------------------------------------------------------------------
         guard = Guard(resolved, checkpoints, display.print_line, step if step >= 0 else None)
         run = Run(resolved, mesh, program, checkpoints, data, display, watchdog, guard, log, options)
-        run.arrange(goodput, None if data.validation is None else Evaluate(data.validation))
+        run.set_callbacks(goodput, None if data.validation is None else Evaluate(data.validation))
         result = run.take_steps(state, start)
         del state
         if result.exit_code == 0:
@@ -175,16 +176,16 @@ def _check_before_drawing(config: Config, name: str, samples: int) -> None:
 
 
 @contextlib.contextmanager
-def _open_checkpoints(config: Config, folder: Path, print_line: Callable[[str], None]) -> Iterator[Checkpoints]:
-    """The checkpoints of a run, whose folder is locked meanwhile and, if it has an address, copied there."""
+def _open_checkpoints(config: Config, folder: Path, print_line: PrintLine) -> Iterator[Checkpoints]:
+    """The checkpoints of a run. Its folder is locked meanwhile and, if it has an address, uploaded."""
     with contextlib.ExitStack() as stack:
         mirror = None
         if is_first():
             stack.enter_context(lock_folder(folder, print_line))
             if (address := find_address(folder)) is not None:
                 mirror = stack.enter_context(Mirror(folder, address, print_line))
-        keep = config.checkpoint.keep_last, config.checkpoint.keep_every
-        yield stack.enter_context(Checkpoints(folder / "checkpoints", *keep, print_line, mirror))
+        retention = config.checkpoint.keep_last, config.checkpoint.keep_every
+        yield stack.enter_context(Checkpoints(folder / "checkpoints", *retention, print_line, mirror))
 
 
 @dataclass(eq=False)
@@ -216,7 +217,7 @@ class Run:
     step: int = 0
     state: TrainState | None = None
     ends: bool = False
-    saves: bool = False  # a callback asked for a checkpoint
+    saves: bool = False  # a callback has requested a checkpoint
     validation: tuple[float | None, dict[str, float]] = (None, {})  # the last loss and other metrics
     blocked: float | None = None  # seconds that the save before the next record took of the loop
     steps_before: int = 0  # of other runs in this process: processes agree to stop by a number that must only grow
@@ -227,10 +228,10 @@ class Run:
         self.folder, self.sizes = self.checkpoints.folder.parent, BatchSizes.from_config(self.config)
         self.peak = peak_tflops(jax.devices()[0].device_kind, self.config.precision.compute)
 
-    def arrange(self, *first: Callback | None) -> None:
-        """Set the callbacks: a step is evaluated by one of `first`, judged, shown, logged, and its state saved."""
-        others = Judge(self.guard), self.display, *self.options.callbacks, self.log, self.guard
-        self.callbacks = [each for each in (*first, *others) if each is not None]
+    def set_callbacks(self, *first: Callback | None) -> None:
+        """Set the callbacks: one of `first` evaluates, the others check the health, show, log, and save the state."""
+        rest = HealthMonitor(self.guard), self.display, *self.options.callbacks, self.log, self.guard
+        self.callbacks = [callback for callback in (*first, *rest) if callback is not None]
 
     # --- For callbacks ------------------------------------------------------------------------------------------------
 
@@ -247,13 +248,13 @@ class Run:
         self.saves = True
 
     def begin_activity(self, step: int, activity: str = STEP) -> None:
-        """Tell the watchdog and all callbacks that the run begins an activity, such as 'evaluating'."""
+        """Record in the watchdog and in all callbacks that the run begins an activity, such as 'evaluating'."""
         self.watchdog.record_step(step, activity)
         for callback in self.callbacks:
             callback.on_activity(self, step, activity)
 
     def restart_clock(self) -> None:
-        """Count what was done since the last step for none."""
+        """Exclude the time since the last step from the next one."""
         self._clock = time.perf_counter()
 
     @cached_property
@@ -277,9 +278,10 @@ class Run:
                 stack.callback(callback.close)
             with StopSignal() as self.signal:
                 self._take_steps()
-                while self.guard.spike is not None and self._go_back():
+                while self.guard.spike is not None and self._roll_back():
                     self._take_steps()
-                self.checkpoints.settle()  # where a second SIGTERM cannot end the process before the save is committed
+                # Here a second SIGTERM cannot end the process before the save is committed.
+                self.checkpoints.wait_until_finished()
             spiked, done = self.guard.spike is not None, self.step == last
             if spiked:
                 self.print_line("stopped; run the same command again to continue")
@@ -288,7 +290,7 @@ class Run:
                     f"stopped by {self.signal.name} after step {self.step}, which is saved; run the same command again "
                     "to continue"
                 )
-            self.checkpoints.wait()
+            self.checkpoints.check_for_errors()
             if done and not spiked:
                 for callback in self.callbacks:
                     callback.on_end(self)
@@ -310,7 +312,7 @@ class Run:
                 self.step, previous, self._pending = step, self._pending, (step, metrics)
                 self.begin_activity(step)
                 self._finish(previous)
-                self.ends = self._asks_to_stop() or step == self.config.train.steps
+                self.ends = self._is_stop_requested() or step == self.config.train.steps
                 if self.ends or any(callback.needs_state(self, step) for callback in self.callbacks):
                     self._finish_pending()
                 if self.ends or self.guard.spike is not None:
@@ -351,19 +353,19 @@ class Run:
             for callback in self.callbacks:
                 callback.on_step(self, record.step, record)
 
-    def _asks_to_stop(self) -> bool:
-        """Return True, in every process, if the run was told to stop after `step`."""
+    def _is_stop_requested(self) -> bool:
+        """Return True, in every process, if the run has to stop after `step`."""
         if stop_agreed(self.steps_before + self.step):
             self.signal.name = "SIGTERM"
-        if self.checkpoints.mirror is not None and self.checkpoints.mirror.lost:  # in process 0
+        if self.checkpoints.mirror is not None and self.checkpoints.mirror.taken_by:  # in process 0
             if jax.process_count() > 1:  # they agree on a step
                 os.kill(os.getpid(), signal.SIGTERM)
             else:
                 self.signal.name = "the loss of its lock"
         return self.signal.requested
 
-    def _go_back(self) -> bool:
-        """Restore the last good checkpoint; False if the run was told to stop and leaves that to its next start."""
+    def _roll_back(self) -> bool:
+        """Restore the last good checkpoint; False if a stop was requested: the next start restores it."""
         good = self.guard.go_back()
         if self.signal.requested:
             return False
@@ -381,7 +383,7 @@ class Run:
         return (jax.make_array_from_callback((), everywhere, lambda _: np.float32(limit)),)
 
     def to_devices(self, batches: Batches, step: int) -> dict[str, jax.Array]:
-        """The batch of `step`; a process reads only the rows of its own devices."""
+        """The batch of `step`; a process reads only the rows of its devices."""
         size = batches.sizes.size(step)
         rows = cache(lambda begin, end: batches.batch_at(step, slice(begin, end)))
 
@@ -443,7 +445,7 @@ class Evaluate(Callback):
             return
         run.begin_activity(step, "evaluating")
         run.validation = metrics.val_loss, metrics.val_metrics = self.measure(run, step)
-        run.print_line(f"step {step}: validation {losses(*run.validation, run.config.model.metrics)}")
+        run.print_line(f"step {step}: validation {format_losses(*run.validation, run.config.model.metrics)}")
 
     def measure(self, run: Run, step: int) -> tuple[float, dict[str, float]]:
         """Return the mean loss over all labels, nats per label, and the other metrics of the model."""

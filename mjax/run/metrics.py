@@ -16,7 +16,7 @@ import shutil
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mjax.config.marks import Metric
 from mjax.config.plain_values import MAX_INT
-from mjax.errors import UsageError, without_secrets
+from mjax.errors import PrintLine, UsageError, without_secrets
 from mjax.pictures.runs import Curve, curve_names, draw_experts, draw_loss
 from mjax.run.callbacks import Callback
 from mjax.utils.files import free_name, make_folder, open_no_link, put, to_disk, write_whole
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from mjax.config.run import LogConfig
     from mjax.run.loop import Run
 
-FLUSH = 10.0  # seconds until TensorBoard scalars are on disk, at most
-OPTIONAL = ("val_loss", "labels", "unhealthy", "checkpoint_blocked_seconds")  # fields that a record may lack
-OF_ANOTHER_TYPE = {"skipped", "nonfinite", "unhealthy"}  # fields of a record that are not numbers
-REDRAW = 10.0  # seconds between two drawings of the pictures, at least
-LAST = 100  # steps at the end of a run, of which the skipped ones are counted
-BLOCK = 2**16  # bytes read at a time from the end of metrics.jsonl
+FLUSH_INTERVAL = 10.0  # seconds until TensorBoard scalars are on disk, at most
+OPTIONAL_FIELDS = ("val_loss", "labels", "unhealthy", "checkpoint_blocked_seconds")  # fields that a record may lack
+NOT_NUMBERS = {"skipped", "nonfinite", "unhealthy"}  # fields of a record that are not numbers
+REDRAW_INTERVAL = 10.0  # seconds between two drawings of the pictures, at least
+END_STEPS = 100  # steps at the end of a run, of which the skipped ones are counted
+BLOCK_BYTES = 2**16  # bytes read at a time from the end of metrics.jsonl
 VALIDATION = b'"val_loss"'
 MAX_FLOAT = sys.float_info.max
 TRACKERS = {"wandb": "W&B", "trackio": "Trackio"}  # names by package, which is also the flag
@@ -67,8 +67,8 @@ class Record:
       unhealthy: problem of the step, as on the screen; absent otherwise.
       val_loss: mean cross entropy on the validation batches after this step, if it was measured; null in the record if
         it is not finite.
-      labels: of the batch that count, if some do not; absent otherwise.
-      checkpoint_blocked_seconds: how long the checkpoint before this step kept the loop from going on; absent without.
+      labels: number of labels of the batch that count, if some do not; absent otherwise.
+      checkpoint_blocked_seconds: for how long the checkpoint before this step blocked the loop; absent without one.
       metrics, val_metrics: other means of the model, such as the parts of a BERT's loss; separate keys in the record,
         those of an evaluation with the prefix val_.
       arrays: for a mixture its expert_shares [l, E], the share of each expert in the assignments of its layer. They are
@@ -96,13 +96,13 @@ class Record:
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, without the arrays; those in `OPTIONAL` only if set."""
-        values = {name: value for name, value in vars(self).items() if value is not None or name not in OPTIONAL}
+        """Plain values, without the arrays; those in `OPTIONAL_FIELDS` only if set."""
+        values = {name: value for name, value in vars(self).items() if value is not None or name not in OPTIONAL_FIELDS}
         if self.val_loss is not None:
             values["val_loss"] = finite_or_none(self.val_loss)
-        of_validation = {f"val_{name}": finite_or_none(value) for name, value in values.pop("val_metrics").items()}
+        validation = {f"val_{name}": finite_or_none(value) for name, value in values.pop("val_metrics").items()}
         del values["arrays"]
-        return values | values.pop("metrics") | of_validation
+        return values | values.pop("metrics") | validation
 
 
 def finite_or_none(x: float) -> float | None:
@@ -132,13 +132,13 @@ def read_lines(file: Path, damaged: list[int]) -> Iterator[tuple[bytes, dict[str
 
 
 @dataclass
-class End:
+class MetricsEnd:
     """The end of a metrics.jsonl.
 
     Attributes:
       last: the last record; empty if there is none.
       loss, val_loss: the last ones that are finite.
-      steps, skipped: number of the last steps, at most `LAST`, and how many of them were skipped.
+      steps, skipped: number of the last steps, at most `END_STEPS`, and how many of them were skipped.
       problem: what is wrong with the last line; empty if nothing is.
     """
 
@@ -150,17 +150,17 @@ class End:
     problem: str = ""
 
 
-def read_end(file: Path, tail: int) -> End:
+def read_end(file: Path, tail: int) -> MetricsEnd:
     """The end of a metrics.jsonl, from its last `tail` bytes at most.
 
     Raises:
       UsageError: the file cannot be read.
     """
-    end = End()
+    end = MetricsEnd()
     for number, line in enumerate(_lines_from_end(file, tail)):
-        if end.steps == LAST and None not in (end.loss, end.val_loss):
+        if end.steps == END_STEPS and None not in (end.loss, end.val_loss):
             break
-        if end.steps == LAST and end.loss is not None and VALIDATION not in line:
+        if end.steps == END_STEPS and end.loss is not None and VALIDATION not in line:
             continue  # parsing all would take milliseconds
         record = _record(line)
         if record is None:
@@ -173,7 +173,7 @@ def read_end(file: Path, tail: int) -> End:
                 end.problem = end.problem or "the last line of metrics.jsonl has no tokens"
         end.loss = record.get("loss") if end.loss is None else end.loss
         end.val_loss = record.get("val_loss") if end.val_loss is None else end.val_loss
-        if end.steps < LAST:
+        if end.steps < END_STEPS:
             end.steps, end.skipped = end.steps + 1, end.skipped + bool(record.get("skipped"))
     return end
 
@@ -185,7 +185,7 @@ def _lines_from_end(file: Path, tail: int) -> Iterator[bytes]:
         position = stream.seek(0, os.SEEK_END)
         first = max(position - tail, 0)
         while position > first:
-            begin = max(position - BLOCK, first)
+            begin = max(position - BLOCK_BYTES, first)
             stream.seek(begin)
             block, position = stream.read(position - begin) + rest, begin
             rest, *lines = block.split(b"\n") if position else (b"", *block.split(b"\n"))
@@ -215,7 +215,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 def _is_valid(record: dict[str, Any]) -> bool:
     """True if the values of a record have their types."""
     counts = record.get("step"), record.get("tokens", 0)
-    numbers = (value for name, value in record.items() if name not in OF_ANOTHER_TYPE and value is not None)
+    numbers = (value for name, value in record.items() if name not in NOT_NUMBERS and value is not None)
     return (
         all(type(count) is int and 0 <= count < MAX_INT for count in counts)
         and type(record.get("skipped", False)) is bool
@@ -226,13 +226,13 @@ def _is_valid(record: dict[str, Any]) -> bool:
 class MetricsLog(Callback):
     """Appends to metrics.jsonl, TensorBoard, W&B and Trackio, and draws loss.png, and of a mixture experts.png.
 
-    None of them ends a run: the first failure is reported. All but metrics.jsonl and pictures are then off until the
-    next start.
+    A failure of one does not end the run: the first is reported. All but metrics.jsonl and pictures are then off until
+    the next start.
 
     Args:
       folder: of the run.
       step: the step the run continues from; later lines belong to an abandoned continuation and are dropped.
-      log: names what else gets the metrics; None: nothing.
+      log: names the other trackers; None: no others.
       print_line: called with one line about each damage or failure.
       metrics: those of the model (`ModelConfig.metrics`), which loss.png shows.
     """
@@ -242,27 +242,26 @@ class MetricsLog(Callback):
         folder: Path,
         step: int,
         log: LogConfig | None = None,
-        print_line: Callable[[str], None] = print,
+        print_line: PrintLine = print,
         metrics: Sequence[Metric] = (),
     ):
         self.folder, self.metrics, self._names = folder, metrics, curve_names(metrics)
         self._print_line, self._failed = print_line, set[str]()
         self._begin_after(step)
         self._drawing: Future | None = None
-        self._painter = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # one picture at a time
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # one picture at a time
         self._drawn, self._written, self._ends = -math.inf, False, False
-        self._trackers: dict[str, _Scalars | _Tracker] = {}
+        self._trackers: dict[str, _EventFile | _Tracker] = {}
         if log is not None and log.tensorboard:
             with self._warn_once("TensorBoard"):
-                self._trackers["TensorBoard"] = _Scalars(folder / "tensorboard", step + 1)
+                self._trackers["TensorBoard"] = _EventFile(folder / "tensorboard", step + 1)
         for package, name in TRACKERS.items():
             if project := getattr(log, package, None):
                 with self._warn_once(name):
                     self._trackers[name] = _Tracker(package, project, folder)
 
     def on_start(self, run: Run) -> None:
-        """After a rollback, drop the lines of the steps that are taken again. TensorBoard and W&B show both runs of
-        them."""
+        """After a rollback, drop the lines of the steps that are taken again. TensorBoard and W&B show them twice."""
         if self._written:
             self._file.close()
             self._begin_after(run.step)
@@ -319,13 +318,13 @@ class MetricsLog(Callback):
             undo.pop_all()
             whole.close()
         if damaged:
-            aside = free_name(file, "damaged")
-            shutil.copyfile(file, aside)
-            to_disk(aside)
+            copy_of_damaged = free_name(file, "damaged")
+            shutil.copyfile(file, copy_of_damaged)
+            to_disk(copy_of_damaged)
             lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first at {damaged[0]},"
-            self._print_line(f"{file}: skipped {lines} that cannot be read; kept the file as {aside.name}")
+            self._print_line(f"{file}: skipped {lines} that cannot be read; copied the file to {copy_of_damaged.name}")
         put(temporary, file)
-        self._file, self._torn = open_no_link(file, "ab", buffering=0), False
+        self._file, self._is_torn = open_no_link(file, "ab", buffering=0), False
 
     def _add(self, record: Mapping[str, Any]) -> None:
         """Add a record to the curves that the pictures show."""
@@ -334,13 +333,15 @@ class MetricsLog(Callback):
                 self.curves.setdefault(name, Curve()).add(record["step"], value)
 
     def draw(self, last: bool = True) -> None:
-        """Redraw the pictures: the last ones now, others in the background, unless those that are there are less than
-        `REDRAW` seconds old or are being drawn."""
+        """Redraw the pictures: the last ones now, others in the background.
+
+        The others are skipped while a drawing is in progress or less than `REDRAW_INTERVAL` seconds old.
+        """
         busy = self._drawing is not None and not self._drawing.done()
-        if not last and (busy or time.monotonic() - self._drawn <= REDRAW):
+        if not last and (busy or time.monotonic() - self._drawn <= REDRAW_INTERVAL):
             return
         curves = copy.deepcopy(self.curves)
-        self._drawing, self._drawn = self._painter.submit(self._draw, curves, self._shares), time.monotonic()
+        self._drawing, self._drawn = self._executor.submit(self._draw, curves, self._shares), time.monotonic()
         if last:
             self._drawing.result()
 
@@ -362,7 +363,7 @@ class MetricsLog(Callback):
         if self._ends:
             self.draw()
             self._ends = False
-        self._painter.shutdown()
+        self._executor.shutdown()
         with self._warn_once("metrics.jsonl"):
             self._file.close()
         for name, tracker in self._trackers.items():
@@ -370,25 +371,25 @@ class MetricsLog(Callback):
                 tracker.close()
 
     @contextlib.contextmanager
-    def _warn_once(self, what: str) -> Iterator[None]:
-        """Run a block that writes `what`, such as a file, and continue if it fails; the first failure is reported."""
+    def _warn_once(self, name: str) -> Iterator[None]:
+        """Run a block that writes `name`, such as a file, and continue if it fails; the first failure is reported."""
         try:
             yield
         except Exception as error:  # whatever goes wrong in matplotlib or wandb
-            if what not in self._failed:
-                self._failed.add(what)
-                self._print_line(f"{what} cannot be written ({str(error) or type(error).__name__}): training continues")
+            if name not in self._failed:
+                self._failed.add(name)
+                self._print_line(f"{name} cannot be written ({str(error) or type(error).__name__}): training continues")
 
     def _append(self, line: bytes) -> None:
-        if self._torn:  # a full disk truncated a line: the next one starts on its own line
+        if self._is_torn:  # a full disk truncated a line: the next one starts on a new line
             line = b"\n" + line
         written = self._file.write(line)
-        self._torn = written < len(line)
-        if self._torn:
+        self._is_torn = written < len(line)
+        if self._is_torn:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-class _Scalars:
+class _EventFile:
     """TensorBoard's event file.
 
     It is a sequence of records, each with its length and checksums, and a record is a protocol buffer, `Event` of
@@ -397,7 +398,7 @@ class _Scalars:
     """
 
     def __init__(self, folder: Path, first: int):
-        """Create a file in `folder`; TensorBoard hides what older ones have for the steps from `first` on."""
+        """Create a file in `folder`; TensorBoard hides the steps from `first` on of older files."""
         make_folder(folder)
         name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}"
         self._file, self._flushed = (folder / name).open("xb"), time.monotonic()
@@ -405,7 +406,7 @@ class _Scalars:
         self._add(first, _field(7, b"\x08\x01"))  # session_log: its status is START
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
-        """Add the scalars of a step; they are in the file within `FLUSH` seconds."""
+        """Add the scalars of a step; they are in the file within `FLUSH_INTERVAL` seconds."""
         import numpy as np
 
         with np.errstate(over="ignore"):
@@ -414,7 +415,7 @@ class _Scalars:
         pairs = zip(scalars, numbers, strict=True)  # tag and simple_value
         summary = (_field(1, _field(1, name.encode()) + b"\x15" + number) for name, number in pairs)
         self._add(step, _field(5, b"".join(summary)))
-        if time.monotonic() - self._flushed > FLUSH:
+        if time.monotonic() - self._flushed > FLUSH_INTERVAL:
             self._file.flush()
             self._flushed = time.monotonic()
 
@@ -422,16 +423,16 @@ class _Scalars:
         """Finish the file."""
         self._file.close()
 
-    def _add(self, step: int, what: bytes) -> None:
-        event = struct.pack("<Bd", 0x09, time.time()) + b"\x10" + _varint(step) + what
+    def _add(self, step: int, content: bytes) -> None:
+        event = struct.pack("<Bd", 0x09, time.time()) + b"\x10" + _varint(step) + content
         length = struct.pack("<Q", len(event))
         self._file.write(length + _masked_crc(length) + event + _masked_crc(event))
 
 
 def _varint(number: int) -> bytes:
     """A number as protocol buffers write it, seven bits a byte."""
-    *others, last = [number >> shift & 0x7F for shift in range(0, max(number.bit_length(), 1), 7)]
-    return bytes([*(part | 0x80 for part in others), last])
+    *parts, last = [number >> shift & 0x7F for shift in range(0, max(number.bit_length(), 1), 7)]
+    return bytes([*(part | 0x80 for part in parts), last])
 
 
 def _field(number: int, content: bytes) -> bytes:
@@ -459,7 +460,7 @@ def _masked_crc(content: bytes) -> bytes:
 class _Tracker:
     """The run in a project of Weights & Biases, or of Trackio, whose interface is the same without ids.
 
-    An id in the run folder tells runs of the same name apart, and a continued run continues its own.
+    An id in the run folder distinguishes runs of the same name, and a continued run keeps it.
     """
 
     def __init__(self, package: str, project: str, folder: Path):
@@ -477,7 +478,7 @@ class _Tracker:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
-        """Add the scalars of a step. Steps repeat after a rollback, and W&B drops its own steps that do."""
+        """Add the scalars of a step. Steps repeat after a rollback, and W&B drops its internal steps that do."""
         if self._package == "wandb":
             self._run.log({"step": step, **scalars})
         else:

@@ -1,4 +1,4 @@
-"""The first state of a run, and the files of its folder that say what it is and what it runs on."""
+"""The first state of a run, and the files of its folder that describe the run and its environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,10 +25,11 @@ from mjax.cluster import launch
 from mjax.config import Config, axes, read_config, save_config
 from mjax.config.model_file import save_model_file
 from mjax.data.sources import TrainingData
-from mjax.data.tokenizers import bos_token_id, same_files
+from mjax.data.tokenizers import bos_token_id, is_same_tokenizer
+from mjax.errors import PrintLine
 from mjax.models.build import count_parameters
 from mjax.parallel.weights import combine, partition_trainable, trainable_only
-from mjax.run.agreement import dependencies
+from mjax.run.agreement import dependency_versions
 from mjax.run.callbacks import read_starts
 from mjax.run.continuing import Origin, save_digests, save_origin
 from mjax.step.layout import TrainState, initial_weights
@@ -37,11 +37,11 @@ from mjax.step.step import TrainProgram
 from mjax.utils.files import copy_whole, write_whole
 
 FLAGS = re.compile(r"(XLA|JAX|NCCL|CUDA|CUDNN|NVIDIA_TF32)_\w+|GLIBC_TUNABLES|TF_CUDNN_DETERMINISTIC")
-FRESH = "starting with fresh optimizer state"
+NEW_OPTIMIZER = "starting with fresh optimizer state"
 
 
 def first_state(
-    checkpoints: Checkpoints, program: TrainProgram, origin: Origin | None, print_line: Callable[[str], None]
+    checkpoints: Checkpoints, program: TrainProgram, origin: Origin | None, print_line: PrintLine
 ) -> tuple[int, TrainState, Origin | None, Base | None]:
     """Return the step to continue after, the state, and of a new run the origin with the step that was read, and the
     base of its adapters.
@@ -52,7 +52,7 @@ def first_state(
     target, folder = program.abstract_state.model, checkpoints.folder.parent
     if checkpoints.steps() == [0]:  # of `mjax convert`: no step has number 0, so there are no moments
         _, weights = restore_weights(folder, target, 0, print_line)
-        print_line(f"Loaded weights from checkpoint 0; {FRESH}")
+        print_line(f"Loaded weights from checkpoint 0; {NEW_OPTIMIZER}")
         return 0, program.begin(weights), None, None
     if checkpoints.steps():
         return *restore_state(checkpoints, program, None, print_line), None, None
@@ -73,12 +73,12 @@ def first_state(
         step, weights = restore_weights(run, combine(cast_to_trained(new, run), old), origin.step, print_line)
         base = read_base(run) if saved.model.lora_rank else None
     origin = replace(origin, step=step)
-    print_line(f"Loaded weights from {origin}; {FRESH}")
+    print_line(f"Loaded weights from {origin}; {NEW_OPTIMIZER}")
     return 0, program.begin(weights), origin, base
 
 
 def restore_state(
-    checkpoints: Checkpoints, program: TrainProgram, step: int | None, print_line: Callable[[str], None]
+    checkpoints: Checkpoints, program: TrainProgram, step: int | None, print_line: PrintLine
 ) -> tuple[int, TrainState]:
     """The state of checkpoint `step`, by default of the newest intact one, with the base of its adapters."""
     step, state = checkpoints.restore(checkpoint_state(program.abstract_state), step)
@@ -91,9 +91,7 @@ def checkpoint_state(state: TrainState) -> TrainState:
     return replace(state, model=without_base(state.model))
 
 
-def write_folder(
-    config: Config, resolved: Config, data: TrainingData, folder: Path, print_line: Callable[[str], None]
-) -> None:
+def write_folder(config: Config, resolved: Config, data: TrainingData, folder: Path, print_line: PrintLine) -> None:
     """Write the files of a run folder, except checkpoints, metrics and `write_origin`'s."""
     save_config(config, folder / "config.json")
     save_model_file(folder, config.model, count_parameters(resolved.model))
@@ -101,14 +99,14 @@ def write_folder(
     write_environment(resolved, folder, print_line)
     if data.tokenizer is not None:
         tokenizer = folder / "tokenizer"
-        if tokenizer.is_dir() and not same_files(data.tokenizer, tokenizer):
+        if tokenizer.is_dir() and not is_same_tokenizer(data.tokenizer, tokenizer):
             print_line(f"{tokenizer} is replaced by the other tokenizer of the data; a chat template in it is gone")
             shutil.rmtree(tokenizer)
         shutil.copytree(data.tokenizer, tokenizer, dirs_exist_ok=True, copy_function=copy_whole)
 
 
 def write_origin(
-    folder: Path, origin: Origin | None, base: Base | None, data: TrainingData, print_line: Callable[[str], None]
+    folder: Path, origin: Origin | None, base: Base | None, data: TrainingData, print_line: PrintLine
 ) -> None:
     """Record the origin of a new run and the base of its adapters, and copy its tokenizer, unless the data have another
     one."""
@@ -120,14 +118,14 @@ def write_origin(
     tokenizer = read_folder(origin.run) / "tokenizer" if origin else None
     if tokenizer is None or not tokenizer.is_dir():
         return
-    if data.tokenizer is None or same_files(data.tokenizer, tokenizer):
+    if data.tokenizer is None or is_same_tokenizer(data.tokenizer, tokenizer):
         bos = bos_token_id(tokenizer)
         if data.tokenizer is not None and bos is not None and bos_token_id(data.tokenizer) is None:
             print_line(
                 f"note: texts of {origin.run} begin with id {bos}, and documents of the data do not; prepare them "
                 f"with --tokenizer run:{origin.run} or --prepend-bos on"
             )
-        # The data's own files say what ends documents, and which chat template they were written by.
+        # The files of the data name the token that ends documents, and their chat template.
         ignored = shutil.ignore_patterns(*[] if data.tokenizer is None else os.listdir(data.tokenizer))
         shutil.copytree(tokenizer, folder / "tokenizer", ignore=ignored, copy_function=copy_whole, dirs_exist_ok=True)
     else:
@@ -139,7 +137,7 @@ def write_origin(
 # --- environment.json -------------------------------------------------------------------------------------------------
 
 
-def describe_environment(config: Config, print_line: Callable[[str], None]) -> dict:
+def describe_environment(config: Config, print_line: PrintLine) -> dict:
     """Versions, devices, mesh, kernels in use, flags (also which of them mjax has set), and the git commit."""
     devices = jax.devices()
     return {
@@ -148,7 +146,7 @@ def describe_environment(config: Config, print_line: Callable[[str], None]) -> d
         "mjax": mjax.__version__,
         "git_commit": _git_commit(print_line),
         "python": platform.python_version(),
-        "packages": dependencies(),
+        "packages": dependency_versions(),
         "platform": devices[0].platform,
         "device_kind": devices[0].device_kind,
         "devices": len(devices),
@@ -164,17 +162,17 @@ def describe_environment(config: Config, print_line: Callable[[str], None]) -> d
     }
 
 
-def write_environment(config: Config, folder: Path, print_line: Callable[[str], None]) -> None:
+def write_environment(config: Config, folder: Path, print_line: PrintLine) -> None:
     """Append this start of the run to environment.json, a list with one entry per start.
 
-    A file that is not such a list is kept under another name; `print_line` is told about that and about other failures.
+    A file that is not such a list is renamed; `print_line` is called with a notice of that and of other failures.
     """
     file = folder / "environment.json"
     starts = read_starts(dict[str, Any], file, print_line)
     write_whole(file, json.dumps([*starts, describe_environment(config, print_line)], indent=2) + "\n")
 
 
-def _git_commit(print_line: Callable[[str], None]) -> str | None:
+def _git_commit(print_line: PrintLine) -> str | None:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         result = subprocess.run(command, cwd=Path(mjax.__file__).parent, capture_output=True, check=False)

@@ -82,7 +82,7 @@ class Place:
     def lost(self, reference: dict[int, float]) -> list[str]:
         """Continue on a machine that has nothing, and return what is missing or different."""
         from mjax.checkpoint.folders import check_files, read_manifest, steps_in
-        from mjax.checkpoint.mirror import bring, local_run
+        from mjax.checkpoint.mirror import fetch_files, local_run
         from mjax.run.metrics import read_metrics
 
         os.environ.update(self.server.environment(), XDG_CACHE_HOME=str(self.folder / "reader"))
@@ -95,7 +95,7 @@ class Place:
         for step in steps:
             at = folder / "checkpoints" / str(step)
             files = read_manifest(at)["files"]
-            bring(at, files, files, lambda line: None)
+            fetch_files(at, files, files, lambda line: None)
             check_files(at, files, None)
         newest = max(steps, default=0)
         code, lines = self.train("last", "--train.steps", str(newest + 4))

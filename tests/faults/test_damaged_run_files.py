@@ -97,7 +97,7 @@ COMMANDS = ("--json", "--goodput", "--goodput --json", "compare whole damaged", 
 @pytest.mark.parametrize("name", RUN_FILES)
 def test_damaged_file_ends_no_command(runs, monkeypatch, capsys, name):
     monkeypatch.setattr(files, "_sync", lambda path: None)
-    monkeypatch.setattr(folders, "PAUSE", 0.0)
+    monkeypatch.setattr(folders, "RETRY_INTERVAL", 0.0)
     cases = [*damages(name)]
     assert len(cases) > 20
     others = Random(0).sample(cases[len(CONTENTS) :], min(len(cases) - len(CONTENTS), 40))
@@ -187,4 +187,4 @@ def test_damaged_hours_are_set_aside(runs):
     (runs / "whole" / "goodput.json").write_text("[1]")
     said = []
     Goodput().begin(runs / "whole", 3, said.append)
-    assert said == [f"{runs}/whole/goodput.json is damaged: kept as goodput.json.damaged, started a new one"]
+    assert said == [f"{runs}/whole/goodput.json is damaged: renamed to goodput.json.damaged, started a new one"]

@@ -139,7 +139,7 @@ def test_failure_at_the_start_of_a_save_counts(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint, "make_folder", lambda folder: folder.joinpath("no", "where").mkdir())
             checkpoints.save(1, state)
-            checkpoints.settle()
+            checkpoints.wait_until_finished()
         checkpoints.save(2, state)
     assert checkpoints.failed == {1}
     assert "checkpoint 1 could not be saved in" in notices[0]
@@ -159,7 +159,7 @@ def test_rename_that_is_not_on_disk_is_undone(tmp_path, monkeypatch):
     with Checkpoints(tmp_path, on_notice=lambda line: None) as checkpoints:
         checkpoints.save(1, {"model": jnp.ones(3)})
         with pytest.raises(RunError, match="checkpoint 1 could not be saved"):
-            checkpoints.wait()
+            checkpoints.check_for_errors()
         assert list(tmp_path.iterdir()) == []
         checkpoints.save(1, {"model": jnp.ones(3)}, last=True)
         assert checkpoints.steps() == [1]
@@ -179,7 +179,7 @@ def test_checkpoint_that_failed_is_never_good(tmp_path, fail):
         assert guard.good == 40  # nobody knows yet
         guard.spike = 60, 9.0
         assert guard.go_back() == 20
-        assert (guard.good, checkpoints.good(), checkpoints.steps()) == (20, 20, [20])
+        assert (guard.good, checkpoints.last_good(), checkpoints.steps()) == (20, 20, [20])
         checkpoints.save(40, state)
 
 
@@ -188,7 +188,7 @@ def test_failing_rotation_keeps_the_save(tmp_path, monkeypatch):
     with Checkpoints(tmp_path, on_notice=notices.append) as checkpoints:
         monkeypatch.setattr(folders, "read_manifest", fail_with(error_of(errno.EIO)))
         checkpoints.save(1, {"model": jnp.ones(3)})
-        checkpoints.settle()
+        checkpoints.wait_until_finished()
     assert (checkpoints.failed, checkpoints.steps()) == (set(), [1])
     assert notices[-1] == "older checkpoints could not be removed: Input/output error"
 

@@ -44,7 +44,7 @@ def test_checkpoint_that_does_not_open_is_not_saved(tmp_path):
     checkpoints = Checkpoints(tmp_path / "[team]" / "checkpoints", keep_last=1, on_notice=notices.append)
     checkpoints.save(2, state)
     with pytest.raises(RunError, match=r"checkpoint 2 could not be saved .*model.up cannot be read back"):
-        checkpoints.wait()
+        checkpoints.check_for_errors()
     assert checkpoints.steps() == []
     assert [line[-43:] for line in notices] == ["intact checkpoints: none; the next save is tried"[-43:]]
     assert not list(checkpoints.folder.iterdir())

@@ -53,7 +53,7 @@ def save_all(checkpoints, *steps: int) -> dict:
     mesh = mesh_of(4, 2)
     for step in steps:
         checkpoints.save(step, state_on(mesh, value=step))
-    checkpoints.wait()
+    checkpoints.check_for_errors()
     return abstract(state_on(mesh))
 
 
@@ -94,5 +94,5 @@ def save_large(checkpoints, *steps: int):
     state = {"model": jax.random.normal(jax.random.key(0), (256, 256)), "step": jnp.int32(0)}
     for step in steps:
         checkpoints.save(step, {**state, "step": jnp.int32(step)})
-    checkpoints.wait()
+    checkpoints.check_for_errors()
     return abstract(state)

@@ -15,7 +15,14 @@ from mjax.data.indexed import IndexedDatasetWriter
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError
 from mjax.run import agreement
-from mjax.run.agreement import agree, check_shared, config_facts, data_facts, disagreement, software_facts
+from mjax.run.agreement import (
+    check_agreement,
+    check_shared,
+    config_facts,
+    data_facts,
+    describe_differences,
+    software_facts,
+)
 from mjax.tasks.labelled_task import Examples
 from tests.small import small_config
 from tests.training.watchdogs import Run
@@ -37,7 +44,7 @@ CONFIG = small_config()
 )
 def test_disagreement_names_who_differs_in_what(values, words):
     facts = [{} if value is None else {"--train.seed": (str(value), str(value))} for value in values]
-    sentence = disagreement([{"host": f"node{i}", "facts": each} for i, each in enumerate(facts)])
+    sentence = describe_differences([{"host": f"node{i}", "facts": each} for i, each in enumerate(facts)])
     assert words in sentence if words else sentence == ""
 
 
@@ -137,13 +144,13 @@ def refusal(run, question):
 def test_all_processes_end_with_same_sentence():
     faster = replace(CONFIG, optimizer=replace(CONFIG.optimizer, learning_rate=1e-4))
     with Run() as run:
-        sentence = refusal(run, lambda one, index: agree(one, config_facts(faster if index == 2 else CONFIG)))
-        assert run.ask(lambda one, index: agree(one, config_facts(CONFIG))) == [None] * 3
+        sentence = refusal(run, lambda one, index: check_agreement(one, config_facts(faster if index == 2 else CONFIG)))
+        assert run.ask(lambda one, index: check_agreement(one, config_facts(CONFIG))) == [None] * 3
     assert "do not agree: --optimizer.learning-rate 0.0001 on process 2 on " in sentence
 
 
 def test_run_folder_must_be_shared(tmp_path, monkeypatch):
-    monkeypatch.setattr(agreement, "PATIENCE", 0.1)
+    monkeypatch.setattr(agreement, "VISIBILITY_TIMEOUT", 0.1)
     (tmp_path / "b").mkdir()
     with Run() as run:
         assert run.ask(lambda one, index: check_shared(one, tmp_path / "runs" / "new")) == [None] * 3
@@ -155,7 +162,7 @@ def test_run_folder_must_be_shared(tmp_path, monkeypatch):
 def test_processes_must_see_same_checkpoints(tmp_path, monkeypatch):
     add_checkpoint(tmp_path)
     stale = iter(["20", "40", "40"])
-    monkeypatch.setattr(agreement, "newest_checkpoint", lambda folder: next(stale))
+    monkeypatch.setattr(agreement, "checkpoint_label", lambda folder: next(stale))
     with Run() as run:
         sentence = refusal(run, lambda one, index: check_shared(one, tmp_path))
     assert re.search("the newest checkpoint is 20 on process .*, 40 on the others", sentence)

@@ -13,7 +13,7 @@ from mjax.config import BERTConfig
 from mjax.config.batch_size import BatchSizes
 from mjax.parallel.mesh import make_mesh
 from mjax.run import loop
-from mjax.run.display import losses, verdict
+from mjax.run.display import format_losses, format_verdict
 from mjax.step.step import build_program
 from tests import reference
 from tests.small import batch_of, gradient_program, named, small_config
@@ -77,7 +77,7 @@ def test_batch_without_masks_has_the_order_loss_alone(run):
 
 def test_verdict_compares_with_guessing():
     figures = {"mlm_loss": math.log(20), "order_loss": 0.6, "order_accuracy": 0.8, "unigram_entropy": math.log(500)}
-    masked, order = verdict(math.log(20) + 0.6, figures, 1600, BERTConfig.metrics)
+    masked, order = format_verdict(math.log(20) + 0.6, figures, 1600, BERTConfig.metrics)
     assert "perplexity 20.00 of masked tokens" in masked
     assert "alone 500.00" in masked
     assert "80.0% ± 1.0%" in order
@@ -86,6 +86,6 @@ def test_verdict_compares_with_guessing():
 def test_progress_line_has_the_metrics_of_the_model():
     figures = {"mlm_loss": math.log(20), "order_loss": 0.6, "order_accuracy": 0.8}
     shown = BERTConfig.metrics
-    assert losses(3.6, figures, shown) == "mlm 2.9957  ppl 20  order 0.6000  80% right"
-    assert losses(3.6, {"z_loss": 0.5}, shown) == "loss 3.6000  z loss 0.5000"
-    assert losses(math.log(20), {}) == "loss 2.9957  ppl 20"
+    assert format_losses(3.6, figures, shown) == "mlm 2.9957  ppl 20  order 0.6000  80% right"
+    assert format_losses(3.6, {"z_loss": 0.5}, shown) == "loss 3.6000  z loss 0.5000"
+    assert format_losses(math.log(20), {}) == "loss 2.9957  ppl 20"

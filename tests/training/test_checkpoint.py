@@ -103,14 +103,14 @@ def test_first_checkpoint_stays_until_one_is_good(checkpoints):
     """The run decides which checkpoints are good, as training does."""
     for step in (1, 2, 3, 4):
         checkpoints.save(step, {"model": jnp.ones(3)}, host={"step": step})
-    checkpoints.wait()
+    checkpoints.check_for_errors()
     assert checkpoints.steps() == [1, 3, 4]
     assert checkpoints.host_values(4) == {"step": 4}
-    checkpoints.confirm(3)
+    checkpoints.mark_good(3)
     checkpoints.save(5, {"model": jnp.ones(3)}, host={})
     checkpoints.save(6, {"model": jnp.ones(3)}, host={})
-    checkpoints.wait()
-    assert (checkpoints.good(), checkpoints.steps()) == (3, [3, 5, 6])
+    checkpoints.check_for_errors()
+    assert (checkpoints.last_good(), checkpoints.steps()) == (3, [3, 5, 6])
 
 
 def test_base_of_adapters_stays_until_they_are_removed(checkpoints, notices):
@@ -121,7 +121,7 @@ def test_base_of_adapters_stays_until_they_are_removed(checkpoints, notices):
     def steps_after(save, **base):
         save_base(adapters, Base(digest="", **base))
         checkpoints.save(save, {"model": jnp.ones(3)})
-        checkpoints.wait()
+        checkpoints.check_for_errors()
         return checkpoints.steps()
 
     checkpoints.keep_last = 1
@@ -140,7 +140,7 @@ def test_other_model_is_refused_by_name_and_shape(checkpoints):
     for changes, message in (
         ({"model": wide}, "model.bias of shape (16,), this config needs (32,)"),
         ({"optimizer": had | {"nu": wider}}, "optimizer.nu in float16, this config needs float32"),
-        ({"optimizer": {}}, "optimizer.count of shape (3,), this config has none"),
+        ({"optimizer": {}}, "optimizer.count of shape (3,), and this config has no such array"),
     ):
         with pytest.raises(UsageError, match=re.escape(f"checkpoint 200 has {message}; use the config.json")):
             checkpoints.restore(target | changes)

@@ -30,7 +30,7 @@ from tests.training.test_what_fails_beside_training import error_of, fail_with
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
-    monkeypatch.setattr(manifests, "PAUSE", 0.0)
+    monkeypatch.setattr(manifests, "RETRY_INTERVAL", 0.0)
 
 
 # --- Saves that fail --------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def fails(checkpoints, number):
     words = rf"^checkpoint 2 could not be saved in .*: {os.strerror(number)}; intact checkpoints: 1$"
     with pytest.raises(RunError, match=words):  # noqa: PT012
         checkpoints.save(2, big)
-        checkpoints.wait()
+        checkpoints.check_for_errors()
     left = [thread for thread in threading.enumerate() if not thread.daemon and thread != threading.main_thread()]
     assert [one.name for one in left if not one.name.startswith(("checkpoint", "asyncio", "ThreadPool"))] == []
     assert entries(checkpoints) == ["1"]  # the space is given back
@@ -161,7 +161,7 @@ def test_renamed_checkpoint_is_neither_used_nor_removed(checkpoints, notices):
     (folder / "30").rename(folder / "1000")
     notices.clear()
     assert checkpoints.restore(target)[0] == 60
-    misnamed = "checkpoint 1000 is misnamed: manifest.json says that it is checkpoint 30"
+    misnamed = "checkpoint 1000 is misnamed: manifest.json belongs to checkpoint 30"
     assert notices == [f"{misnamed}; type: mv {folder}/1000 {folder}/30; using 60"]
     with pytest.raises(RunError, match=misnamed):
         checkpoints.restore(target, step=1000)

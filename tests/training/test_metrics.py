@@ -211,7 +211,7 @@ def test_picture_is_redrawn_when_ten_seconds_old(tmp_path, monkeypatch):
         for now in (100.0, 109.0, 111.0, 120.0, 121.5):
             clock.monotonic = lambda now=now: now
             log.draw(last=now == 120.0)
-            log._painter.submit(int).result()  # after the picture, in the same thread
+            log._executor.submit(int).result()  # after the picture, in the same thread
     assert drawn == [100.0, 111.0, 120.0]
 
 
@@ -264,7 +264,7 @@ def test_pictures_are_drawn_while_training_continues(tmp_path, monkeypatch):
         free.wait(60)
 
     monkeypatch.setattr(metrics, "draw_loss", draw)
-    monkeypatch.setattr(metrics, "REDRAW", 0.0)
+    monkeypatch.setattr(metrics, "REDRAW_INTERVAL", 0.0)
     with log_of(tmp_path) as log:
         for step in (1, 2, 3):
             log.write(record(step))

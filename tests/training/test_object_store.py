@@ -20,7 +20,7 @@ import pytest
 from mjax.checkpoint import mirror as mirrors
 from mjax.checkpoint import store_lock
 from mjax.checkpoint.folders import check_files, read_manifest, steps_in, write_manifest
-from mjax.checkpoint.mirror import COMMIT, Mirror, bring, fetch, fetch_all, local_run, run_to_train
+from mjax.checkpoint.mirror import COMMIT, Mirror, fetch, fetch_files, fetch_runs, local_run, run_to_train
 from mjax.commands import cli
 from mjax.errors import RunError, UsageError
 from mjax.run import loop
@@ -75,7 +75,7 @@ def save(mirror, *steps):
 
 def copy(mirror, *steps):
     save(mirror, *steps)
-    wait_until(lambda: not mirror._due)
+    wait_until(lambda: not mirror._pending)
 
 
 def copied(folder, *steps):
@@ -115,7 +115,7 @@ def sound(address):
     for step in steps:
         at = folder / "checkpoints" / str(step)
         files = read_manifest(at)["files"]
-        bring(at, files, files, print)
+        fetch_files(at, files, files, print)
         check_files(at, files, None)
     assert not steps or read_metrics(folder / "metrics.jsonl")[-1]["step"] >= steps[-1]
     return steps
@@ -157,9 +157,10 @@ def test_uploads_killed_at_any_instant_leave_whole_checkpoints(server, elsewhere
 @pytest.fixture
 def quick(monkeypatch):
     """Beats, pauses and patience of fractions of a second."""
-    for module, name, value in ((mirrors, "EVERY", 0.1), (mirrors, "LAG", 1.0), (store_lock, "ALIVE", 1.0)):
-        monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(store_lock, "POLL", 0.05)
+    monkeypatch.setattr(mirrors, "INTERVAL", 0.1)
+    monkeypatch.setattr(mirrors, "LISTING_LAG", 1.0)
+    monkeypatch.setattr(store_lock, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(store_lock, "POLL_INTERVAL", 0.05)
     monkeypatch.setattr(stores, "MAX_PAUSE", 0.3)
     monkeypatch.setattr(stores, "PATIENCE", 1.5)
 
@@ -400,8 +401,8 @@ def test_lock_that_stands_still_is_taken_over(server, run, held):
     Store(ADDRESS).write(f"{ADDRESS}/.lock", held)
     said, begun = [], time.monotonic()
     with Mirror(run, ADDRESS, said.append):
-        assert time.monotonic() - begun >= store_lock.ALIVE
-    assert re.search(r"was trained by (process (7|.*rm -rf ~) on \w+|an unknown process): looking for 1 s", said[0])
+        assert time.monotonic() - begun >= store_lock.LEASE_SECONDS
+    assert re.search(r"was trained by (process (7|.*rm -rf ~) on \w+|an unknown process): waiting 1 s", said[0])
     assert said[0].isprintable()
     assert not [name for name in Store(ADDRESS).files(ADDRESS) if name.startswith(".lock")]
 
@@ -456,9 +457,9 @@ def test_store_without_conditional_writes_is_named(server, run):
 
 def test_only_known_runs_of_a_store_are_listed_from_here(server, run, elsewhere):
     upload("s3://bucket/runs/two", {}, steps=(10,))
-    assert [folder.name for folder in fetch_all(mirror_address("s3://bucket/runs"))] == [run.name, "two"]
+    assert [folder.name for folder in fetch_runs(mirror_address("s3://bucket/runs"))] == [run.name, "two"]
     elsewhere()
-    assert [folder.name for folder in fetch_all(mirror_address("s3://bucket/runs"))] == ["two"]
+    assert [folder.name for folder in fetch_runs(mirror_address("s3://bucket/runs"))] == ["two"]
 
 
 def test_list_of_a_store_asks_once_for_each_run(server, quick, elsewhere):
@@ -472,14 +473,14 @@ def test_list_of_a_store_asks_once_for_each_run(server, quick, elsewhere):
     elsewhere()
     for expected in (3, 0):
         server.requests.clear()
-        folders = fetch_all(mirror_address("s3://bucket/runs"))
+        folders = fetch_runs(mirror_address("s3://bucket/runs"))
         asked = [path for method, path, _ in server.requests if method in ("GET", "HEAD")]
         assert len([path for path in asked if path == "/bucket"]) == 1 + 3
         assert sum(path.endswith("config.json") for path in asked) == expected
         assert not [path for path in asked if "tokenizer" in path or "png" in path]
     assert [steps_in(folder / "checkpoints") for folder in folders] == [[20]] * 3
     assert (local_run("s3://bucket/runs/a") / "tokenizer" / "vocab.txt").is_file()
-    fetch_all(mirror_address("s3://bucket/runs"))
+    fetch_runs(mirror_address("s3://bucket/runs"))
     assert (folders[0] / "tokenizer" / "vocab.txt").is_file()
 
 
@@ -499,7 +500,7 @@ def pair(run, tmp_path, monkeypatch):
     """A process that is paused, and the one that has succeeded it; no beat comes by itself."""
     other = tmp_path / "other"
     other.mkdir()
-    monkeypatch.setattr(mirrors, "EVERY", 1000.0)
+    monkeypatch.setattr(mirrors, "INTERVAL", 1000.0)
     paused = Mirror(run, ADDRESS, print).__enter__()
     return paused, Mirror(other, ADDRESS, print).__enter__()
 
@@ -567,20 +568,20 @@ def test_woken_process_leaves_what_its_successor_saved(server, pair, ended):
     who = "nobody" if ended else f"process {os.getpid()} on "
     with pytest.raises(RunError, match=f"is trained by {who}.* now, so this process has stopped"):
         paused.finish()
-    assert (paused.lost is not None, marked(ADDRESS)) == (True, [20])
+    assert (paused.taken_by is not None, marked(ADDRESS)) == (True, [20])
     assert before == (manifest(20), Store(ADDRESS).read(f"{ADDRESS}/metrics.jsonl"))
     successor.finish()
 
 
 def test_lock_lost_in_an_upload_leaves_no_mark(server, run, monkeypatch):
-    check = Mirror._check_listed
+    check = Mirror._wait_until_listed
 
     def lose(mirror, *arguments):
         Store(ADDRESS).write(f"{ADDRESS}/.lock", beat(9))
         return check(mirror, *arguments)
 
-    monkeypatch.setattr(Mirror, "_check_listed", lose)
-    monkeypatch.setattr(mirrors, "EVERY", 1000.0)
+    monkeypatch.setattr(Mirror, "_wait_until_listed", lose)
+    monkeypatch.setattr(mirrors, "INTERVAL", 1000.0)
     mirror = Mirror(run, ADDRESS, print).__enter__()
     save(mirror, 10)
     with pytest.raises(RunError, match="trained by process 7 on elsewhere now, so this process has stopped"):
@@ -592,7 +593,7 @@ def test_successor_survives_a_late_beat(server, run, tmp_path, monkeypatch):
     """The process was paused between reading its lock and writing it."""
     other, write, successor = tmp_path / "other", Store.write, []
     other.mkdir()
-    monkeypatch.setattr(mirrors, "EVERY", 1000.0)
+    monkeypatch.setattr(mirrors, "INTERVAL", 1000.0)
     paused = Mirror(run, ADDRESS, print).__enter__()
 
     def write_late(store, address, content):
@@ -602,11 +603,11 @@ def test_successor_survives_a_late_beat(server, run, tmp_path, monkeypatch):
         return write(store, address, content)
 
     monkeypatch.setattr(Store, "write", write_late)
-    paused.lock.beat()
-    successor[0].lock.beat()
+    paused.lock.renew()
+    successor[0].lock.renew()
     with pytest.raises(RunError, match="is trained by"):
-        paused.lock.beat()
-    assert not successor[0].lost
+        paused.lock.renew()
+    assert not successor[0].taken_by
     successor[0].finish()
 
 
@@ -616,7 +617,7 @@ def test_lost_process_sends_no_more(server, run):
     server.delay = 0.2
     mirror.enqueue(10)
     wait_until(lambda: names("model/f"))
-    wait_until(lambda: mirror.lost or Store(ADDRESS).write(f"{ADDRESS}/.lock", beat(9)))
+    wait_until(lambda: mirror.taken_by or Store(ADDRESS).write(f"{ADDRESS}/.lock", beat(9)))
     sent = len(names("model/f"))
     with pytest.raises(RunError, match="has stopped"):
         mirror.finish()
@@ -742,7 +743,7 @@ def test_many_processes_of_a_machine_fetch_together(server, run, elsewhere):
     elsewhere()
     with ThreadPoolExecutor(8) as pool:
         jobs = [pool.submit(run_to_train, ADDRESS) for _ in range(4)]
-        jobs += [pool.submit(fetch_all, mirror_address("s3://bucket/runs")) for _ in range(4)]
+        jobs += [pool.submit(fetch_runs, mirror_address("s3://bucket/runs")) for _ in range(4)]
         for job in jobs:
             job.result()
     folder = mirror_address(ADDRESS)

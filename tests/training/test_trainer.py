@@ -125,7 +125,7 @@ def test_run_told_to_stop_saves_after_the_steps_in_flight(number, moment, last, 
         at(self, record.step, "a step runs")
 
     monkeypatch.setattr(Display, "show", show)
-    monkeypatch.setattr(Watchdog, "at", at)
+    monkeypatch.setattr(Watchdog, "record_step", at)
     result = mjax.Trainer(CONFIG, tmp_path, data=batch).train()
     assert (result.exit_code, result.step, shown[-1]) == (75, last, last)
     name = "Ctrl-C" if number == signal.SIGINT else number.name
@@ -211,7 +211,7 @@ def test_batch_of_a_loop_of_ones_own_is_checked():
 def test_trainer_refuses_what_train_py_refuses(tmp_path):
     for config, words in (
         (replace(CONFIG, mesh=MeshConfig(model=3)), r"^mesh\.model 3 does not divide"),  # fields, not flags
-        (tiny, "give validation, or"),
+        (tiny, "data is given and validation is not; give it, or set train.eval_interval to 0"),
     ):
         with pytest.raises(UsageError, match=words):
             mjax.Trainer(config, tmp_path, data=batch)

@@ -56,7 +56,7 @@ def test_damaged_line_costs_no_other_at_resume(tmp_path, bad):
         with log_of(tmp_path, said, step=20):
             pass
         assert [line["step"] for line in read_metrics(file)] == [step for step in range(1, 21) if step != 9]
-    assert said == [f"{file}: skipped line 9 that cannot be read; kept the file as metrics.jsonl.damaged"]
+    assert said == [f"{file}: skipped line 9 that cannot be read; copied the file to metrics.jsonl.damaged"]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == original
 
 
@@ -86,7 +86,7 @@ def test_damaged_environment_is_kept_beside_a_new_one(tmp_path, content, monkeyp
     assert start["git_commit"] is None
     assert (tmp_path / "environment.json.damaged").read_bytes() == content
     assert said == [
-        f"{file} is damaged: kept as environment.json.damaged, started a new one",
+        f"{file} is damaged: renamed to environment.json.damaged, started a new one",
         "environment.json has no commit of the source: git cannot be run (No such file or directory)",
     ]
 
@@ -122,7 +122,7 @@ def test_picture_that_fails_is_announced_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fails", ["start", "write", "flush", "close", "init", "log", "finish"])
 def test_tracker_that_fails_is_announced_once(tmp_path, monkeypatch, fails):
-    monkeypatch.setattr(metrics, "FLUSH", 0.0)
+    monkeypatch.setattr(metrics, "FLUSH_INTERVAL", 0.0)
     tracker, why = "TensorBoard", "[Errno 28] No space left on device"
     if fails in ("init", "log", "finish"):
         tracker, why = "W&B", "api.wandb.ai cannot be reached"
@@ -178,7 +178,7 @@ from mjax.run.metrics import MetricsLog
 os.close(0)
 tempfile.mkdtemp = lambda *_, **__: os.stat("no temporary directory")
 display = Display(10).begin(0)
-log = MetricsLog(Path(sys.argv[1]), 0, say=lambda line: print(line, file=sys.stderr))
+log = MetricsLog(Path(sys.argv[1]), 0, print_line=lambda line: print(line, file=sys.stderr))
 for step in range(1, 11):
     display.print_line("a message")
     log.draw()

@@ -10,7 +10,7 @@ from mjax.config.bounds import Bounds, Count, CountOrZero, Positive
 from mjax.config.marks import FILE_ONLY, NEW_RUN, TUNING, By, Synonyms
 from mjax.config.model import AttentionDropout, FeedForward, Gelu, ModelConfig, Tuned
 from mjax.config.pattern import LayerKind, Pattern
-from mjax.errors import UsageError
+from mjax.errors import UsageError, either
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 EXPERTS = "experts"
@@ -50,15 +50,11 @@ class GroupedQueryConfig(ModelConfig):
     def check(self, config) -> None:
         super().check(config)
         if self.global_attention_interval is not None and self.window is None:
-            raise UsageError(
-                f"--model.global-attention-interval {self.global_attention_interval} does nothing without a window; "
-                "add --model.window, such as 4096"
-            )
+            interval = f"--model.global-attention-interval {self.global_attention_interval}"
+            raise UsageError(f"{interval} does nothing without a window; add --model.window, such as 4096")
         if self.heads % self.groups:
-            raise UsageError(
-                f"--model.kv-heads {self.groups} does not divide --model.heads {self.heads}; use one of "
-                f"{', '.join(str(number) for number in range(1, self.heads + 1) if self.heads % number == 0)}"
-            )
+            fix = either(number for number in range(1, self.heads + 1) if self.heads % number == 0)
+            raise UsageError(f"--model.kv-heads {self.groups} does not divide --model.heads {self.heads}; use {fix}")
 
 
 @dataclass(frozen=True)
@@ -87,20 +83,14 @@ class RotaryConfig(ModelConfig):
     def check(self, config) -> None:
         super().check(config)
         if self.rotary_dim % 2 or not self.rotary_dim:
-            raise UsageError(
-                f"{self.rotary_dim} of the {self.head_size} dims of a head are rotated, in pairs; choose "
-                "--model.head-dim and --model.rotary-percent for an even number"
-            )
+            odd = f"pairs of dims are rotated, and here {self.rotary_dim} of a head's {self.head_size}"
+            raise UsageError(f"{odd}; make it even by --model.head-dim and --model.rotary-percent")
         if self.rope_scaling == "none" and self.rope_factor != 1:
-            raise UsageError(
-                f"--model.rope-factor {self.rope_factor:g} does nothing with --model.rope-scaling none; add "
-                "--model.rope-scaling yarn, llama3 or linear"
-            )
+            scaling = "--model.rope-scaling none; add --model.rope-scaling yarn, llama3 or linear"
+            raise UsageError(f"--model.rope-factor {self.rope_factor:g} does nothing with {scaling}")
         if self.rope_scaling in ("llama3", "yarn") and self.rope_original_length is None:
-            raise UsageError(
-                f"--model.rope-scaling {self.rope_scaling} needs the length of pretraining; add "
-                "--model.rope-original-length, such as 8192"
-            )
+            needs = "needs the length of pretraining; add --model.rope-original-length, such as 8192"
+            raise UsageError(f"--model.rope-scaling {self.rope_scaling} {needs}")
 
 
 @dataclass(frozen=True)
@@ -215,31 +205,23 @@ class ExpertsConfig(GatedMLPConfig):
     def check(self, config) -> None:
         super().check(config)
         if self.expert_layers < 1:
-            raise UsageError(
-                f"--model.first-dense-layers {self.first_dense_layers} and --model.moe-layer-freq "
-                f"{self.moe_layer_freq} leave no layer of --model.layers {self.layers} with experts; lower them, or "
-                "use --model.kind llama"
-            )
+            none = f"leave no layer of --model.layers {self.layers} with experts; lower them, or use --model.kind llama"
+            dense = f"--model.first-dense-layers {self.first_dense_layers}"
+            raise UsageError(f"{dense} and --model.moe-layer-freq {self.moe_layer_freq} {none}")
         if config.precision.compute == "fp8":
-            raise UsageError(
-                "--precision.compute fp8 is not supported for a mixture of experts (grouped matmuls run in bf16); use "
-                "--precision.compute bf16"
-            )
+            fp8 = "--precision.compute fp8 is not supported for a mixture of experts (grouped matmuls run in bf16)"
+            raise UsageError(f"{fp8}; use --precision.compute bf16")
         in_groups, several = self.experts // self.router_n_groups * self.top_groups, self.router_n_groups > 1
         uneven = self.experts % self.router_n_groups or (several and self.experts < 2 * self.router_n_groups)
         if uneven or not 1 <= self.top_groups <= self.router_n_groups:
-            raise UsageError(
-                f"--model.router-n-groups {self.router_n_groups} and --model.router-topk-groups {self.top_groups} do "
-                f"not cut {self.experts} experts into groups of two or more, of which that many can be chosen; use a "
-                f"divisor of --model.experts {self.experts}, and at most as many"
-            )
+            flags = f"--model.router-n-groups {self.router_n_groups} and --model.router-topk-groups {self.top_groups}"
+            fix = f"use a divisor of --model.experts {self.experts}, and at most as many"
+            raise UsageError(f"{flags} do not cut {self.experts} experts into groups of two or more; {fix}")
         if self.experts_per_token > in_groups:
-            raise UsageError(
-                f"--model.experts-per-token {self.experts_per_token} is more than the {in_groups} experts that a token "
-                "can choose from; lower it, or raise --model.experts"
-            )
+            flag = f"--model.experts-per-token {self.experts_per_token}"
+            most = f"is more than the {in_groups} experts that a token can choose from"
+            raise UsageError(f"{flag} {most}; lower it, or raise --model.experts")
         if self.router_bias_update_rate and self.experts_per_token == self.experts:
-            raise UsageError(
-                f"--model.router-bias-update-rate {self.router_bias_update_rate:g} does nothing where a token "
-                f"takes all {self.experts} experts; remove it, or lower --model.experts-per-token"
-            )
+            rate = f"--model.router-bias-update-rate {self.router_bias_update_rate:g}"
+            fix = "remove it, or lower --model.experts-per-token"
+            raise UsageError(f"{rate} does nothing where a token uses all {self.experts} experts; {fix}")
