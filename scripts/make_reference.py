@@ -118,6 +118,7 @@ def configs() -> str:
 
 {GENERATED}
 {len(rows)} configs of published models and of demos. Each is a short file in `configs/`; `--config NAME` selects it.
+`mjax configs` lists all.
 
 ```bash
 mjax plan --config llama3_8b --gpu h100

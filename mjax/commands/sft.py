@@ -88,7 +88,7 @@ def sft(argv: Sequence[str]) -> int:
         return train(argv)
     first = first_values(argv)
     if first.get("init") is None:
-        raise UsageError("mjax sft trains a model further: add --init RUN, such as of `mjax convert from-hf MODEL RUN`")
+        raise UsageError(f"mjax sft needs --init RUN; type {SftArguments.examples[0]}")
     init = Path(first["init"])
     load_user_model(first.get("config"), init, print)
     saved = read_config(init / "config.json")
@@ -115,9 +115,9 @@ def _print_defaults(settings: Config, typed: Container[str]) -> None:
 
 def _prepare_files(given: SftArguments, typed: Container[str]) -> dict[str, str]:
     """The prefixes of the files among the data, whose conversations may be as long as a typed sequence."""
-    longest, data = given.settings.model.sequence + 1 if "model.sequence" in typed else None, given.settings.data
+    max_length, data = given.settings.model.sequence + 1 if "model.sequence" in typed else None, given.settings.data
     files = dict.fromkeys(path for path in (*data.path, *data.train_path, *data.valid_path) if path.endswith(TABULAR))
-    return {file: _prepare_file(given, file, longest) for file in files}
+    return {file: _prepare_file(given, file, max_length) for file in files}
 
 
 def _prepare_file(given: SftArguments, file: str, max_length: int | None) -> str:

@@ -17,7 +17,7 @@ from mjax.config import LlamaConfig, MeshConfig, OptimizerConfig, PrecisionConfi
 from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.generation.inference import open_run
-from mjax.interop.convert import write_in_blocks
+from mjax.interop.convert import write_checkpoint
 from mjax.models.build import count_parameters
 from mjax.models.protocol import ForwardContext
 from mjax.parallel import random
@@ -199,7 +199,7 @@ def test_digest_is_of_names_and_numbers_alone(runs, tmp_path):
     )
     assert bases.digest_in_blocks(runs / "q" / "checkpoints" / "2") == digest
     target = open_run(runs / "q").weights
-    write_in_blocks(tmp_path, "model", target, lambda name, first, end: weights[name][first:end])
+    write_checkpoint(tmp_path, "model", target, lambda name, first, end: weights[name][first:end])
     assert bases.digest_in_blocks(tmp_path / "0") == digest
     for change in (lambda w: np.nextafter(w, np.float32(9)), lambda w: w[::-1].copy()):
         assert bases.compute_digest(weights | {"final_norm.scale": change(weights["final_norm.scale"])}) != digest

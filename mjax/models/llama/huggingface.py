@@ -171,7 +171,8 @@ def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[
     kinds = kinds or [FULL if layer < first else SLIDING for layer in range(layers)]
     if SLIDING not in kinds:
         return values, no_window
-    return values, fields | {"window": window, "global_attention_interval": attention_interval(kinds, layers, file)}
+    interval = attention_interval(kinds, layers, file)
+    return values, fields | {"window": window, "global_attention_interval": interval}
 
 
 def attention_kinds(layers: int, every: int | None) -> list[str]:
