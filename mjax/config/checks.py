@@ -244,7 +244,7 @@ def check_devices(config: Config, available: int, name: str = "this config") -> 
     mesh = config.mesh
     if mesh.devices != available:
         needs = f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({axes.describe_mesh(mesh)})"
-        fix = f"set --mesh.data and the other axes, or --simulate {mesh.devices}"
+        fix = f"set --mesh.data and other axes, or --simulate {mesh.devices}"
         raise UsageError(f"{needs}; {available} available: {fix}")
 
 
