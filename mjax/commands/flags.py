@@ -64,10 +64,7 @@ OLD_FIELDS = {
     for section, names in RENAMED.items()
     for old, new in names.items()
 }
-SHORT_AXES = {
-    "mesh.pp": "mesh.pipe", "mesh.dp": "mesh.data", "mesh.tp": "mesh.model", "mesh.cp": "mesh.context",
-    "mesh.ep": "mesh.expert",
-}  # fmt: skip
+SHORT_AXES = {"pp": "pipe", "dp": "data", "tp": "model", "cp": "context", "ep": "expert"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,13 +130,14 @@ def parse_known(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[s
 def rename_old_flags(argv: Sequence[str], prog: str) -> list[str]:
     """Return `argv` with today's names of flags, and full names of axes; a line on stderr reports each old one."""
     of_command = dict(pair.split("=") for pair in OLD_FLAGS.get(prog.rpartition(" ")[2], "").split())
-    renamed, words = SHORT_AXES | OLD_FIELDS | of_command, []
+    axes = {f"mesh.{short}": f"mesh.{axis}" for short, axis in SHORT_AXES.items()}
+    renamed, words = axes | OLD_FIELDS | of_command, []
     for word in argv:
         flag, equals, value = word.partition("=")
         typed = flag.removeprefix("--").replace("_", "-") if flag.startswith("--") else ""
         if name := renamed.get(_positive(typed)):
             name = name if typed == _positive(typed) else _negative(name)
-            if typed not in SHORT_AXES:
+            if typed not in axes:
                 print(f"note: {flag} is now --{name}; mjax 0.4 will not accept {flag}", file=sys.stderr)
             flag = f"--{name}"
         words.append(f"{flag}{equals}{value}")
@@ -267,11 +265,9 @@ def _negative(name: str) -> str:
 
 def _explain_unknown(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str) -> str:
     """The sentence about an unknown flag, with the one to type instead."""
-    typed, name, unknown = name, name.lower(), f"{prog} has no --{name}"
+    name, unknown = name.lower(), f"{prog} has no --{name}"
     if (field := fields.get(_positive(name))) and field.hidden:  # not on the command line
         return f"{unknown}; {field.hidden}"
-    if name != _positive(name) and _positive(name) in fields:
-        return f"{unknown}; type --{name}"
     flags, last = [flag for flag in fields.values() if not flag.hidden], name.rpartition(".")[2]
     if matches := _match_flags(name, words, flags):
         return f"{unknown}; type " + either([_format_flag(flag, value, len(matches) > 1) for flag, value in matches])
@@ -284,7 +280,7 @@ def _explain_unknown(name: str, words: Sequence[str], fields: dict[str, Flag], p
     for field, kinds in _model_fields(name).items():
         models = f"an option of {either(kinds)} models"
         return f"--model.{field} is {models}; remove it, or choose one: {KIND_FLAG} {kinds[0]}"
-    near = suggestion(typed, sorted(flag.name for flag in flags), f"`{prog} --help` lists its flags", "--{}")
+    near = suggestion(name, sorted(flag.name for flag in flags), f"`{prog} --help` lists its flags", "--{}")
     return f"{unknown}; {near}"
 
 

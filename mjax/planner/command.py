@@ -46,17 +46,13 @@ MAX_DEVICES = 16_384  # tried when looking for a number of GPUs that is enough
 
 
 def run_search(
-    config: Config,
-    name: str,
-    devices: int,
-    gpu: Gpu,
-    calibration: Calibration | None = None,
-    keep: tuple[str, ...] = (),
+    config: Config, name: str, devices: int, gpu: Gpu, calibration: Calibration, keep: tuple[str, ...]
 ) -> tuple[Config, Section]:
     """Return the fastest config, and the plan section on the search.
 
     Args:
-      config: valid except for what the search decides; `name` is that of its file.
+      config: valid except for the searched fields.
+      name: of the config, or of its file.
       devices, gpu, calibration: the number of GPUs, each of them, and its rates.
       keep: fields that stay as they are.
 
@@ -74,8 +70,8 @@ def describe_config(section: Section, name: str, config: Config) -> str:
     """Docstring of the fastest config of a search: its settings, and the predictions that it was chosen by."""
     best, values = section.values["best"][0], section.values
     text = (
-        f"{describe(config)}: {best['seconds']:.3g} s a step ({error_bar(best['error'])}), {best['mfu']:.1%} MFU, "
-        f"{best['memory']['total'] / GIB:.1f} of {values['usable_bytes'] / GIB:.1f} GiB a GPU; "
+        f"{describe(config)}: {best['seconds']:.3g} s/step ({error_bar(best['error'])}), {best['mfu']:.1%} MFU, "
+        f"{best['memory']['total'] / GIB:.1f} of {values['usable_bytes'] / GIB:.1f} GiB per GPU; "
         f"{values['tokens']:,} tokens in {best['days']:.3g} days. Model, batch and learning rate are unchanged."
     )
     title = f"{name} for {values['devices']:,} × {values['gpu']}, from mjax plan --devices.\n"
@@ -97,7 +93,7 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
             raise UsageError(f"--fix {name} is not a field of the search; {near}")
     if devices > gpus_per_node and devices % gpus_per_node:
         below = devices // gpus_per_node * gpus_per_node
-        fix = f"use {below} or {below + gpus_per_node}, or say with --devices-per-node how many a server has"
+        fix = f"use {below} or {below + gpus_per_node}, or set --devices-per-node"
         raise UsageError(f"--devices {devices} is not a multiple of the {gpus_per_node} GPUs of a server; {fix}")
     # Without the fields that the search decides, and without data, which a plan does not need.
     train = replace(config.train, micro_batch=1, recompute="none")
@@ -543,7 +539,7 @@ class AllocatedMemory(NamedTuple):
     Attributes:
       arguments: state and batch.
       outputs: results.
-      aliased: outputs that reuse memory of arguments: the new state that of the old.
+      aliased: outputs that reuse the memory of arguments, such as the new state.
       temporaries: everything that lives within a step: the weights in the compute dtype, gradients, activations.
       host: temporaries in host memory.
     """

@@ -320,11 +320,8 @@ def _scaling(arguments: Arguments) -> dict[str, Any]:
         arguments.reject(
             "use_rope_scaling and rotary_seq_len_interpolation_factor are both set; mjax knows one of the two"
         )
-    return {
-        "rope_scaling": "llama3",
-        "rope_factor": arguments.number("rope_scaling_factor"),
-        "rope_original_length": 8192,
-    }
+    factor = arguments.number("rope_scaling_factor")
+    return {"rope_scaling": "llama3", "rope_factor": factor, "rope_original_length": 8192}
 
 
 # --- Mixtures of experts ----------------------------------------------------------------------------------------------
