@@ -54,6 +54,7 @@ lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyrefly check --python-interpreter-path $(VENV)/bin/python
 	$(VENV)/bin/python scripts/check_names.py
+	$(VENV)/bin/python scripts/check_words.py
 	JAX_PLATFORMS=cpu $(VENV)/bin/python scripts/make_reference.py --check
 
 check: lint

@@ -24,11 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from benchmarks.command import check_counts, check_peers, in_one_sentence
-from mjax.data.bert import BertDataset, WordPieces, build_pair_index
+from mjax.data.bert import BertDataset, WordPieceVocabulary, build_pair_index
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 
 SEED, SHORT = 1234, 0.1
-PIECES = WordPieces(cls=101, sep=102, mask=103, pad=0, continues=np.random.default_rng(0).random(30_522) < 0.19)
+IS_CONTINUATION = np.random.default_rng(0).random(30_522) < 0.19
+PIECES = WordPieceVocabulary(cls=101, sep=102, mask=103, pad=0, is_continuation=IS_CONTINUATION)
 
 
 def sentences(documents: int) -> tuple[np.ndarray, np.ndarray]:
@@ -46,7 +47,7 @@ def datasets(prefix: str, samples: int, sequence: int) -> tuple:
 
     indexed = IndexedDataset(prefix)
     ours = BertDataset(indexed, range(indexed.documents), samples, sequence, SEED, PIECES)
-    words = {number: "##x" if continues else "x" for number, continues in enumerate(PIECES.continues.tolist())}
+    words = {number: "##x" if continues else "x" for number, continues in enumerate(PIECES.is_continuation.tolist())}
     ids = {"cls": PIECES.cls, "sep": PIECES.sep, "mask": PIECES.mask, "pad": PIECES.pad}
     config = bert_dataset.BERTMaskedWordPieceDatasetConfig(
         random_seed=SEED,
@@ -109,8 +110,8 @@ def main() -> int:
         )
     with tempfile.TemporaryDirectory() as folder:
         lengths, bounds = sentences(max(10, arguments.samples))
-        tokens = np.random.default_rng(1).integers(1000, len(PIECES.continues), lengths.sum())
-        with IndexedDatasetWriter(f"{folder}/d", len(PIECES.continues)) as writer:
+        tokens = np.random.default_rng(1).integers(1000, len(PIECES.is_continuation), lengths.sum())
+        with IndexedDatasetWriter(f"{folder}/d", len(PIECES.is_continuation)) as writer:
             writer.add_documents(tokens, lengths, np.diff(bounds))
         chosen = range(arguments.samples)
         for sequence in (128, 512):

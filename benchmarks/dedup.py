@@ -42,7 +42,7 @@ from rich.table import Table
 
 from benchmarks.command import check_counts, check_peers, in_one_sentence
 from mjax.data.corpus import TextFiles
-from mjax.data.corpus.near_duplicates import HASHES, choose_bands, estimate, sketch, worth_comparing
+from mjax.data.corpus.near_duplicates import NUM_HASHES, choose_bands, estimate_similarity, min_estimate, minhash
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = 5
@@ -112,9 +112,9 @@ def show_recall(arguments: argparse.Namespace, folder: Path) -> bool:
         true = pairs[similarities >= threshold]
         known = {tuple(sorted(pair)) for pair in true.tolist()}
         false = sum(tuple(sorted((number(one["source"]), number(one["similar_to"])))) not in known for one in removed)
-        signatures, keys = sketch(texts, WORDS, "words", bands)
+        signatures, keys = minhash(texts, WORDS, "words", bands)
         together = (keys[:, true[:, 0]] == keys[:, true[:, 1]]).any(axis=0)
-        together &= estimate(*signatures[true.T]) >= worth_comparing(threshold)
+        together &= estimate_similarity(*signatures[true.T]) >= min_estimate(threshold)
         found = cluster[true[:, 0]] == cluster[true[:, 1]]
         good &= together.mean() >= LEAST_RECALL and found.mean() >= LEAST_RECALL and not false
         rows.append(
@@ -217,9 +217,8 @@ def show_speed(arguments: argparse.Namespace, folder: Path) -> bool:
         megabytes = part.stat().st_size / 1e6
         speeds = [{"program": n, "seconds": f"{s:.1f}", "MB/s": f"{megabytes / s:.2f}"} for n, s in times.items()]
         show(f"the first 5,000 documents, {megabytes:.1f} MB", speeds)
-    documents = report["read"]["documents"]
-    megabytes = file.stat().st_size / 1e6
-    show(f"{file.name}: {documents:,} documents, {megabytes:.0f} MB, threshold {threshold:g}, {HASHES} hashes", rows)
+    documents, size = report["read"]["documents"], file.stat().st_size / 1e6
+    show(f"{file.name}: {documents:,} documents, {size:.0f} MB, threshold {threshold:g}, {NUM_HASHES} hashes", rows)
     return medians["datasketch"] / medians["mjax"] >= LEAST_SPEED
 
 
@@ -228,7 +227,7 @@ def datasketch_dedup(file: Path, output: Path, threshold: float, workers: int) -
     from datasketch import MinHash, MinHashLSH
 
     bands = choose_bands(threshold)
-    index = MinHashLSH(num_perm=HASHES, params=(bands.count, bands.rows))
+    index = MinHashLSH(num_perm=NUM_HASHES, params=(bands.count, bands.rows))
     kept, seen = 0, set()
     with (
         multiprocessing.get_context("spawn").Pool(workers) as pool,
@@ -236,7 +235,7 @@ def datasketch_dedup(file: Path, output: Path, threshold: float, workers: int) -
         output.open("wb") as stream,
     ):
         for number, (line, digest, values, scheme) in enumerate(pool.imap(datasketch_hash, lines, chunksize=64)):
-            signature = MinHash(num_perm=HASHES, hashvalues=values, scheme=scheme)
+            signature = MinHash(num_perm=NUM_HASHES, hashvalues=values, scheme=scheme)
             if digest in seen or index.query(signature):
                 continue
             seen.add(digest)
@@ -251,7 +250,7 @@ def datasketch_hash(line: bytes) -> tuple[bytes, bytes, np.ndarray, str]:
     from datasketch import MinHash
 
     text = json.loads(line)["text"]
-    signature = MinHash(num_perm=HASHES)
+    signature = MinHash(num_perm=NUM_HASHES)
     signature.update_batch([" ".join(run).encode() for run in shingles(text)])
     return line, hashlib.blake2b(text.encode(), digest_size=16).digest(), signature.hashvalues, signature.scheme
 

@@ -148,7 +148,7 @@ def measured(shape: Shape, load: str, dtype: str, rows: list[int] | None, rounds
     import jax.numpy as jnp
     from jax import lax
 
-    from mjax.parallel.grouped import ROWS, assign_rows, grouped_matmul
+    from mjax.parallel.grouped import TILE_ROWS, assign_rows, grouped_matmul
 
     random = np.random.default_rng(0)
     sizes = (shape.t * shape.k, shape.h), (shape.experts, shape.h, shape.f), (shape.t * shape.k, shape.f)
@@ -160,7 +160,7 @@ def measured(shape: Shape, load: str, dtype: str, rows: list[int] | None, rounds
     reference.flops = flops_of(reference.compiled, on_gpu)
     contenders, expected = [reference], reference.outputs()
     for kernel in ("xla", "pallas") if on_gpu else ("xla",):
-        for tile in rows or [ROWS[kernel]]:
+        for tile in rows or [TILE_ROWS[kernel]]:
             groups, place = assign_rows(which, shape.experts, tile)
             length = len(groups.of_tile) * tile
             padded = [jnp.zeros((length, each.shape[1]), dtype).at[place].set(each) for each in (x, upstream)]

@@ -36,7 +36,7 @@ from mjax.config.datasets import normalize
 from mjax.data.batches import Batches
 from mjax.data.cache import IndexCache
 from mjax.data.indexed import HEADER, MAGIC, IndexedDataset, index_file, token_file
-from mjax.data.samples import GPTDataset, build_blend_index, number_within
+from mjax.data.samples import GPTDataset, build_blend_index, build_dataset_sample_index
 from mjax.errors import UsageError
 
 BILLION = 10**9
@@ -147,7 +147,7 @@ def cached_mjax(prefix: str, folder: str) -> dict:
 def blend_mjax(weights: list[float], samples: int) -> dict:
     def work():
         index = build_blend_index(normalize(weights), samples)
-        return index, number_within(index)
+        return index, build_dataset_sample_index(index)
 
     return measured(work)
 

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.command import check_counts, check_peers, in_one_sentence
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.corpus import TextFiles
-from mjax.data.gigatoken import SWITCH
+from mjax.data.gigatoken import ENVIRONMENT_VARIABLE
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
 
@@ -49,7 +49,7 @@ _tokenizer = None
 
 def initialise(spec: str) -> None:
     global _tokenizer
-    os.environ[SWITCH] = "0"
+    os.environ[ENVIRONMENT_VARIABLE] = "0"
     _tokenizer = load_tokenizer(spec)
 
 
@@ -90,13 +90,13 @@ def megatron(file: Path, spec: str, prefix: str, workers: int | None) -> None:
 
 
 def mjax(file: Path, spec: str, prefix: str, workers: int, switch: str) -> None:
-    os.environ[SWITCH] = switch
+    os.environ[ENVIRONMENT_VARIABLE] = switch
     prepare(PrepareArguments(output=prefix, inputs=(file,), tokenizer=spec, workers=workers, overwrite=True, json=True))
 
 
 def contenders(file: Path, spec: str, folder: Path, workers: list[int], pool: bool) -> dict[str, Callable[[], None]]:
     runs = {"megatron loop": lambda: megatron(file, spec, str(folder / "loop"), None)}
-    os.environ[SWITCH] = "1"
+    os.environ[ENVIRONMENT_VARIABLE] = "1"
     encoders = {load_tokenizer(spec).encoder: "1"}
     if "gigatoken" in encoders:
         encoders = {"tokenizers": "0", **encoders}

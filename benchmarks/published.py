@@ -63,7 +63,7 @@ class Written:
         stream, down = run.stream / (mesh.model if mesh.splits_tokens else 1), layer.layer.branches[-1][-1]
         scale, factor = run.element / 2, self.backward + (layer.config.train.recompute != "none")
         forward = scale * (self.stream * stream + self.mlp * samples * down.m * down.k)
-        scores = scale * self.scores * samples * max(p.batch * p.m * p.n for p in layer.layer.of_activations)
+        scores = scale * self.scores * samples * max(p.batch * p.m * p.n for p in layer.layer.activation_products)
         return Traffic(
             forward=(forward, self.kernels),
             backward=(factor * forward, factor * self.kernels),

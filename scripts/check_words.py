@@ -60,7 +60,7 @@ PHRASES = [
     ("(says?|said|saying) so", "reports it", ALL),
     ("(is|are|was|were) said(?! to)", "is reported, documented", ALL),
     # negations and sentences without a subject
-    ("there (is|are) none|(has|have) none", "the missing thing, and what to do", READ_BY_USERS),
+    ("there (is|are) none|(has|have) none(?! of)", "the missing thing, and what to do", READ_BY_USERS),
     (
         r"(?<!there )(is|are) no (?!longer|more|less|other|such|one\b|need|way|doubt|match|[a-z]+er\b)[a-z]\w+",
         "is not a …",

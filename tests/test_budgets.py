@@ -12,6 +12,7 @@ import pytest
 from mjax.models import causal
 from mjax.parallel import linear
 from mjax.run import loop
+from scripts.check_words import WORDS
 from tests.small import small_config
 from tests.test_docs import PAGES, code_lines
 from tests.test_train_command import run_here
@@ -72,6 +73,12 @@ def test_the_house_does_not_grow():
     files = list((ROOT / "mjax").rglob("*.py"))
     assert sum(map(code_lines, files)) <= 26_930
     assert len(files) <= 189
+
+
+def test_words_for_a_term_are_few():
+    """Lines of the package with an everyday word: this limit only falls, towards 60."""
+    lines = [line for file in (ROOT / "mjax").rglob("*.py") for line in file.read_text().splitlines()]
+    assert sum(bool(WORDS.search(line)) for line in lines) <= 300
 
 
 def test_no_function_is_complex():

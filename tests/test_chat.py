@@ -13,7 +13,7 @@ from tokenizers import decoders, pre_tokenizers
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.commands import cli
 from mjax.config import save_config
-from mjax.data.tokenizers import end_token_ids, load_tokenizer
+from mjax.data.tokenizers import load_tokenizer, stop_token_ids
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat, read_conversations
 from mjax.models.build import build_model
@@ -85,7 +85,7 @@ def test_special_tokens_are_single_ids_that_end_answers(run):
 )
 def test_template_that_fails_or_escapes_is_rejected(template, copied):
     (copied / "tokenizer" / "chat_template.jinja").write_text(template)
-    with pytest.raises(UsageError, match=r"chat_template\.jinja refuses the conversation or is damaged"):
+    with pytest.raises(UsageError, match=r"chat_template\.jinja rejects the conversation or is damaged"):
         Chat(copied / "tokenizer").render(USER)
 
 
@@ -166,5 +166,5 @@ def test_run_without_template_is_named(copied, capsys):
 
 
 def test_ids_of_given_tokenizer_end_texts(run):
-    assert end_token_ids(run / "tokenizer", 5) == [5, 257]
-    assert end_token_ids(run / "tokenizer", 5, "bytes") == [5]
+    assert stop_token_ids(run / "tokenizer", 5) == [5, 257]
+    assert stop_token_ids(run / "tokenizer", 5, "bytes") == [5]

@@ -272,7 +272,7 @@ def test_config_with_removed_fields_opens(before, now):
 
 
 def test_renamed_fields_exist():
-    """With the class of a model for each; a field of two names is rejected."""
+    """Each is a field of a class of models; a field of two names is rejected."""
     classes = {"model": list(REGISTRY.values())} | {
         name: [type(section)] for name, section in vars(Config()).items() if name != "model"
     }
@@ -332,7 +332,8 @@ def test_mesh_larger_than_machine_says_what_to_type():
     with pytest.raises(UsageError) as error:
         check_devices(load_config("gpt_8b"), 1, "gpt_8b")
     assert str(error.value) == (
-        "gpt_8b needs 512 devices (data 64 × model 8); 1 found: set --mesh.data and the other axes, or --simulate 512"
+        "gpt_8b needs 512 devices (data 64 × model 8); 1 available: set --mesh.data and the other axes, "
+        "or --simulate 512"
     )
     config = Config(mesh=MeshConfig(pipe=2, context=4, data=2, expert=2))
     check_devices(config, 16)
@@ -346,7 +347,7 @@ def test_config_name_finds_own_file_before_installed(tmp_path, monkeypatch):
     (tmp_path / "my_gpt.py").write_text(source)
     assert load_config("my_gpt").train == load_config("./my_gpt").train == TrainConfig(7)
     (tmp_path / "my_gpt.py").rename(tmp_path / "gpt_8b.py")
-    with pytest.raises(UsageError, match=r"or \./gpt_8b\.py; type --config \./gpt_8b\.py for the one that is here"):
+    with pytest.raises(UsageError, match=r"or \./gpt_8b\.py; type --config \./gpt_8b\.py for the local one"):
         load_config("gpt_8b")
     assert load_config("./gpt_8b.py").train.steps == 7
     (tmp_path / "configs").mkdir()

@@ -125,7 +125,7 @@ def test_command_without_config_says_what_to_type(line, place, trained, capsys):
     finally:
         (trained / FILE).write_text(PALM)
     error = capsys.readouterr().err
-    assert f"holds 'palm', a model of your own defined in {trained / FILE};" in error
+    assert f"contains 'palm', a custom model defined in {trained / FILE};" in error
     assert f"type --config '{trained / FILE}', or in Python call mjax.load_config(" in error
 
 
@@ -147,12 +147,12 @@ def test_settings_and_curves_need_no_class(place, capsys, monkeypatch):
 def test_export_of_own_model_is_one_sentence(place, capsys):
     assert command("convert to-hf 'runs/my palm' out") == 2
     error = capsys.readouterr().err
-    assert "has no names for 'palm', a model of your own; `mjax.open_run(RUN).weights` has its weights" in error
+    assert "has no names for 'palm', a custom model; `mjax.open_run(RUN).weights` has its weights" in error
     assert not (place / "out").exists()
 
 
 EDITS = {
-    "note": (lambda text: f"{text}\n# edited", 0, "note: {run} was trained with the model of {before}, which is not"),
+    "note": (lambda text: f"{text}\n# edited", 0, "note: {run} was trained with the model of {before}, which differs"),
     "error": (lambda text: f"{text}\nx = nowhere", 2, "raises NameError: name 'nowhere' is not defined; fix the file"),
     "syntax": (lambda text: f"{text}\ndef f(:", 2, "raises SyntaxError: invalid syntax"),
     "shape": (lambda text: text.replace("width = 4 *", "width = 2 *"), 2, "of shape (2, 256, 64), this config needs"),
@@ -173,7 +173,7 @@ def test_field_the_class_lacks_is_refused(place, capsys):
     file = place / RUN / "config.json"
     file.write_text(file.read_text().replace('"kind": "palm"', '"kind": "palm", "gate": true'))
     assert command("generate --run 'runs/my palm' --prompt a --config 'my models/palm.py'") == 2
-    assert f"unknown field model.gate; PalmConfig is that of {place / FILE}" in capsys.readouterr().err
+    assert f"unknown field model.gate; PalmConfig is defined in {place / FILE}" in capsys.readouterr().err
     file.write_text(file.read_text().replace('"gate"', '"a b"'))
     assert command("runs --json") == 0
     assert "cannot be read: runs/my palm/config.json" in capsys.readouterr().out
@@ -183,7 +183,7 @@ def test_moved_file_is_asked_for(place, trained, capsys):
     record = place / RUN / "model.json"
     record.write_text(record.read_text().replace(str(trained), "/elsewhere"))
     assert command("generate --run 'runs/my palm' --prompt a") == 2
-    assert "/my models/palm.py, which is not there any more;" in (error := capsys.readouterr().err)
+    assert "/my models/palm.py, which no longer exists;" in (error := capsys.readouterr().err)
     assert "type --config FILE.py" in error
     assert command("generate --run 'runs/my palm' --prompt a --tokens 1 --config 'my models/palm.py'") == 0
     assert "note" not in capsys.readouterr().err  # the content is the same
@@ -202,7 +202,7 @@ def test_continuing_with_edited_file_notes_it_once(place, capsys):
 def test_config_of_run_of_mjax_is_refused(place, capsys):
     make_run(place / "runs" / "gpt")
     assert command("generate --run runs/gpt --prompt a --config 'my models/palm.py'") == 2
-    assert "has no effect on runs/gpt, which holds a GPT; remove it" in capsys.readouterr().err
+    assert "has no effect on runs/gpt, which has a GPT; remove it" in capsys.readouterr().err
 
 
 def test_python_uses_class_that_is_loaded(place, trained, capsys):
@@ -219,7 +219,7 @@ def test_python_uses_class_that_is_loaded(place, trained, capsys):
     assert sizes[0] - sizes[1] == 2 * 2 * 2 * 64 * 64
     with pytest.raises(UsageError, match="this config needs"):
         mjax.open_run(RUN)
-    assert f"which is not the same as that of {place / FILE}" in capsys.readouterr().out
+    assert f"which differs from the model of {place / FILE}" in capsys.readouterr().out
 
 
 def test_written_config_imports_own_class(place, monkeypatch):

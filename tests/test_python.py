@@ -84,7 +84,7 @@ def test_weights_fit_a_program_of_another_kernel_and_sequence(run):
     batch = {name: np.zeros((8, 16), np.int32) for name in ("tokens", "labels")}
     assert program.eval_step(opened.weights_for(program.abstract_state.model), program.put_on_devices(batch))
     wider = mjax.build_program(replace(CONFIG, model=replace(model, sequence=32)), opened.mesh)
-    with pytest.raises(UsageError, match=r"positions of .* has the shape \(16, 32\) and that of the program \(32,"):
+    with pytest.raises(UsageError, match=r"positions of .* has the shape \(16, 32\) and the program \(32,"):
         opened.weights_for(wider.abstract_state.model)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.generation.generate import draw
+from mjax.generation.generate import sample_tokens
 
 
 def reference_probabilities(logits, temperature, top_k, top_p):
@@ -28,7 +28,7 @@ def reference_probabilities(logits, temperature, top_k, top_p):
 
 @jax.jit
 def compiled_draw(logits, positions, temperature, top_k, top_p, seed):
-    return draw(logits, positions, 6, temperature, top_k, top_p, seed, jnp.arange(len(logits)))
+    return sample_tokens(logits, positions, 6, temperature, top_k, top_p, seed, jnp.arange(len(logits)))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,8 @@ def test_tokens_are_drawn_with_their_probabilities(temperature, top_k, top_p):
 def test_bf16_logits_are_drawn_from_in_float32():
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 10, (2048, 64)), jnp.bfloat16)
     settings = np.int32(60), np.float32(7), np.int32(40), np.float32(0.95), np.uint32(7), jnp.arange(2048)
-    narrow, wide = (jax.jit(draw)(x, jnp.arange(2048), *settings) for x in (logits, logits.astype(jnp.float32)))
+    sample = jax.jit(sample_tokens)
+    narrow, wide = (sample(x, jnp.arange(2048), *settings) for x in (logits, logits.astype(jnp.float32)))
     np.testing.assert_array_equal(narrow, wide)
 
 

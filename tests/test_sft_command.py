@@ -13,7 +13,7 @@ from mjax.commands.arguments import PrepareArguments
 from mjax.commands.flags import list_flags
 from mjax.commands.sft import DEFAULTS, SftArguments, cache_key
 from mjax.config import read_config
-from mjax.data.tokenizers import end_token_ids
+from mjax.data.tokenizers import stop_token_ids
 from mjax.run.metrics import read_metrics
 from mjax.utils.stores import Store
 from tests.object_store import bucket
@@ -99,7 +99,7 @@ def test_run_stops_as_its_new_template_does(base, tmp_path):
     assert sft("--name", "other", "--chat-template", "other.jinja", "--train.steps", "1", *MESH) == 0
     folder = tmp_path / "runs" / "other"
     assert (folder / "tokenizer" / "chat_template.jinja").read_text() == "{# other #}" + CHATML
-    assert end_token_ids(folder / "tokenizer", 256) == [256, 257, 258]
+    assert stop_token_ids(folder / "tokenizer", 256) == [256, 257, 258]
     for output in ("carried", "written"):
         assert cli.main(["convert", "to-hf", str(folder), output]) == 0
         exported = json.loads((tmp_path / output / "generation_config.json").read_text())
@@ -222,4 +222,4 @@ def test_text_is_not_conversations(base, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("Some text. " * 200)
     assert cli.main(["prepare", "a.txt", "--tokenizer", "run:runs/base", "--output", "text"]) == 0
     assert cli.main(["sft", "--init", "runs/base", "--data", "text"]) == 2
-    assert "text.mask does not exist" in capsys.readouterr().err
+    assert "text.mask, the loss mask of conversations, does not exist" in capsys.readouterr().err

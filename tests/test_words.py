@@ -74,10 +74,3 @@ def test_planted_sentence_fails_the_check(tmp_path, monkeypatch, capsys):
     assert check_words.main() == 1
     found = capsys.readouterr().out.splitlines()
     assert [line.partition(": ")[0] for line in found] == ["README.md:3", "a.ipynb:5", "mjax/a.py:3"]
-
-
-def test_words_of_the_package_are_few():
-    """Lines with a word that stands for a term: the limit only falls."""
-    files = (ROOT / "mjax").rglob("*.py")
-    lines = [line for file in files for line in file.read_text().splitlines() if check_words.WORDS.search(line)]
-    assert len(lines) <= 529

@@ -79,7 +79,7 @@ class GatedMLP(nnx.Module):
 class Rotary(Positions):
     mixes_positions = False
 
-    def turn(self, q, k, context):
+    def apply_to_qk(self, q, k, context):
         half = q.shape[-1] // 2
         angle = context.position_ids()[..., None, None] * (1e4 ** (-jnp.arange(half) / half))  # [b, s, 1, d / 2]
         return tuple(turned(x, jnp.cos(angle), jnp.sin(angle)) for x in (q, k))

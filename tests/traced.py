@@ -16,6 +16,14 @@ def traced_step(config):
     return program, program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr.jaxpr
 
 
+def count_in_program(ledger):
+    """Calls and bytes as in the text of a program, with every branch, by (axes, operation, dtype)."""
+    return {
+        key: (sum(r.calls for r in group.records), sum(r.calls * r.operand_bytes for r in group.records))
+        for key, group in ledger.group_by("axes", "operation", "dtype").items()
+    }
+
+
 def equations(jaxpr, name=None):
     """Every equation, or every one of the primitive `name`, at any depth."""
     for equation in jaxpr.eqns:

@@ -247,8 +247,8 @@ def set_deterministic_flags() -> None:
     flags = xla_flags()
     for name, value in DETERMINISTIC_FLAGS.items():
         if flags.get(name, value).lower() != value:
-            conflict = f"--deterministic needs --{name}={value}, and XLA_FLAGS has --{name}={flags[name]}"
-            raise UsageError(f"{conflict}; leave one of them out")
+            both = f"--deterministic needs --{name}={value}, and XLA_FLAGS has --{name}={flags[name]}"
+            raise UsageError(f"{both}; remove one of them")
     if new := [f"--{name}={value}" for name, value in DETERMINISTIC_FLAGS.items() if name not in flags]:
         set_variable("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *new]).strip())
 

@@ -106,9 +106,8 @@ def _check_port(port: int | None) -> None:
             _server(port).close()
     except (OSError, OverflowError) as error:
         reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "it must be at most 65535"
-        problem = f"process 0 cannot listen at port {port} of {socket.gethostname()} ({reason})"
-        remedy = "give every process --distributed.coordinator HOST:PORT with another port"
-        raise UsageError(f"{problem}; {remedy}") from None
+        fix = "give every process --distributed.coordinator HOST:PORT with another port"
+        raise UsageError(f"process 0 cannot use port {port} of {socket.gethostname()} ({reason}); {fix}") from None
 
 
 def _server(port: int, backlog: int | None = None) -> socket.socket:
@@ -216,8 +215,8 @@ def local_devices() -> list[int] | None:
     if visible <= 1:
         return []
     if visible % count:
-        problem = f"{count} processes on this host cannot divide its {visible} GPUs evenly"
-        raise UsageError(f"{problem}; start one process per GPU or one per host")
+        fix = "start one process per GPU or one per host"
+        raise UsageError(f"{count} processes on this host cannot divide its {visible} GPUs evenly; {fix}")
     share = visible // count
     return list(range(rank * share, (rank + 1) * share))
 
@@ -470,11 +469,8 @@ def connect(distributed: Distributed, index: int, name: str, broadcast: Broadcas
                 if connection.receive()[0]["token"] == server["token"]:
                     return {0: (connection, server["name"])}
         time.sleep(RETRY_INTERVAL)
-    address, remedy = (
-        f"port {port} of {' or '.join(hosts)}",
-        "set --distributed.coordinator to a host that it can reach",
-    )
-    raise UsageError(f"process {index} on {socket.gethostname()} cannot reach process 0 at {address}; {remedy}")
+    where = f"process 0 at port {port} of {' or '.join(hosts)}; type --distributed.coordinator with a host it reaches"
+    raise UsageError(f"process {index} on {socket.gethostname()} cannot reach {where}")
 
 
 def _addresses(distributed: Distributed) -> list[str]:

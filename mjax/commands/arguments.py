@@ -15,7 +15,7 @@ from mjax.config.bounds import Bounds, Count, CountOrZero, check_bounds
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
 from mjax.config.model import Attention
 from mjax.config.run import ComputeDtype
-from mjax.data.corpus import TextFiles, Unit, find_files
+from mjax.data.corpus import ShingleUnit, TextFiles, find_files
 from mjax.data.corpus.documents import MAX_DOCUMENT_BYTES
 from mjax.errors import UsageError
 from mjax.generation import Sampling
@@ -164,7 +164,8 @@ class TextArguments:
         if not self.inputs:
             raise UsageError("no input; give .txt, .jsonl or .parquet files, a folder or a pattern")
         check_bounds(self)
-        return TextFiles(find_files(self.inputs), self.key, self.malformed, most=self.max_document_bytes, **options)
+        options |= {"max_bytes": self.max_document_bytes}
+        return TextFiles(find_files(self.inputs), self.key, self.malformed, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +238,7 @@ class DedupArguments(FilterArguments):
     """Remove only documents whose text is the same, byte for byte."""
     threshold: Annotated[float, Synonyms("jaccard-threshold similarity-threshold")] = 0.7
     """Jaccard similarity of shingles at which documents are near-duplicates, 0.3 to 1."""
-    shingles: Unit = "words"
+    shingles: ShingleUnit = "words"
     """Unit of a shingle: words in lower case without punctuation, or characters (for languages without spaces)."""
     shingle_size: Count = 5
     """Words or characters in a shingle. Megatron's tools took 5 characters."""

@@ -48,9 +48,9 @@ import ftfy
 import numpy as np
 
 from mjax.commands.arguments import CleanArguments
-from mjax.data.corpus import Document, MalformedLines, TextFiles, find_files, parse, tasks
+from mjax.data.corpus import Document, MalformedLines, TextFiles, find_files, parse_block, tasks
 from mjax.data.corpus.near_duplicates import window_hashes, word_hashes
-from mjax.data.corpus.tasks import RETAINED, FilterJob, Tally, check_outputs
+from mjax.data.corpus.tasks import FilterJob, Tally, check_outputs
 from mjax.data.tokenizers import load_tokenizer, tokenizer_files
 from mjax.errors import RunError, UsageError
 from mjax.utils.remote import locate
@@ -84,20 +84,20 @@ def clean(arguments: CleanArguments) -> dict[str, Any] | None:
     evaluation = find_files(arguments.decontaminate)
     check_outputs(arguments, [*corpus.files, *evaluation])
     most = arguments.max_document_bytes
-    texts = TextFiles(evaluation, arguments.decontaminate_key, all_fields=False, most=most)
+    texts = TextFiles(evaluation, arguments.decontaminate_key, all_fields=False, max_bytes=most)
     grams = evaluation_grams(document.text for document in texts) if evaluation else None
     if grams == {}:
         fix = "give evaluation sets as text, or name their field with --decontaminate-key"
         raise UsageError(f"--decontaminate {evaluation[0]} has no text of {MIN_GRAM_WORDS} words or more; {fix}")
     Cleaner(arguments, grams)  # what cannot be loaded is refused before anything is read
-    return tasks.run(CleanJob(arguments, corpus, texts.names, grams))
+    return tasks.run_job(CleanJob(arguments, corpus, texts.names, grams))
 
 
 class CleanJob(FilterJob):
     """The stages of `mjax clean`; `grams` is the text of `evaluation`, the evaluation sets, if any."""
 
-    single = ("common", "finish")
-    readers = ("lines", "count", "clean")
+    single_task_stages = ("common", "finish")
+    reading_stages = ("lines", "count", "clean")
 
     def __init__(self, arguments: CleanArguments, corpus: TextFiles, evaluation: list[str], grams: Grams | None):
         counting = ["count", "common"] * (grams is not None)
@@ -112,9 +112,9 @@ class CleanJob(FilterJob):
         """Count how often each run of evaluation text occurs in a share."""
         counts: Counter[int] = Counter()
         for block in self.blocks(rank):
-            for document in parse(block, self.corpus.key)[0]:
+            for document in parse_block(block, self.corpus.key)[0]:
                 counts.update(count_matches(document.text, self.grams))
-        with self.writing(rank, "runs", "counts") as (runs, numbers):
+        with self.open_files(rank, "runs", "counts") as (runs, numbers):
             np.fromiter(counts, np.uint64, len(counts)).tofile(runs)
             np.fromiter(counts.values(), np.int64, len(counts)).tofile(numbers)
 
@@ -126,7 +126,7 @@ class CleanJob(FilterJob):
             counts.update(dict(zip(runs.tolist(), numbers.tolist(), strict=True)))
         grams = remove_common(self.grams, counts, self.arguments.common)
         runs, left = (sum(map(len, table.values())) for table in (self.grams, grams))
-        with self.writing(rank, "grams") as (stream,):
+        with self.open_files(rank, "grams") as (stream,):
             np.savez(stream, **{str(length): hashes for length, hashes in grams.items()})
         numbers = {"files": self.evaluation, "words": GRAM_WORDS, "runs": runs, "runs_met": len(counts)}
         return numbers | {"common": self.arguments.common, "common_runs": runs - left}
@@ -135,17 +135,17 @@ class CleanJob(FilterJob):
     def _cleaner(self) -> "Cleaner":
         if self.grams is None:
             return Cleaner(self.arguments, None)
-        with np.load(self.part("grams", 0), allow_pickle=False) as grams:
+        with np.load(self.task_file("grams", 0), allow_pickle=False) as grams:
             return Cleaner(self.arguments, {int(length): hashes for length, hashes in grams.items()})
 
     def clean(self, rank: int) -> tuple[dict[str, Tally], MalformedLines]:
         """Clean a share."""
         malformed = self.sum_malformed()
-        with self.writing(rank, RETAINED, "removed") as streams:
-            names = ("read", *chain(*_steps(self.arguments).values()), RETAINED)
+        with self.open_files(rank, "kept", "removed") as streams:
+            names = ("read", *chain(*_steps(self.arguments).values()), "kept")
             share = CleanShare(*streams, {name: Tally(name) for name in names})
             for block in self.blocks(rank):
-                documents, lines = parse(block, self.arguments.key)
+                documents, lines = parse_block(block, self.arguments.key)
                 malformed.add(lines)
                 for document in documents:
                     share.count("read", document.text)
@@ -162,7 +162,7 @@ class CleanJob(FilterJob):
         malformed = self.sum_malformed([part for _, part in self.results("clean")])
         report["read"] = tallies["read"]
         report |= {key: [tallies[name] for name in names] for key, names in _steps(arguments).items()}
-        return self.put_files(report | {RETAINED: tallies[RETAINED]}, malformed)
+        return self.put_files(report | {"kept": tallies["kept"]}, malformed)
 
     def remarks(self, report: dict[str, Any]) -> Iterator[str]:
         """Remarks below the table."""
@@ -229,7 +229,7 @@ class Cleaner:
         if self.arguments.repair:
             repaired = ftfy.fix_text(text)
             if repaired != text:
-                before, after = tasks.where_they_differ(text, repaired)
+                before, after = tasks.diff_excerpts(text, repaired)
                 share.count(REPAIRED, text, source=source, before=before, after=after)
             text = repaired
         pieces, runs = cut(text, self.grams) if self.grams else ([text], [])
@@ -256,7 +256,7 @@ class Cleaner:
             share.remove(reason, document.text, document.source, **split)
             return
         share.retained.write(tasks.document_line(document, self.arguments.key, **split))
-        share.count(RETAINED, document.text)
+        share.count("kept", document.text)
 
     def _is_short(self, text: str) -> bool:
         minimum = self.arguments.min_tokens

@@ -31,7 +31,7 @@ from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
 from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHfArguments
 from mjax.config import Config, DataConfig, read_settings, save_config
 from mjax.config.model import ModelConfig
-from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, end_token_ids, load_tokenizer, tokenizer_from_folder
+from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer, stop_token_ids, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.interop import convert as models
 from mjax.interop import lora, model_folder, tokenizer_files, weights
@@ -95,7 +95,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     if left_out:
         print(f"the embedding has no rows for {', '.join(left_out[:8])}, which no text encodes to: left out")
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        print(f"texts end with {tokenizer.library.id_to_token(tokenizer.eod)}, id {tokenizer.eod}")
+        print(f"texts end with {tokenizer.backend.id_to_token(tokenizer.eod)}, id {tokenizer.eod}")
     if tokenizer is not None and tokenizer.bos is not None:
         print(f"texts begin with id {tokenizer.bos}, as in transformers")
     for name in (tokenizer_files.GENERATION, tokenizer_files.TEMPLATE):
@@ -216,10 +216,9 @@ def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Check
     ranks = checkpoint.tensor_ranks or settings.get("tensor_model_parallel_size") or 1
     multiple = (settings.get("make_vocab_size_divisible_by") or 128) * ranks
     if rows - tokenizer.vocabulary >= multiple:
-        raise UsageError(
-            f"the tokenizer has {tokenizer.vocabulary:,} ids and the embedding {rows:,} rows, more than padding to a "
-            f"multiple of {multiple} explains; give the model's tokenizer, or add --vocabulary {tokenizer.vocabulary}"
-        )
+        padded = f"the embedding {rows:,} rows, more than padding to a multiple of {multiple} explains"
+        fix = f"give the model's tokenizer, or add --vocabulary {tokenizer.vocabulary}"
+        raise UsageError(f"the tokenizer has {tokenizer.vocabulary:,} ids and {padded}; {fix}")
     return tokenizer.vocabulary
 
 
@@ -343,7 +342,7 @@ def _generation_config(arguments: ToHfArguments, tokenizer: Tokenizer | None, ca
     if stored := json.loads(carried.get(tokenizer_files.GENERATION, b"{}")):
         return stored
     eod = None if tokenizer is None else tokenizer.eod
-    ends = [] if eod is None else end_token_ids(arguments.run / "tokenizer", eod, arguments.tokenizer)
+    ends = [] if eod is None else stop_token_ids(arguments.run / "tokenizer", eod, arguments.tokenizer)
     return dict.fromkeys(tokenizer_files.IDS, eod) | ({"eos_token_id": ends} if len(ends) > 1 else {})
 
 

@@ -27,7 +27,7 @@ from mjax import __version__
 from mjax.commands.arguments import InspectArguments, MergeArguments
 from mjax.config.datasets import DatasetMetadata, metadata_file, read_metadata
 from mjax.data import indexed
-from mjax.data.corpus.documents import EXAMPLES
+from mjax.data.corpus.documents import MAX_EXAMPLES
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, tokenizer_folder
 from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import RunError, UsageError, check_picture
@@ -179,7 +179,7 @@ def _check_agreement(datasets: Sequence[IndexedDataset], known: Sequence[Dataset
     Raises:
       UsageError: the parts do not agree, or one has metadata and no tokenizer.
     """
-    facts = [{"tokens": dataset.dtype, "masks": dataset.masked} for dataset in datasets]
+    facts = [{"tokens": dataset.dtype, "masks": dataset.has_mask} for dataset in datasets]
     for fact, dataset, metadata in zip(facts, datasets, known, strict=True):
         folder = tokenizer_folder(dataset.prefix)
         if None in known:
@@ -187,7 +187,7 @@ def _check_agreement(datasets: Sequence[IndexedDataset], known: Sequence[Dataset
         if not folder.is_dir():
             raise UsageError(f"there is no {folder}; copy it there, or prepare {dataset.prefix} again")
         fact |= {name: getattr(metadata, name) for name in AGREEING}
-        fact["tokenizer files"] = indexed.folder_digest(folder)[:8]
+        fact["tokenizer files"] = indexed.digest_folder(folder)[:8]
     for fact, dataset in zip(facts, datasets, strict=True):
         for name, first in facts[0].items():
             if fact[name] != first:
@@ -205,5 +205,5 @@ def _merge_metadata(known: Sequence[DatasetMetadata]) -> DatasetMetadata:
         mjax_version=__version__,
         sequences=None if None in sequences else sum(sequences),
         trained=None if known[0].trained is None else sum(metadata.trained or 0 for metadata in known),
-        malformed_examples=[line for metadata in known for line in metadata.malformed_examples][:EXAMPLES],
+        malformed_examples=[line for metadata in known for line in metadata.malformed_examples][:MAX_EXAMPLES],
     )

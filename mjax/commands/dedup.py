@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mjax.commands.arguments import DedupArguments
-from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, parse, tasks
-from mjax.data.corpus.near_duplicates import EDGE, HASHES, ROUNDS, Bands, Shingles, begins, shingle_hashes
-from mjax.data.corpus.tasks import EXAMPLES, RETAINED, FilterJob, Tally, check_outputs, where_they_differ
+from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, parse_block, tasks
+from mjax.data.corpus.near_duplicates import EDGE, NUM_HASHES, ROUNDS, Bands, Shingles, group_starts, shingle_hashes
+from mjax.data.corpus.tasks import MAX_EXAMPLES, FilterJob, Tally, check_outputs, diff_excerpts
 from mjax.errors import RunError
 
 EXACT, NEAR = "exact duplicate", "near-duplicate"
@@ -47,7 +47,7 @@ def dedup(arguments: DedupArguments) -> dict[str, Any] | None:
     """
     corpus, bands = arguments.open(), near_duplicates.choose_bands(arguments.threshold)
     check_outputs(arguments, corpus.files)
-    return tasks.run(DedupJob(arguments, corpus, bands))
+    return tasks.run_job(DedupJob(arguments, corpus, bands))
 
 
 class DedupJob(FilterJob):
@@ -60,37 +60,35 @@ class DedupJob(FilterJob):
     needed     uint8   IN_OUTPUT, IN_REPORT
     """
 
-    single = ("join", "join_others", "choose", "finish")
-    readers = ("lines", "read", "shingle", "write")
+    single_task_stages = ("join", "join_others", "choose", "finish")
+    reading_stages = ("lines", "read", "shingle", "write")
 
     def __init__(self, arguments: DedupArguments, corpus: TextFiles, bands: Bands):
         near = ["share", "shingle", "collect", "compare", "join", "compare_others", "join_others"]
         stages = ["read", "group", "gather", *near * (not arguments.exact), "choose", "write", "explain"]
         super().__init__(arguments, corpus, [*stages, "merge", "finish"])
-        self.bands = bands
+        self.bands, self.shingling = bands, (arguments.shingle_size, arguments.shingles)
 
     # --- The first reading: digests and sketches ----------------------------------------------------------------------
 
     def read(self, rank: int) -> tuple[list[int], MalformedLines]:
         """Write sorted digests and bands of a share, and signatures; returns the documents in each block."""
-        arguments, malformed, counts, digests, keys, places = self.arguments, self.sum_malformed(), [], [], [], []
-        with self.writing(rank, "signatures") as (stream,):
+        malformed, counts, digests, keys, places = self.sum_malformed(), [], [], [], []
+        with self.open_files(rank, "signatures") as (stream,):
             for block in self.blocks(rank):
-                documents, lines = parse(block, arguments.key)
+                documents, lines = parse_block(block, self.corpus.key)
                 malformed.add(lines)
                 counts.append(len(documents))
                 file = self.corpus.names.index(block.file)
                 places += ((file, int(one.source.rpartition(":")[2]) if block.first else 0) for one in documents)
                 texts = [document.text for document in documents]
                 digests += (hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
-                if texts and not arguments.exact:
-                    signatures, of_bands = near_duplicates.sketch(
-                        texts, arguments.shingle_size, arguments.shingles, self.bands
-                    )
+                if texts and not self.arguments.exact:
+                    signatures, of_bands = near_duplicates.minhash(texts, *self.shingling, self.bands)
                     signatures.tofile(stream)
                     keys.append(of_bands)
         values = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
-        with self.writing(rank, "digests", "keys", "documents", "places") as (halves, sorted_keys, numbers, where):
+        with self.open_files(rank, "digests", "keys", "documents", "places") as (halves, sorted_keys, numbers, where):
             np.array(places, np.int64).tofile(where)
             order = np.lexsort(values.T[::-1])
             for column in (values[order, 0], values[order, 1], order):
@@ -119,11 +117,11 @@ class DedupJob(FilterJob):
         high, low, numbers = map(np.concatenate, zip(*parts, strict=True))
         order = np.lexsort((numbers, low, high))
         high, low, numbers = high[order], low[order], numbers[order].astype(np.int64)
-        is_first = begins(high, low)
+        is_first = group_starts(high, low)
         first = numbers[is_first][np.cumsum(is_first) - 1]
         later = np.flatnonzero(~is_first)
         later = later[np.argsort(numbers[later])]
-        with self.writing(rank, "equal") as (stream,):
+        with self.open_files(rank, "equal") as (stream,):
             np.stack((numbers[later], first[later])).tofile(stream)
 
     def gather(self, rank: int) -> None:
@@ -134,26 +132,26 @@ class DedupJob(FilterJob):
             numbers, first = self.map_file("equal", task, np.int64).reshape(2, -1)
             inside = slice(*np.searchsorted(numbers, (begin, end)))
             same[numbers[inside] - begin] = first[inside]
-        self.put_values("same", begin, same)
-        self.put_part("signatures", rank, self.folder / "all-signatures", begin * HASHES)
-        self.put_part("places", rank, self.folder / "all-places", begin * 16)
+        self.write_values("same", begin, same)
+        self.copy_file("signatures", rank, self.folder / "all-signatures", begin * NUM_HASHES)
+        self.copy_file("places", rank, self.folder / "all-places", begin * 16)
 
     # --- Similar texts ------------------------------------------------------------------------------------------------
 
     def share(self, rank: int) -> list[list[int]]:
         """Write the buckets of a part of the bands; returns the members of each part, by round."""
         same, members, candidates = self.values("same"), [], np.empty(0, np.int64)
-        with self.writing(rank, "members", "buckets") as (documents, buckets):
+        with self.open_files(rank, "members", "buckets") as (documents, buckets):
             for bands in ROUNDS:
                 members.append([])
                 for keys, numbers in self._parts(rank, bands):
                     distinct = same[numbers] == numbers
-                    band = near_duplicates.make_buckets(keys[distinct], numbers[distinct])
-                    band.documents.tofile(documents)
-                    band.buckets.tofile(buckets)
-                    members[-1].append(len(band.documents))
-                    candidates = np.union1d(candidates, band.documents)
-        with self.writing(rank, "candidates") as (stream,):
+                    found = near_duplicates.make_buckets(keys[distinct], numbers[distinct])
+                    found.documents.tofile(documents)
+                    found.buckets.tofile(buckets)
+                    members[-1].append(len(found.documents))
+                    candidates = np.union1d(candidates, found.documents)
+        with self.open_files(rank, "candidates") as (stream,):
             candidates.tofile(stream)
         return members
 
@@ -176,7 +174,7 @@ class DedupJob(FilterJob):
         """Read a share again: the documents of its blocks, each with its part of `values` [documents of the share]."""
         first = 0
         for block, count in zip_longest(self.blocks(rank), self.results("read")[rank][0]):
-            documents = parse(block, self.corpus.key)[0] if block else []
+            documents = parse_block(block, self.corpus.key)[0] if block else []
             if block is None or len(documents) != count:
                 name = block.file if block else self.corpus.names[-1]
                 raise RunError(f"{name} changed while it was read; run the same command again")
@@ -186,16 +184,16 @@ class DedupJob(FilterJob):
     def shingle(self, rank: int) -> int:
         """Write the distinct shingles of the candidates in a share, and where each ends; returns the candidates."""
         begin, end = self.firsts[rank : rank + 2].tolist()
-        wanted, sizes, arguments = np.zeros(end - begin, bool), np.zeros(end - begin, np.int64), self.arguments
+        wanted, sizes = np.zeros(end - begin, bool), np.zeros(end - begin, np.int64)
         for task in range(self.tasks):
             numbers = self.map_file("candidates", task, np.int64)
             wanted[numbers[slice(*np.searchsorted(numbers, (begin, end)))] - begin] = True
         rows = iter(np.flatnonzero(wanted).tolist())
-        with self.writing(rank, "shingles", "ends") as (stream, ends):
+        with self.open_files(rank, "shingles", "ends") as (stream, ends):
             for want, documents in self._read_again(rank, wanted):
                 texts = [document.text for document, wants in zip(documents, want, strict=True) if wants]
                 if texts:
-                    hashes, offsets = shingle_hashes(texts, arguments.shingle_size, arguments.shingles)
+                    hashes, offsets = shingle_hashes(texts, *self.shingling)
                     for start, stop in pairwise(offsets):
                         distinct = np.unique(hashes[start:stop])
                         distinct.tofile(stream)
@@ -205,23 +203,23 @@ class DedupJob(FilterJob):
 
     def collect(self, rank: int) -> None:
         """Copy the shingles of a share to their place in the file of all."""
-        offset = self.offset("shingles", rank)
-        self.put_part("shingles", rank, self.folder / "all-shingles", offset)
-        self.put_values("all-ends", int(self.firsts[rank]) + 1, self.map_file("ends", rank, np.int64) + offset // 8)
+        offset = self.task_offset("shingles", rank)
+        self.copy_file("shingles", rank, self.folder / "all-shingles", offset)
+        self.write_values("all-ends", int(self.firsts[rank]) + 1, self.map_file("ends", rank, np.int64) + offset // 8)
 
     def compare(self, rank: int, turn: int = 0) -> int:
         """Write the similar pairs of the buckets of a round; returns the number of pairs compared."""
         clusters = self.values("first") if turn else None
-        signatures = self.values("all-signatures", np.uint8).reshape(-1, HASHES)
+        signatures = self.values("all-signatures", np.uint8).reshape(-1, NUM_HASHES)
         shingles = Shingles(self.values("all-shingles", np.uint64), self.values("all-ends"))
         documents, buckets = (self.map_file(name, rank, np.int64) for name in ("members", "buckets"))
         counts, compared = self.results("share")[rank], 0
         ends = np.cumsum([sum(map(sum, counts[:turn])), *counts[turn]])
-        with self.writing(rank, f"edges-{turn}") as (stream,):
+        with self.open_files(rank, f"edges-{turn}") as (stream,):
             for begin, end in pairwise(ends):
                 members = near_duplicates.Buckets(np.array(documents[begin:end]), np.array(buckets[begin:end]))
                 known = members.documents if clusters is None else clusters[members.documents]
-                edges, pairs = near_duplicates.similar_pairs(
+                edges, pairs = near_duplicates.find_similar_pairs(
                     members, known, signatures, shingles, self.arguments.threshold
                 )
                 edges.tofile(stream)
@@ -237,9 +235,9 @@ class DedupJob(FilterJob):
             for part in self._all_documents():
                 clusters[part] = np.arange(part.start, part.stop)
         for edges in self._edges(turn):
-            near_duplicates.join(clusters, edges["one"], edges["other"])
+            near_duplicates.unite(clusters, edges["one"], edges["other"])
         for part in self._all_documents():
-            near_duplicates.roots(clusters, np.arange(part.start, part.stop))
+            near_duplicates.find_roots(clusters, np.arange(part.start, part.stop))
         if turn:
             self._find_most_similar()
 
@@ -256,10 +254,9 @@ class DedupJob(FilterJob):
             for name, dtype in (("similar", np.int64), ("jaccard", np.float64))
         )
         for edges in (part for turn in range(len(ROUNDS)) for part in self._edges(turn)):
-            best = near_duplicates.most_similar(edges)
+            best = near_duplicates.nearest_documents(edges)
             document, other, value = (best[name] for name in ("one", "other", "jaccard"))
-            known = jaccard[document]
-            better = (value > known) | ((value == known) & (other < similar[document]))
+            better = (value > jaccard[document]) | ((value == jaccard[document]) & (other < similar[document]))
             similar[document[better]], jaccard[document[better]] = other[better], value[better]
 
     def _all_documents(self) -> Iterator[slice]:
@@ -295,9 +292,9 @@ class DedupJob(FilterJob):
             # Examples are the least similar near-duplicates, the most doubtful removals.
             for name, which in ((EXACT, fate.exact), (NEAR, fate.near)):
                 some = np.flatnonzero(which)
-                some = some[np.argsort(fate.jaccard[some], kind="stable")[:EXAMPLES]]
+                some = some[np.argsort(fate.jaccard[some], kind="stable")[:MAX_EXAMPLES]]
                 columns = (column[some].tolist() for column in (fate.jaccard, fate.numbers, fate.similar))
-                shown[name] = sorted([*shown[name], *zip(*columns, strict=True)])[:EXAMPLES]
+                shown[name] = sorted([*shown[name], *zip(*columns, strict=True)])[:MAX_EXAMPLES]
         for _, number, similar in chain(*shown.values()):
             needed[[number, similar]] |= IN_REPORT
         examples = {name: [number for _, number, _ in rows] for name, rows in shown.items()}
@@ -314,10 +311,10 @@ class DedupJob(FilterJob):
           Counts of the share, and the texts of the documents that are IN_REPORT, by number.
         """
         part = slice(*self.firsts[rank : rank + 2].tolist())
-        fate, tallies, texts = self.fate(part), {name: Tally(name) for name in ("read", EXACT, NEAR, RETAINED)}, {}
-        reasons = np.select([fate.exact, fate.near], [EXACT, NEAR], RETAINED).tolist()
+        fate, tallies, texts = self.fate(part), {name: Tally(name) for name in ("read", EXACT, NEAR, "kept")}, {}
+        reasons = np.select([fate.exact, fate.near], [EXACT, NEAR], "kept").tolist()
         needed, row = self.values("needed", np.uint8)[part], 0
-        with self.writing(rank, RETAINED) as (stream,):
+        with self.open_files(rank, "kept") as (stream,):
             for wanted, documents in self._read_again(rank, needed):
                 for document, need in zip(documents, wanted.tolist(), strict=True):
                     tallies["read"].add(document.text)
@@ -343,7 +340,7 @@ class DedupJob(FilterJob):
         return {
             "source": self._source(int(fate.numbers[row])),
             "reason": EXACT if fate.exact[row] else NEAR,
-            RETAINED: self._source(int(fate.instead[row])),
+            "kept": self._source(int(fate.instead[row])),
             "similar_to": self._source(int(fate.similar[row])),
             "jaccard": round(float(fate.jaccard[row]), 4),
         }
@@ -351,7 +348,7 @@ class DedupJob(FilterJob):
     def explain(self, rank: int) -> None:
         """Write the record of the documents of a share that are removed."""
         fate = self.fate(slice(*self.firsts[rank : rank + 2].tolist()))
-        with self.writing(rank, "removed") as (stream,):
+        with self.open_files(rank, "removed") as (stream,):
             stream.writelines(tasks.json_line(self.story(fate, row)) for row in np.flatnonzero(~fate.retained).tolist())
 
     def finish(self, rank: int) -> dict[str, Any]:
@@ -363,11 +360,11 @@ class DedupJob(FilterJob):
         for name, tally in tallies.items():
             for number in choice["examples"].get(name, ()):
                 fate = self.fate(slice(number, number + 1))
-                text, other = where_they_differ(texts[number], texts[int(fate.similar[0])])
+                text, other = diff_excerpts(texts[number], texts[int(fate.similar[0])])
                 tally.examples.append({**self.story(fate, 0), "text": text, "similar_text": other})
         steps = [tallies[EXACT], *[tallies[NEAR]] * (not self.arguments.exact)]
         report = {"command": "dedup", "inputs": self.corpus.names, "read": tallies["read"]}
-        report |= {"removed": steps, RETAINED: tallies[RETAINED]}
+        report |= {"removed": steps, "kept": tallies["kept"]}
         if not self.arguments.exact:
             report["near_duplicates"] = self._near_report(choice)
         return self.put_files(report, self.sum_malformed([malformed for _, malformed in self.results("read")]))
@@ -381,7 +378,7 @@ class DedupJob(FilterJob):
         return {
             "threshold": arguments.threshold,
             "shingles": f"{arguments.shingle_size} {arguments.shingles}",
-            "hashes": HASHES,
+            "hashes": NUM_HASHES,
             "bands": bands.count,
             "rows": bands.rows,
             "expected_recall": {f"{edge:.3g}": round(bands.recall(edge), 5) for edge in edges},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -25,9 +26,9 @@ from mjax.doctor.checks import examine
 # A word and a sign for each color: not every terminal, log or reader sees colors.
 MARKS = {
     GREEN: ("✓ ok", "green"),
-    YELLOW: ("! look", "yellow"),
-    RED: ("✗ fix", "bold red"),
-    FIGURE: ("· shown", "default"),
+    YELLOW: ("! warn", "yellow"),
+    RED: ("✗ fail", "bold red"),
+    FIGURE: ("· info", "default"),
 }
 MARK_WIDTH, NAME_WIDTH = 8, 14
 
@@ -59,15 +60,14 @@ def doctor(arguments: DoctorArguments) -> int:
     console = Console(highlight=False, soft_wrap=True, quiet=arguments.json)
     findings = []
     with console.status("starting …") as status:
-        facts = MachineInfo(config, arguments.config or "", arguments.runs, arguments.timeout)
-        for finding in examine(facts, lambda check: status.update(f"checking {check} …")):
+        machine = MachineInfo(config, arguments.config or "", arguments.runs, arguments.timeout)
+        for finding in examine(machine, lambda check: status.update(f"checking {check} …")):
             findings.append(finding)
             _show(console, finding)
-    good, questionable, bad = (
-        [finding.status for finding in findings].count(status) for status in (GREEN, YELLOW, RED)
-    )
-    end = "fix what is marked ✗ before training" if bad else "ready to train"
-    console.print(f"\n{good} ok, {questionable} to look at, {bad} to fix: {end}")
+    counts = Counter(finding.status for finding in findings)
+    bad = counts[RED]
+    end = "fix the lines marked ✗ before training" if bad else "ready to train"
+    console.print(f"\n{counts[GREEN]} ok, {counts[YELLOW]} warnings, {bad} failed: {end}")
     if arguments.json:
         print(json.dumps({"mjax": __version__, "ok": not bad, "findings": [_plain(finding) for finding in findings]}))
     return 1 if bad else 0
@@ -82,7 +82,7 @@ def _plain(finding: Finding) -> dict:
 def _show(console: Console, finding: Finding) -> None:
     """Print a finding, and below it the fix, in whole lines for grep."""
     mark, style = MARKS[finding.status]
-    text = Text.assemble((f"{mark:<{MARK_WIDTH}}", style), (f"{finding.check:<{NAME_WIDTH}}", "bold"), finding.found)
+    text = Text.assemble((f"{mark:<{MARK_WIDTH}}", style), (f"{finding.check:<{NAME_WIDTH}}", "bold"), finding.message)
     if finding.advice:
         text.append(f"\n{'':{MARK_WIDTH + NAME_WIDTH}}→ {finding.advice}")
     console.print(text)

@@ -42,7 +42,7 @@ NO_FLAG = {
     ),
     "normalization position-embedding-type group-query-attention": "use --model.kind llama",
     "overlap-grad-reduce overlap-param-gather tp-comm-overlap compile compile.enable torch-compile transformer-impl "
-    "use-mcore-models distributed-backend dataloader-num-workers num-workers do-train": "leave it out",
+    "use-mcore-models distributed-backend dataloader-num-workers num-workers do-train": "remove it",
 }
 """Names of other programs for what no field says, and what to do instead."""
 OLD_FLAGS = {

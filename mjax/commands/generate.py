@@ -16,10 +16,10 @@ from mjax.cluster.launch import enable_compilation_cache
 from mjax.commands.arguments import GenerateArguments
 from mjax.config import MeshConfig, load_user_model
 from mjax.config.bounds import check_bounds
-from mjax.data.tokenizers import Tokenizer, end_token_ids
+from mjax.data.tokenizers import Tokenizer, stop_token_ids
 from mjax.errors import UsageError, split_lines
 from mjax.generation.chat import Chat, read_conversations
-from mjax.generation.generate import Generator, Prepared
+from mjax.generation.generate import Generator, PreparedWeights
 from mjax.generation.inference import inference_config, read_run, run_tokenizer
 from mjax.generation.text import Live, StreamingText, TextContinuation, continue_ids
 from mjax.parallel.mesh import make_mesh
@@ -52,7 +52,7 @@ def generate(arguments: GenerateArguments) -> int:
         return _chat(arguments)
     prompts = _prompts(arguments)
     writer = Writer(arguments)
-    encoded = [writer.tokenizer.prompt(prompt) for prompt in prompts]
+    encoded = [writer.tokenizer.encode_prompt(prompt) for prompt in prompts]
     writer.write(prompts, encoded, prompts, writer.tokenizer.decode, writer.ends)
     return 0
 
@@ -72,10 +72,10 @@ class Writer:
         saved = read_run(run, True, "which generates no text")
         self._config = inference_config(saved, MeshConfig(model=arguments.model_parallel), compute=arguments.compute)
         self.tokenizer: Tokenizer = run_tokenizer(run, self._config.model, arguments.tokenizer)
-        self.ends = end_token_ids(run / "tokenizer", self.tokenizer.eod, arguments.tokenizer)
+        self.ends = stop_token_ids(run / "tokenizer", self.tokenizer.eod, arguments.tokenizer)
 
     @cached_property
-    def _restored(self) -> tuple[Generator, int, Prepared]:
+    def _restored(self) -> tuple[Generator, int, PreparedWeights]:
         """The generator, the step of the checkpoint, and its weights."""
         generator, arguments = Generator(self._config, make_mesh(self._config.mesh)), self.arguments
         notify = partial(self.notices.print, markup=False)
@@ -89,10 +89,8 @@ class Writer:
 
         Other arguments are those of `continue_ids`.
         """
-        sampling, as_json, copies = self.arguments.sampling, self.arguments.json, self.arguments.num_samples
-        prompts, encoded, titles = (
-            [text for text in texts for _ in range(copies)] for texts in (prompts, encoded, titles)
-        )
+        sampling, as_json, copies = self.arguments.sampling, self.arguments.json, range(self.arguments.num_samples)
+        prompts, encoded, titles = ([text for text in texts for _ in copies] for texts in (prompts, encoded, titles))
         live, (generator, step, model) = Live(Console(), titles), self._restored
         with self.notices.status(f"checkpoint {step}: writing up to {sampling.tokens} tokens") as status:
 

@@ -118,10 +118,8 @@ def _with_default(argv: Sequence[str]) -> Sequence[str]:
     given = typed & {"config", "run"}
     if "days" not in typed:
         if "devices" in typed and not given:
-            raise UsageError(
-                "--devices needs a config, such as --config gpt_8b, or --days N to find the largest model that trains "
-                "in N days; add one of them"
-            )
+            days = "--days N to find the largest model that trains in N days"
+            raise UsageError(f"--devices needs a config, such as --config gpt_8b, or {days}; add one of them")
         return argv
     for flag in typed & {"train.steps", "train.tokens"}:
         raise UsageError(f"--{flag} and --days both set the length of the run; leave one of them out")
@@ -227,7 +225,7 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
             why = {"gpu": gpu.name, "seconds": None, "why": str(error)}
             sections["time"] = Section(f"Time on {gpu.name}", why, [str(error)])
     if arguments.max_sequence_on is not None:
-        sections["longest"] = command.run_longest(config, name, arguments.max_sequence_on, gpu, calibration)
+        sections["longest"] = command.longest_section(config, name, arguments.max_sequence_on, gpu, calibration)
     if arguments.compile:
         sections["compile"] = command.compile_for(config, gpu)
     return sections
@@ -272,15 +270,15 @@ def _run(config: Config, name: str) -> Section:
     }
     rows = {
         "parameters": f"{parameters:,}"
-        + (f", of which a token uses {active:,}" if active < parameters else "")
-        + (f", of which {trained:,} are trained" if trained < parameters else ""),
+        + (f", {active:,} active per token" if active < parameters else "")
+        + (f", {trained:,} trainable" if trained < parameters else ""),
         "devices": f"{mesh.devices:,} = {axes.describe_mesh(mesh, axes.PIPE)}"
         + ", sequence parallel" * mesh.splits_tokens,
-        "global batch": f"{train.global_batch:,} = {mesh.data} replicas × {config.micro_batches} micro-batches "
-        f"of {train.micro_batch}",
-        **({"attention over context": config.context_attention} if config.context_attention else {}),
+        "global batch": f"{train.global_batch:,} = {mesh.data} data-parallel ranks × {config.micro_batches} "
+        f"micro-batches of {train.micro_batch}",
+        **({"context attention": config.context_attention} if config.context_attention else {}),
         "recomputation": train.recompute,
-        "ZeRO": mesh.zero,
+        "ZeRO stage": mesh.zero,
     }
     return Section(name, values, format_rows(rows))
 
@@ -304,10 +302,10 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
     }
     rows = {
         "schedule": display_name(schedule),
-        "virtual stages, V": schedule.chunks,
+        "virtual stages per rank, V": schedule.chunks,
         "ticks": schedule.ticks,
         "bubble": describe_bubble(schedule, *times),
-        "in flight": describe_in_flight(schedule),
+        "micro-batches in flight": describe_in_flight(schedule),
     }
     return Section("Schedule", values, format_rows(rows))
 
@@ -320,7 +318,7 @@ def _communication(config: Config, name: str, file: Path | None) -> Section:
     if file is not None:
         from mjax.pictures.plan import draw_communication
 
-        draw_communication(sends.pieces(), file, name)
+        draw_communication(sends.bytes_by_source(), file, name)
     by_axis = sends.bytes_by_axis()
     values = {
         "bytes_by_axis": {axes_name(over): sent for over, sent in by_axis.items()},
@@ -335,8 +333,8 @@ def _communication(config: Config, name: str, file: Path | None) -> Section:
         on_axes = sends.filter_axes(*over)
         for (source, operation), part in on_axes.group_by("source", "operation").items():
             rows.append((axes_name(over), source, operation, f"{part.count:,}", human_bytes(part.sent)))
-        rows.append((axes_name(over), "all", "", f"{on_axes.count:,}", human_bytes(on_axes.sent)))
+        rows.append((axes_name(over), "total", "", f"{on_axes.count:,}", human_bytes(on_axes.sent)))
     differ = any(len(set(record.counts)) > 1 for record in sends.records)
-    where = ", in each row on the pipeline stage that sends most" if differ else ""
-    about = f"Times and bytes (on a ring) are those of one device in one step{where}."
-    return Section("Communication", values, [*table(("over", "from", "collective", "times", "sends"), rows, 3), about])
+    stage = ", on the pipeline stage that sends most" if differ else ""
+    about = f"Calls and bytes sent (ring algorithms) per device and step{stage}."
+    return Section("Communication", values, [*table(("axes", "source", "collective", "calls", "sent"), rows, 3), about])

@@ -40,9 +40,9 @@ from mjax.config import DataConfig, read_settings
 from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
 from mjax.data import indexed, tokenizers
-from mjax.data.corpus import TextFiles, parse, tasks
-from mjax.data.corpus.documents import OF_ROWS, Block, Wikipedia, file_ending
-from mjax.data.indexed import Shape, index_file, mask_file, token_dtype, token_file
+from mjax.data.corpus import TextFiles, parse_block, tasks
+from mjax.data.corpus.documents import TABULAR, Block, Wikipedia, file_ending
+from mjax.data.indexed import DatasetSize, index_file, mask_file, token_dtype, token_file
 from mjax.data.tokenizers import BertTokenizer, HuggingFaceTokenizer, Tokenizer
 from mjax.errors import UsageError
 from mjax.generation.chat import PLAIN, TEMPLATE, Chat, Trained, UntrainableConversation, encode, preview, refusal
@@ -99,7 +99,7 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
         corpus = _read_conversations(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
-    return tasks.run(PrepareJob(arguments, corpus, following))
+    return tasks.run_job(PrepareJob(arguments, corpus, following))
 
 
 class PrepareJob(tasks.Job):
@@ -109,25 +109,21 @@ class PrepareJob(tasks.Job):
       UsageError: the tokenizer cannot be loaded, or does not do what the arguments ask.
     """
 
-    single = ("tokenizer", "finish")
-    readers = ("lines", "tokenizer", "encode")
+    single_task_stages = ("tokenizer", "finish")
+    reading_stages = ("lines", "tokenizer", "encode")
 
     def __init__(self, arguments: PrepareArguments, corpus: TextFiles, following: bool):
         stages = [*["tokenizer"] * _trains(arguments), "encode", "merge", "finish"]
         super().__init__(arguments, corpus, arguments.output, stages)
-        self.following, self.given = following, None
+        self.following, self.given, self.tokenizer_folder = following, None, self.folder / "tokenizer"
         self.settings = [Path(arguments.chat_template or "")]
         if not _trains(arguments):
             self.given = _with_bos(tokenizers.load_tokenizer(arguments.tokenizer), arguments)
             self.settings += tokenizers.tokenizer_files(arguments.tokenizer)
 
-    @property
-    def _tokenizer_folder(self) -> Path:
-        return self.folder / "tokenizer"
-
     def begin(self) -> None:
         """Save the tokenizer for the tasks, if one is given, and show the first conversations."""
-        how, folder = self.arguments, self._tokenizer_folder
+        how, folder = self.arguments, self.tokenizer_folder
         given, self.given = self.given, None  # tasks read it from the folder
         if how.chat:
             _save_chat(how.chat_template, _find_run(how), folder, given)
@@ -155,17 +151,17 @@ class PrepareJob(tasks.Job):
             trained = tokenizers.train_sentencepiece(chunks(), vocabulary)
         else:
             trained = tokenizers.train_wordpiece(chunks(), vocabulary, how.tokenizer)
-        _with_bos(trained, how).save(self._tokenizer_folder)
+        _with_bos(trained, how).save(self.tokenizer_folder)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer that the tasks use, loaded once in each process."""
-        return tokenizers.tokenizer_from_folder(self._tokenizer_folder)
+        return tokenizers.tokenizer_from_folder(self.tokenizer_folder)
 
     @cached_property
     def _encoder(self) -> "Encoder | ConversationEncoder":
         make = ConversationEncoder if self.arguments.chat else Encoder
-        return make(self.arguments, self.corpus.key, self._tokenizer_folder, self._tokenizer)
+        return make(self.arguments, self.corpus.key, self.tokenizer_folder, self._tokenizer)
 
     def encode(self, rank: int) -> dict[str, Any]:
         """Encode a share: its tokens, the lengths of its sequences, the ends of its documents, its masks.
@@ -175,7 +171,7 @@ class PrepareJob(tasks.Job):
           end conversations.
         """
         encoder, malformed, counts, stops = self._encoder, self.sum_malformed(), Counter(), set()
-        with self.writing(rank, "tokens", "lengths", "ends", "masks") as (token_stream, lengths, ends, masks):
+        with self.open_files(rank, "tokens", "lengths", "ends", "masks") as (token_stream, lengths, ends, masks):
             for raw in self.blocks(rank):
                 block = encoder.encode(raw)
                 malformed.add(block.malformed)
@@ -192,15 +188,15 @@ class PrepareJob(tasks.Job):
     def merge(self, rank: int) -> None:
         """Copy a share to its place in the files of the dataset."""
         shapes = np.array(
-            [[share["counts"].get(name, 0) for name in Shape._fields] for share in self.results("encode")]
+            [[share["counts"].get(name, 0) for name in DatasetSize._fields] for share in self.results("encode")]
         )
-        before, whole = Shape(*shapes[:rank].sum(axis=0).tolist()), Shape(*shapes.sum(axis=0).tolist())
+        before, whole = DatasetSize(*shapes[:rank].sum(axis=0).tolist()), DatasetSize(*shapes.sum(axis=0).tolist())
         dtype = np.dtype(token_dtype(self._tokenizer.vocabulary))
-        self.put_part("tokens", rank, self.folder / "bin", before.tokens * dtype.itemsize)
+        self.copy_file("tokens", rank, self.folder / "bin", before.tokens * dtype.itemsize)
         if self.arguments.chat:
-            self.put_part("masks", rank, self.folder / "mask", before.tokens)
+            self.copy_file("masks", rank, self.folder / "mask", before.tokens)
         lengths, ends = np.array(self.map_file("lengths", rank, np.int32)), self.map_file("ends", rank, np.int64)
-        indexed.put_index(self.folder / "idx", dtype, before, whole, lengths, ends)
+        indexed.write_index_part(self.folder / "idx", dtype, before, whole, lengths, ends)
 
     def finish(self, rank: int) -> PrepareSummary:
         """Write the metadata and give all files their names, the index last."""
@@ -228,12 +224,12 @@ class PrepareJob(tasks.Job):
             trained=counts["trained"] if how.chat else None,
             **{name: counts[name] for name in ("documents", "tokens", "text_bytes", "sequences")},
         )
-        self.copies = isinstance(token_file(prefix), RemoteFile)
+        self.copies_to_store = isinstance(token_file(prefix), RemoteFile)
         if (self.folder / "idx").exists():  # else a run that was killed just before its end has put all
             shutil.rmtree(indexed.temporary_tokenizer(prefix), ignore_errors=True)
-            shutil.copytree(self._tokenizer_folder, indexed.temporary_tokenizer(prefix))
+            shutil.copytree(self.tokenizer_folder, indexed.temporary_tokenizer(prefix))
             stops = {stop for share in shares for stop in share["stops"]}
-            tokenizers.add_end_tokens(indexed.temporary_tokenizer(prefix), tokenizer.eod, stops)
+            tokenizers.add_stop_tokens(indexed.temporary_tokenizer(prefix), tokenizer.eod, stops)
             indexed.publish_metadata(prefix, metadata)
             if not how.chat:
                 remove(mask_file(prefix))
@@ -243,7 +239,7 @@ class PrepareJob(tasks.Job):
             metadata=metadata,
             encoder=min(share["encoder"] for share in shares),  # gigatoken, if it took some
             workers=(how.workers or self.tasks) if how.sbatch else max(self.processes, 1),
-            seconds=time.time() - self.began,
+            seconds=time.time() - self.start_time,
             for_bert=isinstance(tokenizer, BertTokenizer),
             **{name: counts[name] for name in ("dropped", "cut", "endless")},
         )
@@ -281,7 +277,7 @@ class PrepareJob(tasks.Job):
 
 def _trains(arguments: PrepareArguments) -> bool:
     """True if the vocabulary is learned from the text."""
-    return arguments.tokenizer is None or arguments.tokenizer in tokenizers.TRAINABLE
+    return arguments.tokenizer is None or arguments.tokenizer in tokenizers.TRAINABLE_WORDPIECE
 
 
 def _check(arguments: PrepareArguments) -> None:
@@ -307,7 +303,7 @@ def _find_run(arguments: PrepareArguments) -> Path:
 def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:
     """`tokenizer`, with or without a token before each text as --prepend-bos says."""
     if arguments.prepend_bos != "auto":
-        tokenizer.bos = tokenizer.read_bos() if arguments.prepend_bos == "on" else None
+        tokenizer.bos = tokenizer.find_bos() if arguments.prepend_bos == "on" else None
         if arguments.prepend_bos == "on" and tokenizer.bos is None:
             raise UsageError(f"--prepend-bos on: a {tokenizer.scheme} tokenizer puts none before texts; remove it")
     return tokenizer
@@ -359,7 +355,7 @@ class Encoder:
 
     def encode(self, block: Block) -> Encoded:
         """The documents of a block as token ids."""
-        parsed, malformed = parse(block, self.key)
+        parsed, malformed = parse_block(block, self.key)
         texts = [document.text for document in parsed]
         tokens, lengths, sequences = self._encode(texts)
         indexed.check_ids(tokens, self.tokenizer.vocabulary)
@@ -424,7 +420,7 @@ def _save_chat(template: str | None, run: Path, folder: Path, tokenizer: Tokeniz
     shutil.copytree(run / "tokenizer", folder, dirs_exist_ok=True)
     if template == "plain":
         begins = isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.bos is not None
-        begin = tokenizer.library.id_to_token(tokenizer.bos) if begins else ""
+        begin = tokenizer.backend.id_to_token(tokenizer.bos) if begins else ""
         (folder / TEMPLATE).write_text(begin + PLAIN, encoding="utf-8")
     elif template is not None:
         shutil.copy(template, folder / TEMPLATE)
@@ -438,8 +434,8 @@ def _read_conversations(arguments: ConversationArguments) -> TextFiles:
     """
     corpus = replace(arguments, key="").open()
     for file in corpus.files:
-        if file_ending(file) not in OF_ROWS:
-            raise UsageError(f"{file} is text, and --chat reads conversations from {', '.join(OF_ROWS)}; convert it")
+        if file_ending(file) not in TABULAR:
+            raise UsageError(f"{file} is text, and --chat reads conversations from {', '.join(TABULAR)}; convert it")
     return corpus
 
 
@@ -471,7 +467,7 @@ class ConversationEncoder:
 
     def encode(self, block: Block) -> Encoded:
         """The conversations of a block as token ids and masks."""
-        documents, malformed = parse(block, "")
+        documents, malformed = parse_block(block, "")
         encoded, dropped = [], 0
         for document in documents:
             try:

@@ -41,7 +41,7 @@ from mjax.checkpoint.folders import (
 )
 from mjax.config import Config, differing_fields, read_settings
 from mjax.config.batch_size import BatchSizes
-from mjax.config.model import is_user_defined, model_kind
+from mjax.config.model import is_user_defined
 from mjax.config.model_file import MODEL_FILE, read_model_file
 from mjax.config.plain_values import read
 from mjax.errors import UsageError, check_picture, one_sentence, suggestion
@@ -235,7 +235,7 @@ def run_row(folder: Path) -> Row:
     file = next(file for name in ("metrics.jsonl", "config.json") if (file := folder / name).is_file())
     return Row(
         name=folder.name,
-        model=f"{model_kind(config.model)} {config.model.layers} × {config.model.hidden}",
+        model=f"{config.model.kind} {config.model.layers} × {config.model.hidden}",
         parameters=parameters,
         step=step,
         steps=config.train.steps,
@@ -414,10 +414,8 @@ def remove_runs(arguments: RemoveArguments) -> int:
     for folder in folders:
         _check_removable(folder)
         for other in find_adapters_of(folder, siblings - removed):
-            raise UsageError(
-                f"{folder} holds the weights that the adapters of {other.name} belong to; remove that run too: "
-                f"mjax runs remove {folder.name} {other.name}"
-            )
+            fix = f"remove that run too: mjax runs remove {folder.name} {other.name}"
+            raise UsageError(f"{folder} holds the weights that the adapters of {other.name} belong to; {fix}")
     for folder in folders:
         if not arguments.yes:
             if not sys.stdin.isatty():

@@ -27,7 +27,7 @@ from mjax.config import Config, DataConfig, OptimizerConfig, TrainConfig, load_u
 from mjax.config.bounds import Bounds
 from mjax.config.marks import Synonyms
 from mjax.config.run import differing_fields, to_flag
-from mjax.data.corpus.documents import OF_ROWS
+from mjax.data.corpus.documents import TABULAR
 from mjax.errors import UsageError
 from mjax.utils.files import cache_home, make_folder
 
@@ -115,9 +115,9 @@ def _print_defaults(settings: Config, typed: Container[str]) -> None:
 
 def _prepare_files(given: SftArguments, typed: Container[str]) -> dict[str, str]:
     """The prefixes of the files among the data, whose conversations may be as long as a typed sequence."""
-    max_length, data = given.settings.model.sequence + 1 if "model.sequence" in typed else None, given.settings.data
-    files = dict.fromkeys(path for path in (*data.path, *data.train_path, *data.valid_path) if path.endswith(OF_ROWS))
-    return {file: _prepare_file(given, file, max_length) for file in files}
+    longest, data = given.settings.model.sequence + 1 if "model.sequence" in typed else None, given.settings.data
+    files = dict.fromkeys(path for path in (*data.path, *data.train_path, *data.valid_path) if path.endswith(TABULAR))
+    return {file: _prepare_file(given, file, longest) for file in files}
 
 
 def _prepare_file(given: SftArguments, file: str, max_length: int | None) -> str:
@@ -147,10 +147,8 @@ def _prepare_file(given: SftArguments, file: str, max_length: int | None) -> str
         print(f"data    {prefix}, prepared before")
         return str(prefix)
     if given.distributed.is_multiprocess or launch.find_launcher() is not None:
-        raise UsageError(
-            f"--data {file} is prepared by one process: type mjax prepare {shlex.quote(file)} --chat --tokenizer "
-            f"run:{given.init} --output data/chat, and start the run with --data data/chat"
-        )
+        prepare = f"mjax prepare {shlex.quote(file)} --chat --tokenizer run:{given.init} --output data/chat"
+        raise UsageError(f"--data {file} is prepared by one process; type {prepare}, then --data data/chat")
     make_folder(prefix.parent)
     prepare(replace(arguments, output=str(prefix)), following=False)
     return str(prefix)

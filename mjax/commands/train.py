@@ -17,7 +17,7 @@ from mjax.commands.flags import first_values, flag_names, parse
 from mjax.config import Config, has_user_model, load_config, load_user_model, read_config
 from mjax.config.checks import resolve, resolve_steps, validate
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
-from mjax.config.model import KIND_FLAG, convert_kind, model_kind
+from mjax.config.model import KIND_FLAG, convert_kind
 from mjax.config.run import describe_missing_run
 from mjax.errors import RunError, UsageError, either, exit_code, explain, split_lines
 from mjax.profiling import parse_steps
@@ -143,12 +143,12 @@ class _SampleWriter(Callback):
         from mjax.data.tokenizers import tokenizer_from_folder
         from mjax.generation.chat import Chat
 
-        tokenizer, texts = tokenizer_from_folder(folder), self.prompts
-        encode, decode, ends = tokenizer.prompt, tokenizer.decode, tokenizer.eod
-        if run.config.data.conversations:
-            chat = Chat(folder)
-            texts = [chat.render([{"role": "user", "content": prompt}]) for prompt in self.prompts]
-            encode, decode, ends = chat.encode, chat.decode, chat.stops
+        prompts = self.prompts
+        chat = Chat(folder) if run.config.data.conversations else None
+        tokenizer = tokenizer_from_folder(folder)
+        texts = prompts if chat is None else [chat.render([{"role": "user", "content": text}]) for text in prompts]
+        encode, decode = (tokenizer.encode_prompt, tokenizer.decode) if chat is None else (chat.encode, chat.decode)
+        ends = tokenizer.eod if chat is None else chat.stops
         samples = self._continue(run, texts, [encode(text) for text in texts], decode, ends)
         for prompt, sample in zip(self.prompts, samples, strict=True):
             run.print_line(f"step {step}: {prompt} → {sample.continuation.strip()}")
@@ -163,7 +163,7 @@ class _SampleWriter(Callback):
             return
         from rich.text import Text
 
-        from mjax.data.tokenizers import end_token_ids, tokenizer_from_folder
+        from mjax.data.tokenizers import stop_token_ids, tokenizer_from_folder
         from mjax.generation.chat import Chat
 
         tokenizer, is_chat = tokenizer_from_folder(data.tokenizer), run.config.data.conversations
@@ -173,9 +173,9 @@ class _SampleWriter(Callback):
             ids = batch["tokens"][0, :end].tolist()
             prompt = Chat(data.tokenizer).decode(ids, special=True) if is_chat else tokenizer.decode(ids)
         else:
-            prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
+            prompt, ids = log.prompt, tokenizer.encode_prompt(log.prompt)
         display.print_line("")
-        ends = end_token_ids(data.tokenizer, tokenizer.eod)
+        ends = stop_token_ids(data.tokenizer, tokenizer.eod)
         (sample,) = self._continue(run, [prompt], [ids], tokenizer.decode, ends)
         text = Text(prompt, style="dim") + Text(sample.continuation)
         display.console.print(text, soft_wrap=True, highlight=False)
@@ -292,7 +292,7 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     run, config = typed.get("run"), typed.get("config")
     if run is None:
         settings = load_config(config or TrainArguments.config)
-        if architecture is not None and architecture != model_kind(settings.model):
+        if architecture is not None and architecture != settings.model.kind:
             settings = replace(settings, model=convert_kind(settings.model, architecture))
         return TrainArguments(config=config or TrainArguments.config, settings=settings)
     folder = resolve_parents(Path(run))
@@ -304,9 +304,7 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     useless = {"--init": init, "--name": name, "--config": None if is_model_file else config}
     for flag, value in useless.items():
         if value is not None:
-            raise UsageError(
-                f"{flag} {value} has no effect with --run {folder}, which continues that run; leave one out, or for a "
-                f"new run type --config {config if is_model_file else folder / 'config.json'} --name NEW"
-            )
+            new = f"for a new run type --config {config if is_model_file else folder / 'config.json'} --name NEW"
+            raise UsageError(f"{flag} {value} has no effect with --run {folder}, which continues that run; {new}")
     load_user_model(config, folder, lambda line: None)  # `changes_since` has the note
     return TrainArguments(run=folder, settings=read_config(folder / "config.json"))

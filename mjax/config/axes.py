@@ -2,11 +2,11 @@
 
     axis      splits     gradient of a weight that ranks of the axis share
     pipe      layers     partial sums of the stages that use it: summed after the backward pass
-    replicate batch      of the rank's own samples: summed after the backward pass
+    replicate batch      of the rank's samples: summed after the backward pass
     data      batch      the same; ZeRO splits weights over it, never over `replicate`
     expert    batch      the same; the experts of a mixture are split over it, and no two ranks share one
-    context   positions  of the rank's own positions: summed after the backward pass
-    model     columns    the same on every rank; with sequence parallelism of its own tokens: summed after it
+    context   positions  of the rank's positions: summed after the backward pass
+    model     columns    equal on all ranks; with sequence parallelism of the rank's tokens: summed after it
 
 The first axis is outermost, the last innermost: its devices are neighbors. `expert` and `replicate` divide the
 data-parallel replicas, as in Megatron: `--mesh.data 8 --mesh.expert 4` are 8 replicas, in 2 groups of 4 that have all
@@ -32,12 +32,12 @@ class Axis:
     """A mesh axis.
 
     Attributes:
-      name: in PartitionSpecs; `--mesh.NAME` is its size (`sizes` says what of `data` is left to other axes).
-      splits: what its ranks have different parts of: layers, samples of the batch, positions of every sample, or
+      name: in PartitionSpecs; `--mesh.NAME` is its size (`sizes` divides `data` by the virtual axes).
+      splits: what it divides: layers, samples of the batch, positions of every sample, or
         columns and rows of matrices.
-      sums: whether ranks that share a weight have different gradients for it, to be summed after the backward pass:
-        always, where its size is above 1, or with sequence parallelism.
-      shards: whether ZeRO splits over it the weights of which its ranks have copies.
+      sums: when ranks that share a weight have different gradients for it, to be summed after the backward pass:
+        always, if its size is above 1, or with sequence parallelism.
+      shards: True if ZeRO splits replicated weights over it.
     """
 
     name: str
@@ -57,26 +57,25 @@ AXES = (
 NAMES = tuple(axis.name for axis in AXES)
 PIPE, REPLICATE, DATA, EXPERT, CONTEXT, MODEL = NAMES
 VIRTUAL_AXES = (REPLICATE, EXPERT)
-"""Axes that need no devices of their own: they divide the replicas of `--mesh.data`."""
+"""Axes without devices: they divide the replicas of `--mesh.data`."""
 
 
 def sizes(mesh) -> dict[str, int]:
-    """Size of each axis of a `MeshConfig`, by name: of `data` what `replicate` and `expert` leave."""
+    """Size of each axis of a `MeshConfig`, by name: `data` divided by `replicate` and `expert`."""
     return cli_sizes(mesh) | {DATA: mesh.data // (mesh.replicate * mesh.expert)}
 
 
 def cli_sizes(mesh) -> dict[str, int]:
-    """The fields of a `MeshConfig` that the axes are named after: of `data` all replicas."""
+    """Sizes of the axes as typed, by name: `data` counts all replicas."""
     return {name: getattr(mesh, name) for name in NAMES}
 
 
-def describe_mesh(mesh, *others: str) -> str:
-    """`data 8 (expert 4) × model 2`: of `data` all replicas; other axes above 1, or if they are among `others`."""
+def describe_mesh(mesh, *shown: str) -> str:
+    """`data 8 (expert 4) × model 2`: data, model, the axes `shown`, and those above 1."""
     typed = cli_sizes(mesh)
-    laid = ", ".join(f"{name} {typed.pop(name)}" for name in VIRTUAL_AXES if typed[name] > 1)
-    shown = {DATA, MODEL, *others} | {name for name, size in typed.items() if size > 1}
-    words = {name: f"{name} {size}" for name, size in typed.items() if name in shown and name not in VIRTUAL_AXES}
-    words[DATA] += f" ({laid})" if laid else ""
+    virtual = ", ".join(f"{name} {size}" for name in VIRTUAL_AXES if (size := typed.pop(name)) > 1)
+    words = {name: f"{name} {size}" for name, size in typed.items() if size > 1 or name in (DATA, MODEL, *shown)}
+    words[DATA] += f" ({virtual})" if virtual else ""
     return " × ".join(words.values())
 
 
@@ -88,13 +87,13 @@ def devices(mesh) -> int:
 
 @lru_cache(maxsize=16384)
 def replicas(mesh) -> int:
-    """Number of parts of a batch: devices along all axes that split it."""
+    """Number of parts of a batch: devices along the axes that split it."""
     return math.prod(sizes(mesh)[name] for name in axes_splitting("batch"))
 
 
 @lru_cache(maxsize=16384)
 def copies(mesh) -> int:
-    """Number of ranks that have a copy of a weight that neither layers nor columns nor experts split."""
+    """Number of copies of a weight that neither layers nor columns nor experts split."""
     return math.prod(sizes(mesh)[name] for name in axes_sharing_weights())
 
 
@@ -111,8 +110,7 @@ def axes_splitting(what: Splits) -> tuple[str, ...]:
 
 
 def axes_sharing_weights() -> tuple[str, ...]:
-    """Names of the axes whose ranks have copies of a weight that they do not split, outermost first: they compute with
-    different tokens."""
+    """Names of the axes whose ranks have copies of a weight and different tokens, outermost first."""
     return axes_splitting("batch") + axes_splitting("positions")
 
 

@@ -39,7 +39,7 @@ class BatchSizes:
 
     Attributes:
       pieces: (first step, samples before it, size) for each range of steps of one size. The last has no end.
-      begin: the step from which on the settings of today hold; those before were taken with others.
+      begin: first step with the current settings; `train.batch_history` has the steps before it.
     """
 
     pieces: tuple[tuple[int, int, int], ...]
@@ -60,13 +60,13 @@ class BatchSizes:
         return cls(((0, 0, size),))
 
     @classmethod
-    def _from_changes(cls, changes: list[tuple[int, int]], taken: Iterable[tuple[int, int]]) -> BatchSizes:
-        """A schedule from pairs (samples, size), with ascending samples from 0: a step that begins at or after them has
-        this size, unless it is one of those `taken`."""
+    def _from_changes(cls, changes: list[tuple[int, int]], history: Iterable[tuple[int, int]]) -> BatchSizes:
+        """The sizes of `history`, then of `changes`: pairs (samples, size) with ascending samples from 0; a step that
+        begins at or after these samples has this size."""
         starts = [start for start, _ in changes]
         pieces: list[tuple[int, int, int]] = []
         step = sample = 0
-        for steps, size in taken:
+        for steps, size in history:
             if not pieces or pieces[-1][2] != size:
                 pieces.append((step, sample, size))
             step, sample = step + steps, sample + steps * size
@@ -98,8 +98,8 @@ class BatchSizes:
     def stretches(self, steps: int) -> list[tuple[int, int]]:
         """(steps, size) of each range of the first `steps` steps."""
         ends = [first for first, _, _ in self.pieces[1:]] + [steps]
-        found = ((min(end, steps) - first, size) for (first, _, size), end in zip(self.pieces, ends, strict=True))
-        return [(count, size) for count, size in found if count > 0]
+        counts = ((min(end, steps) - first, size) for (first, _, size), end in zip(self.pieces, ends, strict=True))
+        return [(count, size) for count, size in counts if count > 0]
 
     def sizes(self) -> list[int]:
         """The distinct sizes from `begin` on, in order of appearance."""
@@ -142,8 +142,8 @@ def _rampup(start: int, increment: int, samples: int, end: int) -> list[tuple[in
 
 def parse_tokens(tokens: str) -> int | None:
     """'1.5B' → 1,500,000,000; None if it is not a number of tokens."""
-    found = TOKENS.fullmatch(tokens)
-    return found and int(Fraction(found[1]) * UNITS[found[2]])
+    match = TOKENS.fullmatch(tokens)
+    return match and int(Fraction(match[1]) * UNITS[match[2]])
 
 
 def format_tokens(tokens: int) -> str:
@@ -154,7 +154,7 @@ def format_tokens(tokens: int) -> str:
 
 
 def check_pipeline(stages: int, micro_batches: int, virtual_stages: int) -> None:
-    """Refuse counts for which there is no table, without building one.
+    """Check that a pipeline schedule exists for these counts, without building it.
 
     Raises:
       UsageError: virtual_stages > 1 and P does not divide M.
@@ -162,8 +162,6 @@ def check_pipeline(stages: int, micro_batches: int, virtual_stages: int) -> None
     if virtual_stages > 1 and micro_batches % stages:
         below, above = micro_batches // stages * stages, -(-micro_batches // stages) * stages
         counts = f"{below} or {above}" if below else str(above)
-        raise UsageError(
-            f"--mesh.virtual-stages {virtual_stages} takes micro-batches in groups of --mesh.pipe {stages}, and a step "
-            f"has {micro_batches}; make --train.global-batch / (--mesh.data × --train.micro-batch) {counts}, "
-            "or use --mesh.virtual-stages 1"
-        )
+        virtual = f"--mesh.virtual-stages {virtual_stages} needs micro-batches in groups of --mesh.pipe {stages}"
+        counts = f"--train.global-batch / (--mesh.data × --train.micro-batch) {counts}"
+        raise UsageError(f"{virtual}, and a step has {micro_batches}; make {counts}, or use --mesh.virtual-stages 1")

@@ -44,8 +44,8 @@ class Bounds:
         if dataclasses.astuple(self) == (0, None, None, None, ""):
             return "0 or more"
         ends = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
-        said = [f"{word} {'2^32' if end == 2**32 else f'{end:,}'}" for word, end in ends.items() if end is not None]
-        return " and ".join(said) + (f", such as {self.such_as}" if self.such_as else "")
+        words = [f"{word} {'2^32' if end == 2**32 else f'{end:,}'}" for word, end in ends.items() if end is not None]
+        return " and ".join(words) + (f", such as {self.such_as}" if self.such_as else "")
 
 
 Count = Annotated[int, Bounds(ge=1)]
@@ -60,26 +60,26 @@ Share = Annotated[float, Bounds(ge=0, lt=1)]
 def section_fields(cls: type) -> tuple[tuple[str, str, Any, tuple[Any, ...]], ...]:
     """Name, flag name, type and annotations of each field of a dataclass."""
     hints = get_type_hints(cls, include_extras=True)
-    found = []
+    rows = []
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
         kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         named = (mark.name for mark in marks if hasattr(mark, "aliases"))  # tyro's
         flag = next((name for name in named if name is not None), field.name)
         inside = (mark for option in get_args(kind) if get_origin(option) is Annotated for mark in get_args(option)[1:])
-        found.append((field.name, flag.replace("_", "-"), kind, (*marks, *inside)))
-    return tuple(found)
+        rows.append((field.name, flag.replace("_", "-"), kind, (*marks, *inside)))
+    return tuple(rows)
 
 
 def check_bounds(values: Any, prefix: str = "--") -> None:
-    """Refuse a dataclass, possibly nested, with a number that is out of bounds or an unknown choice.
+    """Check the numbers and choices of a dataclass, possibly nested.
 
     Args:
       values: the dataclass.
-      prefix: before the names of its fields; they are spelled as flags if it starts one, else as in a file.
+      prefix: before the names of its fields; they are written as flags if it starts with --, else as in a file.
 
     Raises:
-      UsageError: one sentence with the flag, its value and what is allowed.
+      UsageError: a number is out of bounds, or a choice unknown; one sentence says what is allowed.
     """
     spelled = prefix.startswith("--")
     for name, flag, kind, marks in section_fields(type(values)):
@@ -108,5 +108,5 @@ def describe_choice(flag: str, value: Any, choices: Sequence[Any], marks: Sequen
 
 
 def is_unsectioned(marks: tuple[Any, ...]) -> bool:
-    """Whether the flag of a field with these annotations stands without the names of the dataclasses around it."""
+    """True if the flag of a field with these annotations has no section, such as --name."""
     return any(getattr(mark, "prefix_name", None) is False for mark in marks)

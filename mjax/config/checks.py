@@ -1,6 +1,6 @@
 """Checks before a device is touched, and settings that follow from the data and the length of a run.
 
-Each refusal is one sentence: what was given, what is allowed, what to type.
+An error is one sentence: what was typed, what is allowed, what to type.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from mjax.config.pattern import check_stages
 from mjax.config.run import BLENDS, Config, MeshConfig, differing_fields, read_settings, to_flag
 from mjax.errors import UsageError, either, name_arguments
 
-MAX_DIVISOR = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
+MAX_DIVISOR = 2**16  # a config.json may contain any number: limit the search
 
 
 def validate(config: Config, name: str = "this config") -> None:
-    """Refuse what cannot run, before any device is touched.
+    """Check a config before any device is touched.
 
     Raises:
       UsageError: one sentence naming the field, its value, what is allowed and what to type.
     """
     check_bounds(config)
     if config.train.tokens is not None:
-        raise UsageError(
-            f"train.tokens {config.train.tokens} of {name} has not been turned into steps; use resolve_steps"
-        )
+        raise UsageError(f"train.tokens {config.train.tokens} of {name} is not converted to steps; call resolve_steps")
     _check_shapes(config)
     check_batch_sizes(config)
     _check_pipeline(config)
@@ -60,26 +58,20 @@ def _check_shapes(config: Config) -> None:
     if model.head_dim is None:
         _check_divides("--model.heads", model.heads, f"hidden size {model.hidden}", model.hidden)
     if model.learned_positions and model.sequence > (most := model.max_position_embeddings or model.sequence):
-        raise UsageError(
-            f"--model.sequence {model.sequence} is longer than the {most} learned positions of the model; use 1 to "
-            f"{most}, or for a new model --model.max-position-embeddings {model.sequence}"
-        )
+        fix = f"use 1 to {most}, or for a new model --model.max-position-embeddings {model.sequence}"
+        raise UsageError(f"--model.sequence {model.sequence} exceeds the {most} learned positions of the model; {fix}")
     _check_axes(config)
     tokens = train.micro_batch * model.sequences * model.sequence // mesh.context
     if mesh.sequence_parallel and tokens % mesh.model:
-        raise UsageError(
-            f"--mesh.sequence-parallel cannot split the {tokens} tokens of a micro-batch over --mesh.model "
-            f"{mesh.model}; use a --train.micro-batch that is a multiple of {mesh.model}, or "
-            "--mesh.no-sequence-parallel"
-        )
+        split = f"cannot split the {tokens} tokens of a micro-batch over --mesh.model {mesh.model}"
+        fix = f"use a --train.micro-batch that is a multiple of {mesh.model}, or --mesh.no-sequence-parallel"
+        raise UsageError(f"--mesh.sequence-parallel {split}; {fix}")
     if train.unroll == "on" and mesh.pipe > 1:
         by_slot = "(stages save activations by slot)"
         raise UsageError(f"--train.unroll on is not supported with --mesh.pipe {mesh.pipe} {by_slot}; remove it")
     if train.global_batch % mesh.data:
-        raise UsageError(
-            f"--train.global-batch {train.global_batch} does not divide over --mesh.data {mesh.data}; "
-            f"use a multiple of {mesh.data}, such as {_nearest_multiple(train.global_batch, mesh.data)}"
-        )
+        fix = f"use a multiple of {mesh.data}, such as {_nearest_multiple(train.global_batch, mesh.data)}"
+        raise UsageError(f"--mesh.data {mesh.data} does not divide --train.global-batch {train.global_batch}; {fix}")
     share = train.global_batch // mesh.data
     what = f"the {share} sequences of a data replica (global batch {train.global_batch} / data {mesh.data})"
     _check_divides("--train.micro-batch", train.micro_batch, what, share)
@@ -104,10 +96,8 @@ def _check_axes(config: Config) -> None:
             _check_divides("--mesh.expert", mesh.expert, what, size, possible)
     if mesh.replicate > 1:
         if mesh.zero == 0:
-            raise UsageError(
-                f"--mesh.replicate {mesh.replicate} copies the shards of ZeRO between groups, and --mesh.zero 0 makes "
-                "none; add --mesh.zero 3, or remove --mesh.replicate"
-            )
+            shards = "needs the shards of ZeRO, and --mesh.zero 0 makes none; add --mesh.zero 3"
+            raise UsageError(f"--mesh.replicate {mesh.replicate} {shards}, or remove --mesh.replicate")
         by_expert = f" / --mesh.expert {mesh.expert}" if mesh.expert > 1 else ""
         what = f"--mesh.data {mesh.data}{by_expert}: it is the number of groups"
         _check_divides("--mesh.replicate", mesh.replicate, what, mesh.data // mesh.expert)
@@ -116,7 +106,7 @@ def _check_axes(config: Config) -> None:
 
 
 def _check_lora(config: Config) -> None:
-    """Refuse LoRA's settings without adapters, and what adapters do not work with."""
+    """Check the settings of LoRA, and those that adapters do not support."""
     model = config.model
     if not model.lora_rank:
         for name, value in model.lora_settings().items():
@@ -139,50 +129,37 @@ def _check_context(config: Config) -> None:
     model, mesh = config.model, config.mesh
     parts = max(config.sequence_chunks, mesh.context)
     if model.sequence % parts:
-        raise UsageError(
-            f"--mesh.context {mesh.context} cannot cut {model.sequence} positions into {parts} equal parts; "
-            f"use a --model.sequence that is a multiple of {parts}, or another --mesh.context"
-        )
+        cut = f"cannot cut {model.sequence} positions into {parts} equal parts"
+        raise UsageError(f"--mesh.context {mesh.context} {cut}; use a --model.sequence that is a multiple of {parts}")
     heads = model.heads // mesh.model
     if config.context_attention == "ulysses" and heads % mesh.context:
         possible = _join_numbers(_divisors(heads)[1:] or [1])
-        raise UsageError(
-            f"--mesh.context {mesh.context} does not divide the {heads} heads of a rank of --mesh.model {mesh.model}; "
-            f"use --mesh.context {possible}, or --mesh.context-attention allgather"
-        )
+        what = f"the {heads} heads of a rank of --mesh.model {mesh.model}"
+        fix = f"use --mesh.context {possible}, or --mesh.context-attention allgather"
+        raise UsageError(f"--mesh.context {mesh.context} does not divide {what}; {fix}")
     if config.context_attention == "allgather" and model.attention == "cudnn":
-        raise UsageError(
-            "--model.attention cudnn is not supported with --mesh.context-attention allgather (a rank has fewer "
-            "queries than keys); use --model.attention flash, or --mesh.context-attention ulysses"
-        )
-
-
-def check_offload(config: Config) -> None:
-    """Refuse activations in host memory where they would stay on the device, or cannot leave it."""
-    mesh, train = config.mesh, config.train
-    if train.recompute != "offload":
-        return
-    offload = "--train.recompute offload is not supported with"
-    if mesh.pipe > 1:
-        raise UsageError(
-            f"{offload} --mesh.pipe {mesh.pipe} (stages save activations by slot); use --train.recompute full"
-        )
-    if train.unroll == "on":
-        # Compiled for H100s, all copies to the host stood in the backward pass
-        # (docs/results/log/2026-11-25-host-memory.md).
-        raise UsageError(
-            f"{offload} --train.unroll on (without a loop over the layers, XLA copies their inputs to the host in the "
-            "backward pass, which saves nothing); remove one of the two"
-        )
+        cudnn = "--model.attention cudnn is not supported with --mesh.context-attention allgather"
+        fix = "use --model.attention flash, or --mesh.context-attention ulysses"
+        raise UsageError(f"{cudnn} (fewer queries than keys); {fix}")
 
 
 def can_run_layers(config: Config) -> bool:
-    """Whether the recomputation of a config is possible: the check above does not refuse it."""
-    try:
-        check_offload(config)
-    except UsageError:
-        return False
-    return True
+    """True if the recomputation of a config is possible: offload needs a loop over the layers, and no pipeline."""
+    return config.train.recompute != "offload" or (config.mesh.pipe == 1 and config.train.unroll != "on")
+
+
+def check_offload(config: Config) -> None:
+    """Check that `--train.recompute offload` can move activations to host memory."""
+    if can_run_layers(config):
+        return
+    offload, pipe = "--train.recompute offload is not supported with", config.mesh.pipe
+    if pipe > 1:
+        raise UsageError(f"{offload} --mesh.pipe {pipe} (stages save activations by slot); use --train.recompute full")
+    # For H100s XLA put all copies to the host into the backward pass (docs/results/log/2026-11-25-host-memory.md).
+    raise UsageError(
+        f"{offload} --train.unroll on (without a loop over the layers, XLA copies their inputs to the host in the "
+        "backward pass, which saves nothing); remove one of the two"
+    )
 
 
 def _check_schedules(config: Config) -> None:
@@ -190,16 +167,12 @@ def _check_schedules(config: Config) -> None:
     train, optimizer = config.train, config.optimizer
     decay_steps = optimizer.decay_steps or train.steps
     if optimizer.warmup_steps >= decay_steps and optimizer.schedule != "constant":
-        raise UsageError(
-            f"--optimizer.warmup-steps {optimizer.warmup_steps} must be below the {decay_steps} steps of the schedule; "
-            f"use --optimizer.warmup-steps {decay_steps // 10}"
-        )
+        below = f"must be below the {decay_steps} steps of the schedule; use {decay_steps // 10}"
+        raise UsageError(f"--optimizer.warmup-steps {optimizer.warmup_steps} {below}")
     room = decay_steps - optimizer.warmup_steps
     if optimizer.wsd_decay_steps is not None and optimizer.wsd_decay_steps > room:
-        raise UsageError(
-            f"--optimizer.wsd-decay-steps {optimizer.wsd_decay_steps} does not fit between the warm-up of "
-            f"{optimizer.warmup_steps} steps and step {decay_steps}; use {room} or fewer"
-        )
+        between = f"does not fit between the warm-up of {optimizer.warmup_steps} steps and step {decay_steps}"
+        raise UsageError(f"--optimizer.wsd-decay-steps {optimizer.wsd_decay_steps} {between}; use {room} or fewer")
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise UsageError(
             f"--optimizer.min-learning-rate is above --optimizer.learning-rate {optimizer.learning_rate:g}; lower it"
@@ -214,17 +187,15 @@ def _check_schedules(config: Config) -> None:
 
 
 def _check_conditions(config: Config) -> None:
-    """Refuse settings that are for values of another field (`marks.Only`) which this run does not have."""
+    """Check the settings that depend on the value of another field (`marks.Only`)."""
     for name, (value, _) in differing_fields(config, Config(model=config.model)).items():
         for mark in field_marks(config, name):
             actual = attrgetter(mark.field)(config) if isinstance(mark, Only) else None
             if actual is None or actual in (*mark.values.split(), "examples"):
                 continue
             other = "samples of" if mark.field == "samples" else f"--{mark.field}"
-            raise UsageError(
-                f"{to_flag(name, value)} is for {other} {either(mark.values.split())}, and this run has {actual}; "
-                "remove it"
-            )
+            known = f"{other} {either(mark.values.split())}"
+            raise UsageError(f"{to_flag(name, value)} is for {known}, and this run has {actual}; remove it")
 
 
 def _check_data(config: Config, name: str) -> None:
@@ -233,15 +204,10 @@ def _check_data(config: Config, name: str) -> None:
     if data.mock or data.custom:
         return
     if not data.path and not data.train_path:
-        raise UsageError(
-            f"{name} has no data: prepare some with `mjax prepare FILES --output data/corpus` and add "
-            "--data.path data/corpus, or add --data.mock to measure speed"
-        )
+        prepare = "type `mjax prepare FILES --output data/corpus`, and add --data.path data/corpus"
+        raise UsageError(f"{name} has no data; {prepare}, or --data.mock to measure speed")
     if data.path and (data.train_path or data.valid_path):
-        raise UsageError(
-            "--data.path is split into parts by --data.split, while --data.train-path and --data.valid-path name one "
-            "part each; leave out these two, or --data.path (write it with no value)"
-        )
+        raise UsageError("--data.path excludes --data.train-path and --data.valid-path; type --data.path with no value")
     if not data.path and config.train.eval_interval > 0 and not data.valid_path:
         raise UsageError("--data.train-path has no validation data; add --data.valid-path, or --train.eval-interval 0")
     for field in BLENDS:
@@ -260,44 +226,40 @@ def check_batch_sizes(config: Config) -> None:
     if train.batch_rampup is None:
         return
     unit, end = mesh.data * train.micro_batch, train.global_batch
-    of = f"data {mesh.data} × micro-batch {train.micro_batch}"
+    factors = f"data {mesh.data} × micro-batch {train.micro_batch}"
     if mesh.virtual_stages > 1:
-        unit, of = unit * mesh.pipe, f"{of} × pipe {mesh.pipe}, for the interleaved pipeline"
+        unit, factors = unit * mesh.pipe, f"{factors} × pipe {mesh.pipe}, for the interleaved pipeline"
     flag = f"--train.batch-rampup {' '.join(map(str, train.batch_rampup))}"
     start, increment, _ = train.batch_rampup
     if min(train.batch_rampup) < 1 or start >= end or (end - start) % increment:
-        raise UsageError(
-            f"{flag} does not reach --train.global-batch {end} in whole increments; use a START below it and an "
-            "INCREMENT that divides the difference"
-        )
+        fix = "use a START below it and an INCREMENT that divides the difference"
+        raise UsageError(f"{flag} does not reach --train.global-batch {end} in whole increments; {fix}")
     for first_step, _, size in BatchSizes.from_config(config).ahead():
         if size % unit:
-            raise UsageError(
-                f"{flag} has a batch of {size} from step {first_step + 1} on, which is not a multiple of {unit} "
-                f"({of}); use multiples, there and for --train.global-batch, such as {_nearest_multiple(size, unit)}"
-            )
+            odd = f"a batch of {size} from step {first_step + 1} on, which is not a multiple of {unit} ({factors})"
+            fix = f"use multiples, there and for --train.global-batch, such as {_nearest_multiple(size, unit)}"
+            raise UsageError(f"{flag} has {odd}; {fix}")
 
 
 def check_devices(config: Config, available: int, name: str = "this config") -> None:
-    """Refuse a mesh that does not use exactly the available devices.
+    """Check that the mesh uses exactly the available devices.
 
     Raises:
       UsageError: the mesh needs more or fewer devices than are available.
     """
     mesh = config.mesh
     if mesh.devices != available:
-        raise UsageError(
-            f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({axes.describe_mesh(mesh)}); "
-            f"{available} found: set --mesh.data and the other axes, or --simulate {mesh.devices}"
-        )
+        needs = f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({axes.describe_mesh(mesh)})"
+        fix = f"set --mesh.data and other axes, or --simulate {mesh.devices}"
+        raise UsageError(f"{needs}; {available} available: {fix}")
 
 
 def _check_pipeline(config: Config) -> None:
     layers, mesh = config.model.layers, config.mesh
     if mesh.pipe == 1:
         if mesh.virtual_stages > 1:
-            given = f"--mesh.virtual-stages {mesh.virtual_stages}"
-            raise UsageError(f"{given} needs a pipeline; set --mesh.pipe too, or --mesh.virtual-stages 1")
+            flag = f"--mesh.virtual-stages {mesh.virtual_stages}"
+            raise UsageError(f"{flag} needs a pipeline; set --mesh.pipe too, or --mesh.virtual-stages 1")
         return
     stages = mesh.pipe * mesh.virtual_stages
     if layers % stages:
@@ -306,10 +268,9 @@ def _check_pipeline(config: Config) -> None:
         virtual = f" × --mesh.virtual-stages {mesh.virtual_stages}" if mesh.virtual_stages > 1 else ""
         possible = [n for n in _divisors(layers) if n > 1 and layers % (n * mesh.virtual_stages) == 0]
         simplest = "--mesh.virtual-stages 1" if mesh.virtual_stages > 1 else "--mesh.pipe 1"
-        raise UsageError(
-            f"--mesh.pipe {mesh.pipe}{virtual} does not divide {layers} layers; use --model.layers {counts}, "
-            f"or {f'--mesh.pipe {_join_numbers(possible)}' if possible else simplest}"
-        )
+        pipe = f"--mesh.pipe {_join_numbers(possible)}" if possible else simplest
+        divides = f"--mesh.pipe {mesh.pipe}{virtual} does not divide {layers} layers"
+        raise UsageError(f"{divides}; use --model.layers {counts}, or {pipe}")
     check_stages(config.model, mesh)
     for size in BatchSizes.from_config(config).sizes():
         check_pipeline(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.virtual_stages)
@@ -323,62 +284,63 @@ def _join_numbers(numbers: list[int]) -> str:
     return either(numbers) if len(numbers) <= 12 else ", ".join(map(str, numbers[:12])) + ", …"
 
 
-def _nearest_multiple(n: int, of: int) -> int:
-    return max(of, round(n / of) * of)
+def _nearest_multiple(n: int, unit: int) -> int:
+    return max(unit, round(n / unit) * unit)
 
 
 # --- Settings that a config takes from its data and its length, unless the command line sets them ---------------------
 #
-#     steps           of train.tokens, if that is given in their place
-#     vocabulary      that of the data's tokenizer; a config file has that of another, often GPT-2's
-#     conversations   where the data are some, with what of them is trained
-#     warm-up         shortened in proportion if --train.steps leaves no room for it
+#     steps           from train.tokens
+#     vocabulary      from the data's tokenizer; a config file has another, often GPT-2's
+#     conversations   from the data
+#     warm-up         shortened in proportion if it exceeds --train.steps
 #
-# Each is announced in one line, and the run's config.json has the resulting values.
+# A line reports each of them, and the run's config.json contains the resulting values.
 
 
 def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Path) -> tuple[Config, list[str]]:
-    """The config of a run, and one line for each setting taken from elsewhere.
+    """Complete the config of a run from its data and length.
+
+    Returns:
+      The config, and one line for each setting that this changed.
 
     Args:
       config: including the flags of the command line.
       chosen: without them.
       typed: names of these flags, such as "train.steps".
       label: name of the config in messages.
-      run: folder with the weights of the run, if there are any yet: they keep their vocabulary.
+      run: folder of the run; its weights, if any, keep their vocabulary.
 
     Raises:
-      UsageError: the data or the run there are damaged.
+      UsageError: the data or the run are damaged.
     """
     config, lines = resolve_steps(config, typed)
     chosen, _ = resolve_steps(chosen)
-    noted = _metadata(config)
-    prefix, vocabulary = next(((name, one.vocabulary) for name, one in noted.items()), (None, 0))
-    if "model.vocabulary" in typed or not noted:
+    datasets = _metadata(config)
+    prefix, vocabulary = next(((name, metadata.vocabulary) for name, metadata in datasets.items()), (None, 0))
+    if "model.vocabulary" in typed or not datasets:
         vocabulary = config.model.vocabulary
     if vocabulary != config.model.vocabulary and not is_resume(run, config.model.vocabulary):
         model = replace(config.model, vocabulary=vocabulary)
         rows = "" if model.padded_vocabulary == vocabulary else f", {model.padded_vocabulary:,} rows of the embedding"
         lines.append(f"vocabulary {vocabulary:,} as in {prefix}{rows} ({label} has {config.model.vocabulary:,})")
         config = replace(config, model=model)
-    if any(one.trained is not None for one in noted.values()):
+    if any(metadata.trained is not None for metadata in datasets.values()):
         config = replace(config, data=replace(config.data, conversations=True))
         lines.append("conversations, in which the turns of the assistant are trained")
     warmup = None if "optimizer.warmup-steps" in typed else clip_warmup(config, chosen)
     if warmup is not None:
-        steps = f"{warmup} step{'s' * (warmup != 1)}"
-        lines.append(
-            f"warm-up of {steps} instead of {config.optimizer.warmup_steps:,}, in proportion to the run's length"
-        )
-        config = replace(config, optimizer=replace(config.optimizer, warmup_steps=warmup))
+        steps, optimizer = f"{warmup} step{'s' * (warmup != 1)}", config.optimizer
+        lines.append(f"warm-up of {steps} instead of {optimizer.warmup_steps:,}, in proportion to the run's length")
+        config = replace(config, optimizer=replace(optimizer, warmup_steps=warmup))
     return config, lines
 
 
 def resolve_steps(config: Config, typed: Set[str] = frozenset()) -> tuple[Config, list[str]]:
-    """The config with steps in place of tokens, and a line about it if tokens are given.
+    """Convert `train.tokens` to steps, and report it in a line.
 
     Args:
-      typed: names of the flags of the command line, such as "train.steps"; they go before those of a file.
+      typed: names of the flags of the command line, such as "train.steps"; they override a config file.
 
     Raises:
       UsageError: tokens and steps are both given, or tokens or the sizes of the batch are malformed.
@@ -387,33 +349,26 @@ def resolve_steps(config: Config, typed: Set[str] = frozenset()) -> tuple[Config
     if tokens is None:
         return config, []
     check_batch_sizes(replace(config, mesh=MeshConfig(), train=replace(train, micro_batch=1)))  # the mesh may be open
-    both = {"train.steps", "train.tokens"} <= typed
-    if "train.steps" in typed and not both:
+    if "train.steps" in typed and "train.tokens" not in typed:
         return replace(config, train=replace(train, tokens=None)), []
-    if both or ("train.tokens" not in typed and train.steps != type(train)().steps):
+    if "train.steps" in typed or ("train.tokens" not in typed and train.steps != type(train)().steps):
         raise UsageError(
             f"--train.steps {train.steps} and --train.tokens {tokens} both set the length; leave one of them out"
         )
-    if not (wanted := parse_tokens(str(tokens))):
-        raise UsageError(
-            f"--train.tokens {tokens} is not a number of tokens above 0; write it like 300B or 1.5T (K, M, B or T: "
-            "thousands to trillions)"
-        )
+    if not (count := parse_tokens(str(tokens))):
+        raise UsageError(f"--train.tokens {tokens} is not a number of tokens above 0; write 300B, 1.5T, 10M or 5K")
     sample, sizes = config.model.sequences * config.model.sequence, BatchSizes.from_config(config)
-    steps = sizes.steps_for(-(-wanted // sample))
+    steps = sizes.steps_for(-(-count // sample))
     line = f"{tokens} tokens are {steps:,} steps ({sizes.samples_before(steps) * sample:,} tokens)"
     return replace(config, train=replace(train, steps=steps, tokens=None)), [line]
 
 
 def _metadata(config: Config) -> dict[str, DatasetMetadata]:
-    """Return the metadata that `mjax prepare` recorded, by dataset; Megatron's tools record none.
-
-    Several datasets have the same tokenizer, or `open_data` refuses them.
-    """
+    """Return the metadata of each dataset by prefix; datasets of Megatron's tools have none."""
     field = "path" if config.data.path else "train_path"
     values = () if config.data.mock else getattr(config.data, field)
     prefixes = parse_blend(values, f"--data.{field.replace('_', '-')}").prefixes if values else ()
-    return {prefix: noted for prefix in prefixes if (noted := read_metadata(prefix)) is not None}
+    return {prefix: metadata for prefix in prefixes if (metadata := read_metadata(prefix)) is not None}
 
 
 def is_resume(run: Path, vocabulary: int) -> bool:
@@ -423,8 +378,8 @@ def is_resume(run: Path, vocabulary: int) -> bool:
 
 
 def clip_warmup(config: Config, chosen: Config) -> int | None:
-    """A warm-up that fits, if the config file's does not fit the given length; else None."""
-    before, now = (one.optimizer.decay_steps or one.train.steps for one in (chosen, config))
+    """A warm-up scaled to the length of the run if the config file's is longer than the run; else None."""
+    before, now = (settings.optimizer.decay_steps or settings.train.steps for settings in (chosen, config))
     warmup = config.optimizer.warmup_steps
     if config.optimizer.schedule == "constant" or warmup < now or warmup >= before or now < 1:
         return None

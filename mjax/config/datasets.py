@@ -1,6 +1,6 @@
-"""Datasets as a config names them: blends, splits into parts, and the metadata next to their tokens.
+"""Datasets of a config: blends, splits, and the metadata next to their tokens.
 
-They are here, below `mjax.data`, because a config is checked and completed from them without opening the tokens.
+They are below `mjax.data`, so a config is checked and completed without opening the tokens.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ MAX_DATASETS = 32767  # their numbers are int16
 
 @dataclass(frozen=True)
 class Blend:
-    """Datasets by prefix, and their weights as given; None: all samples of each, once."""
+    """Datasets by prefix, and their weights as typed; None: all samples of all datasets, once."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
@@ -36,7 +36,7 @@ class Blend:
 
 
 def parse_blend(values: Sequence[str], flag: str = "--data.path") -> Blend:
-    """The blend that '0.3 data/a 0.7 data/b' (weights and prefixes in turn) or 'data/a data/b' describes.
+    """Parse '0.3 data/a 0.7 data/b' (weights and prefixes, alternating) or 'data/a data/b'.
 
     Prefixes at s3:// and gs:// become local ones (`utils/ranges.py`).
 
@@ -54,10 +54,8 @@ def parse_blend(values: Sequence[str], flag: str = "--data.path") -> Blend:
         prefixes, weights = values[1::2], [number or 0 for number in numbers[::2]]
     fits = weights is None or (len(weights) == len(prefixes) and all(0 < weight < math.inf for weight in weights))
     if not fits or not all(values) or len(prefixes) >= MAX_DATASETS:
-        raise UsageError(
-            f"{flag} {' '.join(values)} is no blend; write a weight before every prefix, above 0, such as {flag} 0.3 "
-            f"data/a 0.7 data/b, or before none, for fewer than {MAX_DATASETS:,} datasets"
-        )
+        fix = f"write a weight above 0 before all prefixes, such as {flag} 0.3 data/a 0.7 data/b, or before none"
+        raise UsageError(f"{flag} {' '.join(values)} is not a blend of at most {MAX_DATASETS:,} datasets; {fix}")
     return Blend(tuple(map(local_prefix, prefixes)), weights and tuple(weights))
 
 
@@ -94,10 +92,8 @@ def split_sequences(split: str, sequences: int) -> tuple[range, range, range]:
         written = ["0"]
     parts = [float(part) for part in written]
     if not 0 < sum(parts) < float("inf"):
-        raise UsageError(
-            f"--data.split {split!r} is not proportions of training, validation and test; "
-            "give up to three numbers, one of them above 0, such as 949,50,1"
-        )
+        fix = "give up to three numbers, one of them above 0, such as 949,50,1"
+        raise UsageError(f"--data.split {split!r} is not proportions of training, validation and test; {fix}")
     import numpy as np
 
     total = float(np.sum(parts))  # Python's sum rounds differently from 3.12 on

@@ -1,7 +1,7 @@
-"""The choice of kernels by rule, without JAX: of attention (the column `where` of the table in `attention_kernels.py`),
-and of the products of experts (`parallel/grouped.py`); and whether layers are compiled in a loop.
+"""Kernel choice by rule, without JAX: attention (the column `where` of the table in `attention_kernels.py`), grouped
+matmuls of experts (`parallel/grouped.py`), and layers compiled with or without a loop.
 
-Training asks for the local GPU, the planner for one that may be elsewhere.
+Training passes the local GPU, the planner any GPU.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FUSED = ("cudnn", "flash")
 """Kernels that write no scores to memory."""
 BLOCK = 64
 """Positions of a tile of `flash`."""
-MIN_HEAD_WIDTH = 16
-"""Rows and columns of Triton's smallest product: all sizes of the grouped products are multiples."""
+MIN_MATMUL_DIM = 16
+"""Rows and columns of Triton's smallest matmul; all dims of the grouped matmuls are multiples."""
 MAX_UNROLLED_LAYERS = 80
-"""Layers that are compiled without a loop unless a config says so: each takes one to two seconds."""
+"""Layers that `--train.unroll auto` compiles without a loop: each takes one to two seconds."""
 SERVER = 8
-"""GPUs whose FSDP hides its gathers beside the layers without a loop too."""
+"""GPUs on which FSDP overlaps its all-gathers with layers that are compiled without a loop."""
 FLASH_INTERPRETED = "flash, interpreted"
 """Kernel name for `flash` without a GPU: hundreds of times slower, for tests."""
 
@@ -40,79 +40,75 @@ def choose_kernel(
     capability: tuple[int, ...] = HOPPER,
     chunks: int = 1,
 ) -> tuple[str, str | None]:
-    """The kernel chosen by the rule, and what rules out cuDNN's.
+    """Choose the attention kernel.
 
     Args:
       model: `model.attention` is the requested kernel; `auto` leaves the choice to the rule.
       compute: compute dtype of the run, as in the config.
       platform: cpu or gpu.
-      documents: whether attention stays within documents (`data.reset_attention`, and BERT's padding).
+      documents: True if attention stays within documents (`data.reset_attention`, and BERT's padding).
       capability: compute capability of the GPU.
-      chunks: of a sequence, of which a rank has the queries of two and the keys of all; 1: of all
-        (`Config.sequence_chunks`).
+      chunks: chunks of a sequence (`Config.sequence_chunks`): above 1 a rank has the queries of two, and all keys.
+
+    Returns:
+      The kernel, and why the fused one cannot be used, if so.
 
     Raises:
-      UsageError: cuDNN's or `flash` was requested by name and does not support the run.
+      UsageError: `cudnn` or `flash` was requested by name and does not support the run.
     """
-    asked = model.attention
-    if asked == "flash" or (asked == "auto" and chunks > 1 and platform == "gpu"):
+    requested = model.attention
+    if requested == "flash" or (requested == "auto" and chunks > 1 and platform == "gpu"):
         fused, obstacle = "flash", _why_not_flash(model, compute, platform, capability, chunks)
     else:
-        fused, obstacle = "cudnn", _cudnn_obstacle(model, compute, platform, documents, capability)
-    return _choose("attention", asked, fused, obstacle, "xla" if platform == "gpu" else "xla_blocks"), obstacle
+        fused, obstacle = "cudnn", _why_not_cudnn(model, compute, platform, documents, capability)
+    return _choose("attention", requested, fused, obstacle, "xla" if platform == "gpu" else "xla_blocks"), obstacle
 
 
-def _choose(field: str, asked: str, fused: str, obstacle: str | None, otherwise: str) -> str:
-    """The kernel that is asked for, or by rule the fused one where nothing rules it out."""
-    if asked == fused and obstacle:
-        raise UsageError(f"--model.{field} {asked} is not supported here ({obstacle}); change that, or set it to auto")
-    if asked != "auto":
-        return asked
-    return otherwise if obstacle else fused
+def _choose(flag: str, requested: str, fused: str, obstacle: str | None, fallback: str) -> str:
+    """The requested kernel; with auto the fused one, or the fallback if there is an obstacle."""
+    if requested == fused and obstacle:
+        raise UsageError(f"--model.{flag} {requested} is not supported here ({obstacle}); change that, or use auto")
+    return requested if requested != "auto" else fallback if obstacle else fused
 
 
-def position_unit(config: Config) -> int:
-    """The number that the positions of a program are a multiple of, with the kernel in `model.attention`: ranks of
-    `context` have equal parts, and `flash` takes whole blocks."""
+def position_multiple(config: Config) -> int:
+    """The number that divides the positions of a program: ranks of `context` have equal parts, `flash` whole blocks."""
     block = BLOCK if config.model.attention in ("flash", FLASH_INTERPRETED) else 1
     return math.lcm(block * config.sequence_chunks, config.mesh.context)
 
 
 WIDTHS = [width << octave for octave in range(3, 40) for width in (2, 3)]
-"""16, 24, 32, 48, 64, …: a text has few other widths, so few programs serve all, and at most a third is padding."""
+"""16, 24, 32, 48, 64, …: few programs for texts of any length, and at most a third is padding."""
 
 
 SLOTS = [width << octave for octave in range(2, 40) for width in (4, 5, 6, 7)]
-"""16, 20, 24, 28, 32, 40, …: every token reads a whole cache, so at most a fifth of it is padding."""
+"""16, 20, 24, 28, 32, 40, …: sizes of a cache, which every token reads; at most a fifth is padding."""
 
 
-def pad_width(config: Config, needed: int, narrowest: int, rows: int = 1, widths: Sequence[int] = WIDTHS) -> int:
-    """`needed` positions rounded up to one of `widths` from `narrowest` on, and to what the mesh and the kernel of
-    attention divide, for `rows` sequences; limited by the number of positions."""
+def pad_width(config: Config, needed: int, min_width: int, rows: int = 1, widths: Sequence[int] = WIDTHS) -> int:
+    """Round `needed` positions of `rows` sequences up to one of `widths` from `min_width` on, and to a multiple for the
+    mesh and the attention kernel; at most `model.sequence`."""
     ranks = config.mesh.context * config.mesh.model if config.mesh.sequence_parallel else 1
-    unit = math.lcm(position_unit(config), ranks // math.gcd(ranks, rows))
-    width = next(width for width in widths if width >= max(needed, narrowest))
+    unit = math.lcm(position_multiple(config), ranks // math.gcd(ranks, rows))
+    width = next(width for width in widths if width >= max(needed, min_width))
     return min(-(-width // unit) * unit, config.model.sequence)
 
 
-def ways_across(config: Config) -> list[str]:
-    """Choose how attention sees the positions of other ranks of `context` (`--mesh.context-attention`): by heads where
-    their number allows it, by gathered keys unless `model.attention` is cuDNN's, which takes as many queries as keys;
-    and the positions have to be a multiple of `position_unit`."""
-
-    def possible(way: str) -> bool:
-        there = replace(config, mesh=replace(config.mesh, context_attention=way))
-        if config.model.sequence % position_unit(there):
-            return False
-        if way == "ulysses":
-            return config.model.heads // config.mesh.model % config.mesh.context == 0
-        return config.model.attention != "cudnn"
-
-    return [way for way in ("ulysses", "allgather") if possible(way)]
+def context_attention_choices(config: Config) -> list[str]:
+    """The values of `--mesh.context-attention` that the heads, positions and attention kernel of a config allow."""
+    model, mesh = config.model, config.mesh
+    possible = {
+        "ulysses": model.heads // mesh.model % mesh.context == 0,
+        "allgather": model.attention != "cudnn",  # which takes as many queries as keys
+    }
+    multiples = {
+        name: position_multiple(replace(config, mesh=replace(mesh, context_attention=name))) for name in possible
+    }
+    return [name for name, multiple in multiples.items() if possible[name] and model.sequence % multiple == 0]
 
 
 def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> str:
-    """The kernel that the rule chooses for `config` on an NVIDIA GPU.
+    """The attention kernel of `config` on an NVIDIA GPU.
 
     Raises:
       UsageError: as in `choose_kernel`.
@@ -142,25 +138,25 @@ def with_kernels(config: Config, platform: str, capability: tuple[int, ...] = HO
     if kernel == "cudnn" and documents:
         notes.append("attention: cuDNN gets the documents as a bias, as JAX has no public interface for their offsets")
     if model.moe_kernel:
-        grouped, obstacle = choose_grouped(config, platform, capability)
+        moe_kernel, obstacle = choose_moe_kernel(config, platform, capability)
         if model.moe_kernel == "auto" and platform == "gpu" and obstacle:
-            notes.append(
-                f"experts: their products run one tile after the other, because pallas cannot be used: {obstacle}"
-            )
-        model = with_grouped(model, grouped)
+            notes.append(f"experts: their matmuls run one after the other, because pallas cannot be used: {obstacle}")
+        model = with_moe_kernel(model, moe_kernel)
     return replace(config, model=replace(model, attention=kernel)), notes
 
 
 def resolve_kernels(config: Config, capability: tuple[int, ...]) -> Config:
-    """`config` with the kernels of an NVIDIA GPU."""
+    """Return `config` with the kernels for an NVIDIA GPU."""
     return with_kernels(config, "gpu", capability)[0]
 
 
 def is_unrolled(config: Config, on_gpu: bool) -> bool:
-    """True if the layers are compiled without a loop. With `auto` that is so on a GPU, where nothing is done layer by
-    layer that XLA would begin for many layers at once: weights gathered from several servers (FSDP), all-to-alls over
-    `context`, whole layers computed again, copies to the host, rows of experts; and not for a pipeline, whose stages
-    keep activations in slots, nor for layers of several kinds, or more than can be compiled in two minutes."""
+    """True if the layers are compiled without a loop.
+
+    With `auto` a GPU has no loop unless XLA would start work of many layers at the same time (all-gathers of FSDP
+    between servers, all-to-alls over `context`, recomputation, copies to the host, expert rows), stages of a pipeline
+    store activations in slots, or layers are of several kinds or too many to compile in two minutes.
+    """
     train, mesh, model = config.train, config.mesh, config.model
     if train.unroll != "auto":
         return train.unroll == "on"
@@ -172,39 +168,42 @@ def is_unrolled(config: Config, on_gpu: bool) -> bool:
 
 
 def with_unrolling(config: Config, on_gpu: bool) -> Config:
-    """`config` with `train.unroll` decided (`is_unrolled`)."""
+    """Return `config` with `train.unroll` on or off (`is_unrolled`)."""
     return replace(config, train=replace(config.train, unroll="on" if is_unrolled(config, on_gpu) else "off"))
 
 
-def with_grouped(model: ModelConfig, kernel: str) -> ModelConfig:
-    """The same model with this kernel for the products of its experts, if it has some."""
+def with_moe_kernel(model: ModelConfig, kernel: str) -> ModelConfig:
+    """Return the model with this kernel for the grouped matmuls of its experts, if it has experts."""
     changes: dict[str, Any] = {"moe_kernel": kernel} if model.moe_kernel else {}
     return replace(model, **changes)
 
 
-def choose_grouped(config: Config, platform: str, capability: tuple[int, ...] = HOPPER) -> tuple[str, str | None]:
-    """The kernel of the products of experts chosen by the rule, and what rules out `pallas`.
+def choose_moe_kernel(config: Config, platform: str, capability: tuple[int, ...] = HOPPER) -> tuple[str, str | None]:
+    """Choose the kernel for the grouped matmuls of experts.
 
     Args:
       config: of a mixture of experts; `model.moe_kernel` is the requested kernel.
       platform, capability: as for `choose_kernel`.
 
+    Returns:
+      The kernel, and why `pallas` cannot be used, if so.
+
     Raises:
       UsageError: `pallas` was requested by name and does not support the run.
     """
     model = config.model
-    obstacle = _gpu_obstacle(platform, capability)
+    obstacle = _why_not_gpu(platform, capability)
     if not obstacle and config.precision.compute == "fp64":
         obstacle = "it computes in bf16, fp16 or fp32 and --precision.compute is fp64"
-    odd = [size for size in (model.hidden, model.expert_width // config.mesh.model) if size % MIN_HEAD_WIDTH]
+    odd = [size for size in (model.hidden, model.expert_width // config.mesh.model) if size % MIN_MATMUL_DIM]
     if not obstacle and odd:
         dims = f"an expert's matrix has a dim of {odd[0]} on a GPU"
-        obstacle = f"it needs sizes that are multiples of {MIN_HEAD_WIDTH} and {dims}"
+        obstacle = f"it needs sizes that are multiples of {MIN_MATMUL_DIM} and {dims}"
     return _choose("moe-kernel", model.moe_kernel, "pallas", obstacle, "xla"), obstacle
 
 
 def gpu_capability(device) -> tuple[int, ...]:
-    """Compute capability of a device of JAX; where it has none, running the kernel shows whether it is able."""
+    """Compute capability of a JAX device; HOPPER if it has none."""
     number = getattr(device, "compute_capability", "")
     return tuple(int(part) for part in number.split(".")) if number[:1].isdigit() else HOPPER
 
@@ -221,7 +220,7 @@ def _why_not_flash(
     return None
 
 
-def _gpu_obstacle(platform: str, capability: tuple[int, ...]) -> str | None:
+def _why_not_gpu(platform: str, capability: tuple[int, ...]) -> str | None:
     if platform != "gpu":
         return f"it needs an NVIDIA GPU and this process runs on {platform}"
     if capability < AMPERE:
@@ -232,7 +231,7 @@ def _gpu_obstacle(platform: str, capability: tuple[int, ...]) -> str | None:
 
 
 def _why_not_fused(model: ModelConfig, compute: str, platform: str, capability: tuple[int, ...]) -> str | None:
-    if obstacle := _gpu_obstacle(platform, capability):
+    if obstacle := _why_not_gpu(platform, capability):
         return obstacle
     if compute not in ("bf16", "fp16", "fp8"):
         return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
@@ -241,7 +240,7 @@ def _why_not_fused(model: ModelConfig, compute: str, platform: str, capability: 
     return None
 
 
-def _cudnn_obstacle(
+def _why_not_cudnn(
     model: ModelConfig, compute: str, platform: str, documents: bool, capability: tuple[int, ...]
 ) -> str | None:
     if obstacle := _why_not_fused(model, compute, platform, capability):

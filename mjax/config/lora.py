@@ -13,7 +13,7 @@ from mjax.config.marks import TUNING, UNPLANNED, Synonyms
 
 
 def lora_flag(name: str):
-    """Mark of a field of LoRA, whose flag has a section of its own: --lora.rank."""
+    """Mark of a LoRA field, whose flag is in the section `lora`: --lora.rank."""
     return tyro.conf.arg(name=f"lora.{name}", prefix_name=False)
 
 
@@ -26,26 +26,25 @@ class LoRAConfig:
     lora_alpha: Annotated[Positive | None, lora_flag("alpha"), UNPLANNED, Synonyms("lora-alpha")] = None
     """Adapters are multiplied by alpha / r; by default alpha is 2 r. rsLoRA (arXiv 2312.03732) is another alpha."""
     lora_targets: Annotated[tuple[str, ...], lora_flag("targets"), Synonyms("lora-target-modules")] = ("all",)
-    """Linear layers that get an adapter: all, or some of q, k, v, out, gate, up, down; in a model of your own the names
-    of its layers."""
+    """Linear layers with an adapter: all, or some of q, k, v, out, gate, up, down; layer names in a custom model."""
     lora_dropout: Annotated[Share, TUNING, lora_flag("dropout"), UNPLANNED] = 0.0
     """Dropout rate on the input of adapters."""
 
     @property
     def adapter_alpha(self) -> float:
-        """The alpha of the adapters that is in use."""
+        """The alpha in use."""
         return 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
 
     @property
     def lora_scale(self) -> float:
-        """The factor of the adapters: alpha / r."""
+        """The factor of adapters: alpha / r."""
         return self.adapter_alpha / self.lora_rank
 
     def without_lora(self) -> Self:
-        """The same model without adapters: the base of them."""
+        """The base model, without adapters."""
         return dataclasses.replace(self, **{field.name: field.default for field in dataclasses.fields(LoRAConfig)})
 
     def lora_settings(self) -> dict[str, Any]:
-        """The settings of adapters that are not at their defaults, by field."""
+        """Adapter settings that are not at their defaults, by field."""
         values = {field: getattr(self, field.name) for field in dataclasses.fields(LoRAConfig)}
         return {field.name: value for field, value in values.items() if value != field.default}

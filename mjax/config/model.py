@@ -1,7 +1,7 @@
-"""Configs of models: what every model has, and for each architecture a dataclass of its own.
+"""Configs of models: common fields, and the registry of architectures.
 
-A config.json names the dataclass in `model.kind`. A model that is not part of mjax derives its config from
-`ModelConfig` and registers it:
+A config.json names the dataclass of its model in `model.kind`. A custom model derives its config from `ModelConfig` and
+registers it:
 
     @register
     @dataclass(frozen=True)
@@ -29,7 +29,7 @@ from mjax.errors import UsageError, either, suggestion
 
 C = TypeVar("C", bound="type[ModelConfig]")
 Arrays = dict[str, tuple[tuple[int, ...], str]]
-"""By name of an array of a batch the shape that one sample has in it, [s] or [], and its dtype."""
+"""Arrays of a batch by name: the shape of one sample, [s] or [], and the dtype."""
 
 
 Tuned = Annotated[NotNegative, TUNING]
@@ -44,27 +44,27 @@ Attention = Annotated[Kernels, Synonyms("attn-implementation~ attention-backend~
 
 @dataclass(frozen=True)
 class ModelConfig(LoRAConfig):
-    """Fields that every model has. Dimension letters: s sequence, h hidden, n heads, d head size, f feed-forward, v
+    """Fields of every model. Dimension letters: s sequence, h hidden, n heads, d head size, f feed-forward, v
     vocabulary.
 
     Attributes:
       title: the model in a sentence.
-      module: MODULE:CLASS of the model (`models/protocol.py`), imported when it is built.
-      families: MODULE:NAME of its tables for Hugging Face (`models.huggingface.family.Family`), imported when it is
-        converted; empty for none.
-      metrics: how a run shows the means that the model reports, in the order of the progress line; without them by
-        their names, after the loss.
-      samples: what it is trained on: text, pairs of stretches of text, or None for examples of a task.
+      module: MODULE:CLASS of the model (`models/protocol.py`), imported when the model is built.
+      families: MODULE:NAME of its tables for Hugging Face (`models.huggingface.family.Family`), imported when a model
+        is converted; empty for none.
+      metrics: labels of the means that the model reports, in the order of the progress line; other means have their
+        names, after the loss.
+      samples: training data: text, pairs of texts, or None for examples of a task.
       sequences: sequences of a sample, c.
-      causal: whether a position sees none after it; such a model can continue a text.
-      learned_positions: whether positions have weights, one row each.
+      causal: True if a position attends to no later one; such a model can continue a text.
+      learned_positions: True if positions have weights, one row each.
       head_dim: width of an attention head, d; None: hidden / heads.
-      biased_scores: whether something other than documents is added to the scores of attention.
+      biased_scores: True if attention adds something other than a document mask to the scores.
       attention_dropout: dropout rate on attention probabilities.
-      window: tokens that a position sees, itself included; None: all up to its own.
-      experts: of each layer that has some, which `mesh.expert` has to divide; 0 for a dense model.
-      experts_per_token: that each token is routed to.
-      moe_kernel: kernel of the products of experts.
+      window: tokens that a position attends to, including itself; None: all tokens up to the position.
+      experts: experts of a sparse layer, a multiple of `mesh.expert`; 0 for a dense model.
+      experts_per_token: experts each token is routed to.
+      moe_kernel: kernel of the grouped matmuls of experts.
     """
 
     kind: str = ""
@@ -78,19 +78,19 @@ class ModelConfig(LoRAConfig):
     sequence: Annotated[Count, Synonyms("seq-length seq-len max-seq-length block context-length")] = 1024
     """Tokens in a sample, s."""
     max_position_embeddings: Annotated[Count | None, By("max_positions"), ANY_FAMILY, Synonyms("n-positions")] = None
-    """Positions of the model, which stay when it trains on shorter samples: rows of learned positions, and what exports
-    say; as many as sequence when not given."""
+    """Positions of the model, also if its samples are shorter: rows of learned positions, and positions in exports;
+    sequence by default."""
     vocabulary: Annotated[Count, NEW_RUN, Synonyms("vocab padded-vocab")] = 50257
     """Token ids the tokenizer can produce."""
     vocabulary_multiple: Annotated[Count, FILE_ONLY, NEW_RUN, ANY_FAMILY, Synonyms("make-vocab-size-divisible-by")] = (
         1024
     )
-    """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
+    """The rows of the embedding are vocabulary rounded up to this multiple (50,257 → 51,200), on any mesh."""
     init_std: Annotated[Tuned, FILE_ONLY, Synonyms("init-method-std initializer-range")] = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
     attention: Annotated[Attention, FREE, NEW_RUN, ANY_FAMILY] = "auto"
-    """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
-    a CPU. flash has dropout and keeps no scores, and no GPU has run it yet."""
+    """Attention kernel. auto: cudnn on an NVIDIA GPU (xla with attention dropout), xla_blocks on a CPU; flash:
+    supports dropout and stores no scores (never run on a GPU)."""
 
     title: ClassVar[str] = "a language model"
     module: ClassVar[str] = ""
@@ -101,7 +101,7 @@ class ModelConfig(LoRAConfig):
     causal: ClassVar[bool] = True
     learned_positions: ClassVar[bool] = False
     biased_scores: ClassVar[bool] = False
-    # Fields of some models. As a ClassVar they would hide these where a config derives from several parts.
+    # Fields of some models. A ClassVar would hide the field if a config derives from several parts.
     head_dim = window = moe_kernel = None
     attention_dropout = 0.0
     experts = experts_per_token = 0
@@ -113,7 +113,7 @@ class ModelConfig(LoRAConfig):
 
     @property
     def value_size(self) -> int:
-        """Width of a head's values, e, if it is not d; fused kernels of attention need it to be."""
+        """Width of a head's values, e; fused attention kernels need e = d."""
         return self.head_size
 
     @property
@@ -127,23 +127,23 @@ class ModelConfig(LoRAConfig):
         return self.init_std / (2 * self.layers) ** 0.5
 
     def build(self, key, dtype):
-        """The model with weights initialised from `key`, a key of `jax.random`, in `dtype`."""
+        """Build the model with weights initialized from `key`, a key of `jax.random`, in `dtype`."""
         return import_object(self.module)(key, self, dtype)
 
     def batch(self, data) -> Arrays:
-        """The arrays of a batch with this `DataConfig`; here for a model that predicts the next token."""
+        """The arrays of a batch with this `DataConfig`; by default those of next-token prediction."""
         return {name: ((self.sequence,), dtype) for name, dtype in data.batch_types().items()}
 
     def limits(self) -> dict[str, int]:
-        """Exclusive upper bound of the values of each integer array in a batch, by name; the lower bound is 0."""
+        """Exclusive upper bound of each integer array of a batch, by name; the lower bound is 0."""
         return {"tokens": self.vocabulary, "labels": self.vocabulary, "positions": self.max_positions}
 
-    def check_values(self, batch: Mapping[str, Any], of: str) -> None:
-        """Refuse values that a lookup on the device would clip without a word.
+    def check_values(self, batch: Mapping[str, Any], label: str) -> None:
+        """Check that no value is out of bounds: a lookup on the device would clip it silently.
 
         Args:
           batch: NumPy arrays by name.
-          of: what the batch belongs to, such as "step 3".
+          label: the batch in messages, such as "step 3".
 
         Raises:
           UsageError: a value is outside its `limits`.
@@ -154,17 +154,17 @@ class ModelConfig(LoRAConfig):
                 continue
             fix = f"give values from 0 to {limit - 1:,}"
             if name == "labels" and low < 0:
-                fix = 'for labels that do not count give an array "loss_mask" that is False there, such as labels >= 0'
-            raise UsageError(f"{name} of {of} holds {low if low < 0 else high}; {fix}")
+                fix = 'to mask labels, give an array "loss_mask" that is False there, such as labels >= 0'
+            raise UsageError(f"{name} of {label} holds {low if low < 0 else high}; {fix}")
 
     @property
     def max_positions(self) -> int:
-        """Positions of the model: `max_position_embeddings`, or `sequence` where rotary ones are trained beyond it."""
+        """Positions of the model: the larger of `max_position_embeddings` and `sequence`."""
         return max(self.sequence, self.max_position_embeddings or 0)
 
     @property
     def unscaled_sequence(self) -> int:
-        """Positions before rotary ones were scaled; all where they are not."""
+        """Positions before rotary scaling; all positions without it."""
         return self.max_positions
 
     @property
@@ -178,28 +178,28 @@ class ModelConfig(LoRAConfig):
         return Pattern((LayerKind(self.window),))
 
     def columns(self) -> dict[str, int]:
-        """The sizes that `mesh.model` has to divide, by name."""
+        """The sizes that `mesh.model` must divide, by name."""
         return {"heads": self.heads, "padded vocabulary": self.padded_vocabulary}
 
     def column_sizes(self) -> dict[str, int]:
-        """The sizes that `mesh.model` has to divide or be a multiple of: then several ranks have the same part."""
+        """The sizes that `mesh.model` must divide or be a multiple of: several ranks may share a part."""
         return {}
 
     def splits(self, ranks: int) -> bool:
-        """Whether the model can be split over `ranks` ranks of `model`."""
+        """True if the model can be split over `ranks` ranks of `model`."""
         return all(size % ranks == 0 for size in self.columns().values()) and all(
             size % ranks == 0 or ranks % size == 0 for size in self.column_sizes().values()
         )
 
     def check(self, config) -> None:
-        """Refuse settings of the run, a `Config`, that this model does not support.
+        """Check the settings of a run, a `Config`, for this model.
 
         Raises:
-          UsageError: one sentence with the flag, its value and what to type.
+          UsageError: the model does not support a setting; one sentence says what to type.
         """
 
     def without_dropout(self) -> ModelConfig:
-        """The same model with all dropout rates 0."""
+        """The same config with all dropout rates 0."""
         rates = (name for name in _names(type(self)) if name.endswith("_dropout"))
         return dataclasses.replace(self, **dict.fromkeys(rates, 0.0))
 
@@ -236,13 +236,13 @@ def import_object(name: str) -> Any:
 
 
 def config_class(kind: Any, source: str) -> type[ModelConfig]:
-    """The dataclass of the models named `kind`.
+    """The registered dataclass of `kind`.
 
     Raises:
-      UsageError: there is none; `source` says where the name comes from.
+      UsageError: there is none; `source` is where the name comes from.
     """
     if not isinstance(kind, str) or kind not in REGISTRY:
-        custom = f"use {either(REGISTRY)}, or for a model of your own --config FILE.py, the file that registers it"
+        custom = f"use {either(REGISTRY)}, or for a custom model --config FILE.py, the file that registers it"
         raise UsageError(f"{source}: there is no model {kind!r}; {suggestion(str(kind), REGISTRY, custom)}")
     return REGISTRY[kind]
 
@@ -253,33 +253,27 @@ def is_user_defined(cls: type[ModelConfig]) -> bool:
 
 
 def placeholder_class(values: Mapping[str, Any], source: str) -> type[ModelConfig]:
-    """The class of the model with these `values`; for a model of your own a class with the same fields, which can be
-    shown and compared, not built.
+    """The dataclass of a model with these `values`; for a custom model a class with these fields, which can be shown
+    and compared, not built.
 
     Raises:
-      UsageError: the values name no kind, or have a field that cannot be one; `source` says where they come from.
+      UsageError: the kind is unknown, or a name is not a valid field name; `source` is where the values come from.
     """
     kind = values["kind"]
     if not isinstance(kind, str) or (kind in REGISTRY and not is_user_defined(REGISTRY[kind])):
         return config_class(kind, source)
-    others = [(name, object, None) for name in values if name not in _names(ModelConfig)]
-    title = {"title": f"{kind!r}, a model of your own"}
+    fields = [(name, object, None) for name in values if name not in _names(ModelConfig)]
+    title = {"title": f"{kind!r}, a custom model"}
     try:
-        cls = dataclasses.make_dataclass("StandIn", others, bases=(ModelConfig,), namespace=title, frozen=True)
+        cls = dataclasses.make_dataclass("StandIn", fields, bases=(ModelConfig,), namespace=title, frozen=True)
     except TypeError as error:  # an invalid name
         raise UsageError(f"{source}: {error}; restore the file") from None
     cls.__module__ = "yours"
     return cls
 
 
-def model_kind(model: ModelConfig) -> str:
-    """The name of the architecture of `model`."""
-    return model.kind
-
-
 def convert_kind(model: ModelConfig, kind: str) -> ModelConfig:
-    """A config of another architecture, with the fields it shares with `model` where these are not at their
-    defaults; its own defaults may differ."""
+    """Return a config of another architecture with the common fields of `model` that are not at their defaults."""
     cls = config_class(kind, KIND_FLAG)
     shared = (field for field in dataclasses.fields(model) if field.name in _names(cls) - {"kind"})
     return cls(**{field.name: value for field in shared if (value := getattr(model, field.name)) != field.default})

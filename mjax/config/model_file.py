@@ -1,6 +1,6 @@
-"""The file that defines a model of your own, as a run remembers it: model.json in its folder.
+"""model.json of a run folder: the file that defines a custom model.
 
-mjax never executes that file because a run folder names it. `--config FILE.py` executes it, or your program imports it.
+mjax never executes a file that a run folder names. `--config FILE.py` executes it, or your program imports it.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ class ModelFile:
 
 
 def source_file(cls: type[ModelConfig]) -> str | None:
-    """The absolute path of the file that defines a model of your own; None for a model of mjax, and for a class of a
-    notebook or of the program that runs, which no command can execute for its class alone."""
+    """The absolute path of the file that defines a custom model; None for a model of mjax, and for a class that is
+    defined in a notebook or in the running program."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return os.path.abspath(file) if is_user_defined(cls) and cls.__module__ != "__main__" and file else None
 
 
 def save_model_file(folder: Path, model: ModelConfig, parameters: int) -> None:
-    """Record in a run folder which file defines its model; nothing for a model of mjax."""
+    """Write model.json for a custom model."""
     if not is_user_defined(type(model)):
         (folder / MODEL_FILE).unlink(missing_ok=True)
         return
     file = source_file(type(model))
-    found = ModelFile(file, file and _digest(file), parameters)
-    write_whole(folder / MODEL_FILE, json.dumps(asdict(found), indent=2) + "\n")
+    values = ModelFile(file, file and _digest(file), parameters)
+    write_whole(folder / MODEL_FILE, json.dumps(asdict(values), indent=2) + "\n")
 
 
 def read_model_file(folder: Path) -> ModelFile | None:
-    """The file that a run remembers; None for a model of mjax, and for a run of an older version.
+    """Read model.json; None for a model of mjax, and for a run of an older version.
 
     Raises:
       UsageError: model.json is damaged.
@@ -65,46 +65,45 @@ def read_model_file(folder: Path) -> ModelFile | None:
 
 
 def describe_change(folder: Path, cls: type[ModelConfig]) -> str | None:
-    """A note if the file that defines `cls` is not the one with which the run in `folder` was trained."""
+    """A note if the file that defines `cls` differs from the one that the run in `folder` was trained with."""
     before, file = read_model_file(folder), source_file(cls)
     now = file and _digest(file)
     if before is None or now == before.sha256:
         return None
     if file == before.file:
         return f"note: {file} has changed since {folder} was trained with it"
-    was, here = before.file or "a notebook", file or "a notebook"
-    return f"note: {folder} was trained with the model of {was}, which is not the same as that of {here}"
+    old, new = before.file or "a notebook", file or "a notebook"
+    return f"note: {folder} was trained with the model of {old}, which differs from the model of {new}"
 
 
 def refuse_unknown(folder: Path, kind: str) -> None:
-    """Refuse to use a run whose model is of a kind that nothing has registered, if it remembers the file.
+    """Refuse a run of a custom model that is not registered; do nothing without a model.json.
 
     Raises:
-      UsageError: it does; the sentence says what to type.
+      UsageError: there is a model.json; the sentence says what to type.
     """
-    remembered = read_model_file(folder)
-    if remembered is None:
+    if (model_file := read_model_file(folder)) is None:
         return
-    file = remembered.file
+    file = model_file.file
     where = f"defined in {file}" if file else "defined in a notebook"
-    where += ", which is not there any more" if file and not Path(file).is_file() else ""
-    given = file if file and Path(file).is_file() else "FILE.py"
+    where += ", which no longer exists" if file and not Path(file).is_file() else ""
+    name = file if file and Path(file).is_file() else "FILE.py"
+    fix = f"type --config {shlex.quote(name)}, or in Python call mjax.load_config({name!r}) or import it first"
     raise UsageError(
-        f"{folder} holds {kind!r}, a model of your own {where}; no file is executed because a run names it: type "
-        f"--config {shlex.quote(given)}, or in Python call mjax.load_config({given!r}) or import it first"
+        f"{folder} contains {kind!r}, a custom model {where}; mjax executes no file that a run names: {fix}"
     )
 
 
 def run_flags(folder: Path, model: ModelConfig) -> str:
-    """`--run FOLDER`, with `--config FILE.py` for a model of your own: what a command needs to use the run."""
+    """`--run FOLDER`, with `--config FILE.py` for a custom model: the flags to use a run."""
     file = source_file(type(model))
     return f"--run {shlex.quote(str(folder))}" + (f" --config {shlex.quote(file)}" if file else "")
 
 
 def new_run_flags(folder: Path, model: ModelConfig) -> str:
-    """`--config … --name NEW`: a new run with the settings of the run in `folder`, or those of the model's file."""
-    remembered = read_model_file(folder)
-    file = source_file(type(model)) or (remembered and remembered.file) or f"{folder}/config.json"
+    """`--config … --name NEW`: a new run with the settings of the run in `folder`, or of the model's file."""
+    model_file = read_model_file(folder)
+    file = source_file(type(model)) or (model_file and model_file.file) or f"{folder}/config.json"
     return f"--config {shlex.quote(file)} --name NEW"
 
 

@@ -1,4 +1,4 @@
-"""Plain values from files, checked against types: config.json, and every other small JSON file (`read`)."""
+"""Plain values from files, checked against types: config.json, and other small JSON files (`read`)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from mjax.errors import UsageError, suggestion
 from mjax.utils.files import read_json
 
 T = TypeVar("T")
-WHOLE = 2**63  # above any valid number, and below what JSON can spell
+MAX_INT = 2**63  # above any valid number; JSON can contain larger ones
 
-get_type_hints = functools.lru_cache(256)(typing.get_type_hints)  # evaluates the text of each annotation, every time
+get_type_hints = functools.lru_cache(256)(typing.get_type_hints)  # evaluates annotations at each call
 get_args, get_origin = functools.lru_cache(1024)(get_args), functools.lru_cache(1024)(get_origin)
 
 
 def read(kind: type[T], file: Path, fix: str, missing: str | None = None) -> T:
-    """The value in a small JSON file, checked against a type.
+    """Read a small JSON file, and check its value against a type.
 
     Args:
       kind: as for `check`.
       file: in UTF-8.
-      fix: ends the sentence about a damaged file: what to do.
-      missing: ends the sentence about a missing file.
+      fix: end of the sentence about a damaged file: what to do.
+      missing: end of the sentence about a missing file.
 
     Raises:
       UsageError: the file is missing, unreadable or not JSON, or its value has another type.
@@ -37,12 +37,12 @@ def read(kind: type[T], file: Path, fix: str, missing: str | None = None) -> T:
 
 
 def check(kind: type[T], value: Any, source: str, fix: str) -> T:
-    """`value` as a `kind`: a dataclass is built; a list, a dict or a TypedDict is returned as it is.
+    """Check `value` against a type, and return it; a dataclass is built.
 
-    A TypedDict may have other keys too, which a later version has written. With `total=False` it may lack keys.
+    A TypedDict may have more keys, which a later version has written. With `total=False` it may lack keys.
 
     Raises:
-      UsageError: it has another type; `source` and `fix` begin and end the sentence.
+      UsageError: the type differs; `source` and `fix` begin and end the sentence.
     """
     if dataclasses.is_dataclass(kind):
         try:
@@ -55,7 +55,7 @@ def check(kind: type[T], value: Any, source: str, fix: str) -> T:
 
 
 def misfit(value: Any, kind: Any, name: str = "") -> str | None:
-    """Describe the first part of `value`, itself called `name`, that is not of its type in `kind`; None: all are."""
+    """Describe the first part of `value`, called `name`, that does not match its type in `kind`; None: all match."""
     dot, origin, kinds = f"{name}." if name else "", get_origin(kind), get_args(kind)
     if is_typeddict(kind) and isinstance(value, dict):
         if missing := sorted(kind.__required_keys__ - value.keys()):
@@ -76,7 +76,7 @@ def _first_misfit(parts: Iterable[tuple[Any, Any, str]]) -> str | None:
 
 
 def _fits_whole(value: Any, kind: Any) -> bool:
-    """True if a value is one of a tuple, a choice, a union or a scalar."""
+    """True if a value matches a tuple, a choice, a union or a scalar."""
     origin, kinds = get_origin(kind), get_args(kind)
     if origin is tuple:
         if not isinstance(value, (list, tuple)):  # JSON has lists
@@ -89,12 +89,12 @@ def _fits_whole(value: Any, kind: Any) -> bool:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """True if a plain value is one of `kind`."""
+    """True if a plain value matches `kind`."""
     return misfit(value, kind) is None
 
 
 def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
-    """The dataclass `cls` from plain values as given by `dataclasses.asdict`; missing fields take their defaults.
+    """Build the dataclass `cls` from plain values, as those of `dataclasses.asdict`; missing fields have defaults.
 
     Args:
       cls: fields are numbers, text, booleans, None, `Literal`s, tuples, lists and objects of these, and dataclasses of
@@ -113,7 +113,7 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
     known, arguments = [*defaults], {}
     for name, value in values.items():
         if type(value) is type(default := defaults.get(name, MISSING)) and value == default:
-            arguments[name] = value  # as most are, and to check a type takes time
+            arguments[name] = value  # most values; checking a type takes time
             continue
         if name not in known:
             near = suggestion(name, known, "")
@@ -121,8 +121,8 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
         if dataclasses.is_dataclass(hints[name]):
             arguments[name] = build(hints[name], value, source, f"{prefix}{name}.")
         elif fits(value, hints[name]):
-            listed = isinstance(value, list) and get_origin(hints[name]) is not list
-            arguments[name] = _as_tuples(value) if listed else value
+            is_tuple = isinstance(value, list) and get_origin(hints[name]) is not list
+            arguments[name] = _to_tuples(value) if is_tuple else value
         else:
             raise UsageError(f"{source}: {prefix}{name} is {value!r}, which is not {describe(hints[name])}")
     for f in dataclasses.fields(cls):
@@ -131,25 +131,25 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
     return cls(**arguments)
 
 
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+def _to_tuples(value: Any) -> Any:
+    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
 
 
 def _fits_scalar(value: Any, kind: type) -> bool:
-    """True if a value is a number in range, text that can be a path, or another instance of `kind`."""
+    """True if a value is a number in range, text that can be a path, or an instance of `kind`."""
     if kind is Any:
         return True
     if kind is float:  # NaN is out of range
         return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < WHOLE
-    if kind is str:  # may be any path or name
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < MAX_INT
+    if kind is str:  # possibly a path
         return isinstance(value, str) and "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
     return isinstance(value, kind)
 
 
 def describe(kind: Any) -> str:
-    """A kind in words: 'a whole number'."""
+    """Describe a type: 'a whole number'."""
     if is_typeddict(kind) or kind == dict[str, Any]:
         return "an object"
     if get_origin(kind) is Literal:

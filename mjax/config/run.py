@@ -1,8 +1,8 @@
 """Every option of a run, typed, documented and checked before a device is touched.
 
-One `Config` describes one run. It is written in a short Python file (`configs/gpt_8b.py`), changed field by field on
-the command line (`--mesh.data 64`), and saved beside the checkpoints as `config.json`, which holds plain values only:
-reading a run back never executes anything. This module imports no JAX, so `--help` answers at once.
+One `Config` describes one run. A short Python file defines it (`configs/gpt_8b.py`), flags change its fields
+(`--mesh.data 64`), and `config.json` in the run folder stores plain values, so opening a run executes no code. This
+module imports no JAX, so `--help` is fast.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from mjax.config.model import (
     ModelConfig,
     config_class,
     is_user_defined,
-    model_kind,
     placeholder_class,
 )
 from mjax.config.model_file import describe_change, read_model_file, refuse_unknown, source_file
@@ -62,7 +61,7 @@ RECOMPUTE_SYNONYMS = Synonyms(
 WSD = Only("optimizer.schedule", "wsd")
 Schedule = Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"]
 TEXT = Only("samples", "text")
-"""Fields for text read from left to right."""
+"""Mark of fields for next-token prediction."""
 
 
 @dataclass(frozen=True)
@@ -77,20 +76,19 @@ class MeshConfig:
     data: Annotated[Count, Synonyms("data-parallel data-parallel-shard dp-shard dp gpus")] = 1
     """Data-parallel replicas."""
     model: Annotated[Count, Synonyms("tensor-parallel tp")] = 1
-    """Devices that share every layer's matrices (Megatron's tensor parallelism)."""
+    """Devices that split every layer's matrices (Megatron's tensor parallelism)."""
     expert: Annotated[Count, Synonyms("expert-parallel ep")] = 1
-    """Data-parallel replicas that share the experts of a mixture: each has a part of them, and computes it for the
-    tokens of all. It divides data."""
+    """Data-parallel replicas that split the experts of a mixture: each computes its experts for the tokens of all
+    replicas. It divides data."""
     context: Annotated[Count, Synonyms("context-parallel cp")] = 1
-    """Devices that share every sequence (context parallelism): each has a part of its positions, and of all
-    activations."""
+    """Devices that split every sequence (context parallelism): each has a part of its positions and activations."""
     context_attention: Annotated[Literal["auto", "ulysses", "allgather"], Synonyms("cp-comm-type~")] = "auto"
     """Attention of a sequence over `context`. ulysses: each rank gets all positions of a part of the heads
     (all-to-all); allgather: each rank gets keys and values of all positions; auto: ulysses if `context` divides the
     heads of a rank."""
     sequence_parallel: Annotated[bool, Synonyms("sp")] = False
-    """Also split LayerNorm, dropout and the residual stream over `model`, by tokens (arXiv 2205.05198): less memory for
-    the same communication. It has no effect with `model` 1."""
+    """Split LayerNorm, dropout and the residual stream by tokens over `model` too (arXiv 2205.05198): less memory, same
+    communication. No effect with `model` 1."""
     schedule: Annotated[Literal["gpipe", "1f1b"], FILE_ONLY, Synonyms("pipeline-parallel-schedule~")] = "1f1b"
     """Order of forward and backward passes in the pipeline; with virtual_stages above 1, 1f1b is interleaved."""
     virtual_stages: Annotated[Count, Synonyms("layers-per-virtual-pipeline-stage~ virtual-pipeline-parallel")] = 1
@@ -99,17 +97,17 @@ class MeshConfig:
     """Sharding over `data`: 0 none; 1 weights and moments between steps (ZeRO-1); 3 also weights during the step,
     gathered layer by layer (ZeRO-3, FSDP)."""
     replicate: Annotated[Count, Synonyms("distributed-optimizer-instances dp-replicate data-parallel-replicate")] = 1
-    """Groups of data-parallel replicas that each hold all weights (HSDP): ZeRO shards within a group, and groups
-    exchange the gradients of their shards once a step. It divides data."""
+    """Groups of data-parallel replicas with a copy of all weights (HSDP): ZeRO shards within a group, and groups
+    all-reduce the gradients of their shards once a step. It divides data."""
 
     @property
     def devices(self) -> int:
-        """Devices the mesh needs."""
+        """Devices of the mesh."""
         return axes.devices(self)
 
     @property
     def splits_tokens(self) -> bool:
-        """True if the residual stream is split: sequence parallelism, and more than one rank of `model`."""
+        """True if sequence parallelism splits the residual stream over several ranks of `model`."""
         return self.sequence_parallel and self.model > 1
 
 
@@ -126,30 +124,29 @@ class DataConfig:
     split: str = "949,50,1"
     """Proportions of documents for training, validation and test, as in Megatron; not used with train_path."""
     train_path: Annotated[tuple[str, ...], BLEND, Synonyms("train-data train-data-path")] = ()
-    """Instead of path: a blend used for training only. valid_path goes with it."""
+    """Instead of path: a blend for training only, together with valid_path."""
     valid_path: Annotated[tuple[str, ...], BLEND, Synonyms("valid-data-path val-data validation-file")] = ()
-    """With train_path: a blend used for validation only."""
+    """With train_path: a blend for validation only."""
     mock: Annotated[bool, PLANNED, Synonyms("mock-data")] = False
     """Train on synthetic tokens instead of data.path; for measuring speed."""
     custom: Annotated[bool, FILE_ONLY] = False
-    """Batches come from the caller of `mjax.Trainer`, which sets this."""
+    """Batches come from the caller of `mjax.Trainer`, which sets this field."""
     train_samples: Count | None = None
-    """Number of training samples for which the order is drawn; by default those of all steps. Megatron's sample order
-    depends on it, so set it to lengthen a run later without changing the order. Of conversations, padding follows them
-    in the last batch."""
+    """Training samples in the drawn order; by default those of all steps. Megatron's sample order depends on this
+    number, so set it to lengthen a run later without changing the order. The last batch of conversations is padded."""
     reset_positions: Annotated[bool, PLANNED, TEXT, Synonyms("reset-position-ids")] = False
     """Restart positions at 0 after each end of document."""
     reset_attention: Annotated[bool, PLANNED, TEXT, Synonyms("reset-attention-mask")] = False
-    """Let a token attend only to tokens of its own document."""
+    """Let a token attend only to tokens of its document."""
     mask_eod_loss: Annotated[bool, TEXT, Synonyms("eod-mask-loss")] = False
     """Ignore the loss of the token after an end of document, which cannot be predicted."""
     conversations: Annotated[bool, FILE_ONLY, Only("samples", "text conversations")] = False
-    """Samples are whole conversations of `mjax prepare --chat`, which do not see each other, and only what the
-    assistant wrote is trained. Set by the data of a new run."""
+    """Samples are whole conversations of `mjax prepare --chat` that do not attend to each other, and only the turns of
+    the assistant are trained. Set by the data of a new run."""
     pack: Annotated[bool, Only("samples", "conversations")] = True
-    """For conversations: as many in a sequence as fit; else one in each, padded."""
+    """Pack as many conversations into a sequence as fit; otherwise one each, padded."""
     eod: CountOrZero | None = None
-    """End-of-document id, for the resets and the mask above; by default that of the data's tokenizer."""
+    """End-of-document id for the resets and the mask above; by default from the data's tokenizer."""
     cache: Annotated[str | None, FREE, PER_PROCESS, Synonyms("data-cache-path")] = None
     """Folder of the index cache; by default PREFIX.cache, or ~/.cache/mjax where that is not writable."""
 
@@ -160,13 +157,13 @@ class DataConfig:
                 object.__setattr__(self, name, (value,) if value else ())
 
     def batch_types(self) -> dict[str, str]:
-        """The arrays [B, s] of a batch and their dtypes: what a sample consists of and a step takes.
+        """The arrays [B, s] of a batch and their dtypes.
 
         tokens     the sample
-        labels     the next token of each
-        loss_mask  whether a label counts; of batches of one's own, which may leave it out, always
-        positions  the learned position of a token
-        documents  the number of a token's document within the sample
+        labels     the next token of each token
+        loss_mask  True if a label counts; optional in batches of `data.custom`
+        positions  position of a token in its document or conversation
+        documents  number of a token's document within the sample
         """
         types = {"tokens": "int32", "labels": "int32"}
         if self.custom or self.conversations or self.mask_eod_loss:
@@ -187,8 +184,8 @@ class OptimizerConfig:
     LayerNorm."""
 
     name: Annotated[Literal["adamw", "muon"], PLANNED, Synonyms("optimizer~ optim~")] = "adamw"
-    """adamw, or muon: orthogonalised momentum for the matrices of the layers, and AdamW for everything else
-    (embeddings, heads, norms, biases)."""
+    """adamw, or muon: orthogonalized momentum for the matrices of the layers, AdamW for embeddings, heads, norms and
+    biases."""
 
     learning_rate: Annotated[NotNegative, RATE, Synonyms("lr peak-lr max-lr")] = 1.5e-4
     """Peak learning rate."""
@@ -223,12 +220,9 @@ class PrecisionConfig:
     """Dtypes of the computation. Parameters and moments are always float32, as are the sums in LayerNorm, softmax,
     cross entropy and gradients."""
 
-    compute: Annotated[
-        Compute, DTYPES, Synonyms("fp8-format=fp8 dtype torch-dtype mixed-precision mixed-precision-param~")
-    ] = "bf16"
-    """Dtype of activations and matrix products. fp8 is bf16 with the products of the layers' linear layers in float8,
-    in training; fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs JAX_ENABLE_X64=1 in the
-    environment."""
+    compute: Annotated[Compute, DTYPES] = "bf16"
+    """Dtype of activations and matmuls. fp8: bf16, with the matmuls of linear layers in float8 in training; fp16: with
+    loss scaling; fp64 (parameters too): for tests, with JAX_ENABLE_X64=1 in the environment."""
     initial_loss_scale: Annotated[float, Bounds(ge=1), FILE_ONLY] = 2.0**32
     """fp16 only: initial loss scale."""
     loss_scale_window: Annotated[Count, FILE_ONLY] = 1000
@@ -242,7 +236,7 @@ class TrainConfig:
     steps: Annotated[Count, FREE, Synonyms("train-iters max-iters max-steps epochs~ train-epochs~ train-samples~")] = (
         300_000
     )
-    """Number of optimizer steps; an epoch is the tokens of the data / (global batch × sequence) steps."""
+    """Optimizer steps; an epoch is tokens of the data / (global batch × sequence) steps."""
     tokens: Annotated[str | None, FREE, Synonyms("train-tokens total-tokens max-tokens")] = None
     """Instead of steps: training tokens, such as 300B or 1.5T (K, M, B, T: thousands to trillions), rounded up to whole
     steps of the global batch with its ramp-up. The run's config.json has the steps."""
@@ -254,20 +248,19 @@ class TrainConfig:
     """Megatron's --rampup-batch-size, such as 16 16 100000: begin with START sequences per step and add INCREMENT
     at a time, in equal portions of the first SAMPLES samples, up to global_batch."""
     batch_history: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
-    """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
-    data, tokens and learning rate continue from their samples. A run writes it; it has no flag."""
+    """(steps, sequences per step) before the batch size was changed (`--allow-change`): data, tokens and learning rate
+    continue from these samples. A run writes it; it has no flag."""
     micro_batch: Annotated[Count, FREE, SEARCHED, Synonyms("batch micro-batch local-batch per-device-train-batch")] = 8
-    """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
+    """Sequences per forward pass of a data-parallel replica; gradients of a step's micro-batches are accumulated."""
     recompute: Annotated[Recompute, FREE, SEARCHED, RECOMPUTE_SYNONYMS] = "none"
-    """Recomputation in the backward pass: none; the attention core and cheap element-wise work; or whole layers.
-    offload: as full, with the layers' inputs in host memory until the backward pass; in a loop over the layers, not in
-    a pipeline."""
+    """Activation recomputation. none: store all; selective: attention core and elementwise work; full: whole layers;
+    offload: full, with layer inputs in host memory (needs a loop over the layers, no pipeline)."""
     unroll: Annotated[Literal["auto", "on", "off"], FREE] = "auto"
-    """Compile the layers one after the other instead of a loop over them: faster on a GPU, and compiles longer. auto:
-    on GPUs if the step fits into their memory; not in a pipeline, with FSDP or beyond 80 layers."""
+    """Compile the layers without a loop: faster on a GPU, longer to compile. auto: on GPUs if the step fits into
+    memory; not in a pipeline, with FSDP or beyond 80 layers."""
     loss_chunks: Annotated[int, Bounds(ge=1, le=64), FREE, SEARCHED] = 1
-    """Parts of the vocabulary, one after the other, in which logits and loss are computed: above 1 the logits of all
-    tokens are never in memory, for one more product of the output layer in the backward pass."""
+    """Chunks of the vocabulary for logits and loss, computed one after the other: above 1 the logits of all tokens are
+    never in memory, for one more matmul of the output layer in the backward pass."""
     seed: Annotated[Seed, UNPLANNED, Synonyms("random-seed")] = 1234
     """Determines initial weights, sample order and dropout, on any mesh."""
     eval_interval: Annotated[CountOrZero, FREE, UNPLANNED, Synonyms("eval-steps~ eval-every")] = 1000
@@ -278,7 +271,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Saving and keeping checkpoints."""
+    """Checkpoints."""
 
     interval: Annotated[CountOrZero, Synonyms("save-interval save-steps save-every checkpoint-interval every")] = 1000
     """Steps between checkpoints; the last step and an interruption always save. 0: only those."""
@@ -290,12 +283,11 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """When a run counts as unhealthy, and what happens then. A step is unhealthy if it is skipped because of non-finite
-    values, or if its loss is far above the running mean."""
+    """Health checks. A step is unhealthy if it is skipped because of non-finite values, or if its loss spikes."""
 
     spike: Literal["warn", "skip", "rollback", "ignore"] = "warn"
-    """Response to a loss spike, six standard deviations above the mean of 100 steps: warn reports it; skip drops
-    the update of that batch; rollback goes back to the last good checkpoint and skips the batches before the spike;
+    """Response to a loss spike, six standard deviations above the mean of 100 steps. warn: report it; skip: drop the
+    update of that batch; rollback goes back to the last good checkpoint and skips the batches before the spike;
     ignore: no loss is a spike."""
 
 
@@ -314,10 +306,10 @@ class LogConfig:
     prompt: Annotated[str | None, FILE_ONLY] = None
     """Prompt for the text sample at the end of training; by default the beginning of a validation document."""
     sample_prompts: str | None = None
-    """File of prompts, one a line, that the model continues at each validation, into samples.jsonl. After training on
-    conversations it answers them."""
+    """File of prompts, one per line, that the model continues or (conversations) answers at each validation, into
+    samples.jsonl."""
     sample_tokens: CountOrZero = 96
-    """Tokens of a sample; 0: none at the end of training."""
+    """Tokens of a sample; 0: no sample at the end of training."""
 
 
 @dataclass(frozen=True)
@@ -336,19 +328,19 @@ class Config:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches a data replica accumulates in one step, m."""
+        """Micro-batches of a data-parallel replica in a step, m."""
         return self.train.global_batch // (axes.replicas(self.mesh) * self.train.micro_batch)
 
     @property
     def samples(self) -> Literal["text", "conversations", "pairs", "examples"]:
-        """What the model is trained on: examples are those of a labelled task."""
+        """The kind of training data; examples are those of a labelled task."""
         if self.model.samples == "text" and self.data.conversations:
             return "conversations"
         return self.model.samples or "examples"
 
     @property
     def context_attention(self) -> Literal["ulysses", "allgather"] | None:
-        """The way attention sees the positions of other ranks of `context`; None: a rank has whole sequences."""
+        """Exchange of positions over `context` in attention, with auto resolved; None: a rank has whole sequences."""
         if self.mesh.context == 1:
             return None
         if self.mesh.context_attention != "auto":
@@ -357,7 +349,7 @@ class Config:
 
     @property
     def sequence_chunks(self) -> int:
-        """Chunks of a sequence, of which a rank of `context` has two where attention gathers; else 1."""
+        """Chunks of a sequence: two for each rank of `context` with allgather, otherwise 1."""
         return 2 * self.mesh.context if self.context_attention == "allgather" else 1
 
     def batch_arrays(self) -> Arrays:
@@ -369,7 +361,7 @@ class Config:
 
 
 def config_folders() -> list[Path]:
-    """Folders searched for `--config NAME`: the working directory's, the source tree's, the installed package's."""
+    """Folders with configs: of the working directory, the source tree and the installed package."""
     package = Path(__file__).resolve().parents[1]
     folders = [Path.cwd() / "configs", package.parent / "configs", package / "configs"]
     return list(dict.fromkeys(folder for folder in folders if folder.is_dir()))
@@ -395,35 +387,32 @@ def load_config(name: str) -> Config:
     return config
 
 
-def load_user_model(given: str | None, run: Path, print_line: Callable[[str], None]) -> None:
-    """Register the model of the run in folder `run`, if it is one of your own, from the file that the user gives.
-
-    The run's settings stay those of its config.json.
+def load_user_model(name: str | None, run: Path, print_line: Callable[[str], None]) -> None:
+    """Register the custom model of the run in folder `run`; its settings stay those of config.json.
 
     Args:
-      given: as for `load_config`, but the file needs no `config`; None: the class is registered already, if at all.
+      name: as for `load_config`, but the file needs no `config`; None: nothing is loaded.
       run: folder of the run.
-      print_line: called with a note if the file that defines the model is not the one that the run remembers.
+      print_line: called with a note if the file that defines the model has changed since the run was trained.
 
     Raises:
-      UsageError: the run has a model of mjax; or the file raises an error, or registers no such model.
+      UsageError: the run has a model of mjax, or the file raises an error or registers no such model.
     """
     model = read_settings(run / "config.json").model
-    kind = model_kind(model)
-    if given is not None:
-        if not has_user_model(run):
-            raise UsageError(f"--config {given} has no effect on {run}, which holds {model.title}; remove it")
-        _execute(_config_file(given))
-        if kind not in REGISTRY:
+    if name is not None:
+        if not is_user_defined(type(model)):
+            raise UsageError(f"--config {name} has no effect on {run}, which has {model.title}; remove it")
+        _execute(_config_file(name))
+        if model.kind not in REGISTRY:
             known = read_model_file(run)
             where = f"; it was defined in {known.file}" if known and known.file else ""
-            raise UsageError(f"--config {given} registers no {kind!r}, the model of {run}{where}")
-    if kind in REGISTRY and (note := describe_change(run, REGISTRY[kind])):
+            raise UsageError(f"--config {name} registers no {model.kind!r}, the model of {run}{where}")
+    if model.kind in REGISTRY and (note := describe_change(run, REGISTRY[model.kind])):
         print_line(note)
 
 
 def has_user_model(run: Path) -> bool:
-    """True if the run in folder `run` has a model that is not one of mjax.
+    """True if the run in folder `run` has a custom model.
 
     Raises:
       UsageError: its config.json is missing or damaged.
@@ -432,7 +421,7 @@ def has_user_model(run: Path) -> bool:
 
 
 def _execute(file: Path) -> types.ModuleType:
-    """The module of a config file; files of the same name in different folders are different modules.
+    """Execute a config file, as a module of its path; files of the same name are different modules.
 
     Raises:
       UsageError: the file raises an error.
@@ -451,20 +440,17 @@ def _execute(file: Path) -> types.ModuleType:
         new = next((names[field[1]] for names in RENAMED.values() if field and field[1] in names), None)
         now = f"; {field[1]} is now {new}" if new else ""
         line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else (lines or [None])[-1]
-        raise UsageError(
-            f"{file}{f', line {line},' if line else ''} raises {type(error).__name__}: "
-            f"{error.msg if isinstance(error, SyntaxError) else error}{now}; "
-            f"fix the file, python {shlex.quote(str(file))} "
-            "shows the traceback"
-        ) from error
+        problem = error.msg if isinstance(error, SyntaxError) else error
+        place = f"{file}{f', line {line},' if line else ''} raises {type(error).__name__}: {problem}{now}"
+        raise UsageError(f"{place}; fix the file, python {shlex.quote(str(file))} shows the traceback") from error
     return module
 
 
 def _config_file(name: str) -> Path:
     """The Python file of `--config NAME`."""
-    here, known = Path(name if name.endswith(".py") else f"{name}.py"), available_configs()
-    files = [] if name.endswith(".py") else [folder / here for folder in config_folders()]
-    files = [file for file in (*files, here) if file.is_file()]
+    local, known = Path(name if name.endswith(".py") else f"{name}.py"), available_configs()
+    files = [] if name.endswith(".py") else [folder / local for folder in config_folders()]
+    files = [file for file in (*files, local) if file.is_file()]
     if (Path(name) / "config.json").is_file():
         raise UsageError(f"{name} is a run folder; type --run {name}, or --config {name}/config.json for a new run")
     if not files:
@@ -474,8 +460,8 @@ def _config_file(name: str) -> Path:
             )
         near = suggestion(name, known, "give a name or the path of a .py file:")
         raise UsageError(f"there is no config {name}; {near} `mjax configs` lists all {len(known)}")
-    if files[-1] == here and not here.samefile(files[0]):
-        raise UsageError(f"--config {name} is {files[0]} or ./{here}; type --config ./{here} for the one that is here")
+    if files[-1] == local and not local.samefile(files[0]):
+        raise UsageError(f"--config {name} is {files[0]} or ./{local}; type --config ./{local} for the local one")
     return files[0]
 
 
@@ -488,17 +474,17 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any], source: str = "config.json") -> Config:
-    """The inverse of `to_dict`; missing fields take their defaults.
+    """The inverse of `to_dict`; missing fields have their defaults.
 
     Raises:
-      UsageError: a field is unknown or has a value of another type; `source` says where it comes from.
+      UsageError: a field is unknown or has a value of another type; `source` is the origin in messages.
     """
     return _from_dict(values, source, lambda model: config_class(model["kind"], source))
 
 
 def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], type[ModelConfig]]) -> Config:
     if not isinstance(values, dict) or not isinstance(values.get("model", {}), dict):
-        return build(Config, values, source)  # which refuses it
+        return build(Config, values, source)  # raises
     values = _upgrade(values, source)
     model = {"kind": "gpt", **values.get("model", {})}
     rest = {name: value for name, value in values.items() if name != "model"}
@@ -508,7 +494,7 @@ def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], ty
     except UsageError as error:
         if (file := source_file(cls)) is None:
             raise
-        raise UsageError(f"{error}; {cls.__name__} is that of {file}") from None
+        raise UsageError(f"{error}; {cls.__name__} is defined in {file}") from None
 
 
 RENAMED = {
@@ -543,7 +529,7 @@ REMOVED = {
     "health.skipped_in_a_row": 20,
     "health.replica_interval": 100,
 }
-"""Fields that the config of a run of 0.2.0 has, with the value that holds now."""
+"""Removed fields of 0.2.0, with the value that now applies."""
 
 
 def _upgrade(values: dict[str, Any], source: str) -> dict[str, Any]:
@@ -555,7 +541,7 @@ def _upgrade(values: dict[str, Any], source: str) -> dict[str, Any]:
     sections = {name: dict(section) for name, section in values.items() if isinstance(section, dict)}
     model, health = sections.get("model", {}), sections.get("health", {})
     cls = REGISTRY.get(str(model.get("kind")))
-    taken = {knob.name for knob in dataclasses.fields(cls)} if cls else set()  # by a model of your own
+    taken = {knob.name for knob in dataclasses.fields(cls)} if cls else set()  # by a custom model
     for section, names in RENAMED.items():
         fields = sections.get(section, {})
         for old, new in names.items():
@@ -573,10 +559,8 @@ def _upgrade(values: dict[str, Any], source: str) -> dict[str, Any]:
     for name, only in REMOVED.items():
         section, _, knob = name.partition(".")
         if (value := sections.get(section, {}).pop(knob, only)) != only:
-            raise UsageError(
-                f"{source}: {name} is {value!r}, and since mjax 0.2.0 it is always {only!r}; "
-                "remove it there to continue with that"
-            )
+            always = f"and since mjax 0.2.0 it is always {only!r}; remove it there to continue with that"
+            raise UsageError(f"{source}: {name} is {value!r}, {always}")
     return values | sections
 
 
@@ -589,7 +573,7 @@ def read_config(file: Path) -> Config:
     """Read a `config.json`.
 
     Raises:
-      UsageError: the file is missing, is not JSON, or does not describe a config; or nothing has registered its model.
+      UsageError: the file is missing, is not JSON or not a config, or its model is not registered.
     """
 
     def find_class(model: dict[str, Any]) -> type[ModelConfig]:
@@ -601,10 +585,10 @@ def read_config(file: Path) -> Config:
 
 
 def read_settings(file: Path) -> Config:
-    """Read a `config.json` for its settings, which needs no class of a model of your own: its model cannot be built.
+    """Read the settings of a `config.json`, without the class of a custom model: its model cannot be built.
 
     Raises:
-      UsageError: the file is missing, is not JSON, or does not describe a config.
+      UsageError: the file is missing, or is not JSON or not a config.
     """
     return _from_dict(_read_values(file), str(file), lambda model: placeholder_class(model, str(file)))
 
@@ -616,7 +600,7 @@ def _read_values(file: Path) -> Any:
 
 
 def describe_missing_run(folder: Path) -> str:
-    """The sentence about a folder that is no run, with the run that was meant or those that exist."""
+    """Say that a folder is not a run, and name a similar run or the existing ones."""
     problem = "is not a run folder: it has no config.json" if folder.exists() else "does not exist"
     if is_hub_name(folder):
         convert = f"`hf download {folder} --local-dir {folder.name}` and `mjax convert from-hf {folder.name} RUN`"
@@ -634,17 +618,17 @@ def describe_missing_run(folder: Path) -> str:
 
 def differing_fields(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
     """Fields in which two configs differ, by dotted name: {'mesh.data': (1, 8)}."""
-    found = {}
-    for section in dataclasses.fields(Config):
-        a, b = getattr(first, section.name), getattr(second, section.name)
-        names = dict.fromkeys(knob.name for one in (a, b) for knob in dataclasses.fields(one))
+    changes = {}
+    for section, a in vars(first).items():
+        b = getattr(second, section)
+        names = dict.fromkeys(knob.name for settings in (a, b) for knob in dataclasses.fields(settings))
         pairs = {name: (getattr(a, name, None), getattr(b, name, None)) for name in names}
-        found |= {f"{section.name}.{name}": values for name, values in pairs.items() if values[0] != values[1]}
-    return found
+        changes |= {f"{section}.{name}": values for name, values in pairs.items() if values[0] != values[1]}
+    return changes
 
 
 def to_flag(name: str, value: Any) -> str:
-    """A field and its value as typed: `model.kv_heads`, 8 → `--model.kv-heads 8`."""
+    """Return a field and its value as a flag: `model.kv_heads`, 8 → `--model.kv-heads 8`."""
     section, _, knob = name.replace("_", "-").partition(".")
     if knob.startswith("lora-"):
         section, knob = knob.split("-", 1)
@@ -653,11 +637,11 @@ def to_flag(name: str, value: Any) -> str:
     return f"--{section}.{knob} {shlex.join(map(str, value if isinstance(value, tuple) else (value,)))}"
 
 
-# --- As a file of short Python that has only the differences from the defaults, formatted as by ruff ------------------
+# --- As a Python file with the differences from the defaults, formatted as by ruff ------------------------------------
 
 
 def check_new(file: Path, flag: str = "--write") -> None:
-    """Refuse an output file that cannot be written, before any work is done.
+    """Check that an output file can be written, before any work is done.
 
     Raises:
       UsageError: it is not a .py file, it exists already, or its folder does not.
@@ -697,9 +681,9 @@ def config_source(config: Config, about: str) -> str:
         else:
             names.append(cls.__name__ if file is None else "load_config")
         own_models += f"{cls.__name__} = type(load_config({_literal(file)}).model)\n\n" if file else ""
-        values = {knob.name: getattr(section, knob.name) for knob in dataclasses.fields(section)}
-        changed = [knob.name for knob in dataclasses.fields(section) if values[knob.name] != knob.default]
-        arguments = "".join(f"        {knob}={_literal(values[knob])},\n" for knob in changed)
+        values = ((knob, getattr(section, knob.name)) for knob in dataclasses.fields(section))
+        changed = ((knob.name, value) for knob, value in values if value != knob.default)
+        arguments = "".join(f"        {knob}={_literal(value)},\n" for knob, value in changed)
         calls += f"    {name}={cls.__name__}(\n{arguments}    ),\n"
     docstring = about.strip().replace("\\", "\\\\").replace('"""', "'''")
     imports = "from mjax.config import (\n" + "".join(f"    {name},\n" for name in sorted(names)) + ")"

@@ -1,11 +1,10 @@
-"""The way from text to batches: tokenizers, Megatron's indexed datasets and Megatron's order of samples, in NumPy
-alone.
+"""Tokenizers, Megatron's indexed datasets and its order of samples, from text to batches, in NumPy alone.
 
     text ── prepare ──▶ PREFIX.bin, PREFIX.idx ── GPTDataset ── BlendedDataset ──▶ sample i ── Batches ──▶ batches
            tokenizers   indexed                   samples       blend                          batches
 
 For BERT a sequence is a sentence, and BertDataset (bert) stands in place of GPTDataset.
 
-Nothing here imports JAX, and nothing remembers what it gave out: a batch depends on the data, the seed and the step,
-never on the mesh or on history, so resuming a run takes a step number and nothing else.
+Nothing here imports JAX, and nothing has a position: a batch depends on the data, the seed and the step, never on the
+mesh or on history, so a step number is enough to resume a run.
 """

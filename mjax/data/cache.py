@@ -1,19 +1,17 @@
-"""Indices on disk, so that the next start maps them into memory instead of building them again.
+"""Sample indices on disk: the next start maps them into memory instead of building them again.
 
     FOLDER/KEY-document_index.npy, …       plain arrays, mapped read-only
-    FOLDER/KEY.json                        written last: what they were built from, and their sizes and checksums
+    FOLDER/KEY.json                        written last: their source, sizes and checksums
 
 KEY is a hash of everything that the arrays depend on: of the lengths in the dataset's index rather than of its path, of
 the documents drawn from, the samples, the seed and every option. Megatron hashes the path and leaves out the documents,
 the extra token and the partial tail, so its cache silently gives wrong samples after one of these has changed. Here
 that is another key.
 
-No process waits for another. Each one that finds no arrays builds them, writes them to temporary files and renames
-these. Two processes that build at once write the same bytes, so either copy will do; a process without a shared file
-system builds its own; one that is killed leaves at most a temporary file, which is removed when nobody has written to
-it for a day; other files in the folder are the user's. Checksums reveal damaged files, which are built again. Where
-nothing can be written, a run continues with the indices in memory, as it does where they are too small to be worth a
-file.
+No process waits for another. A process that has no arrays builds them, writes them to temporary files and renames
+these. Two processes that build at the same time write the same bytes. A killed process leaves at most a temporary file,
+which is removed a day after its last write. Checksums reveal damaged files, which are built again. If nothing can be
+written, or the arrays are small, a run uses the indices in memory.
 """
 
 import contextlib
@@ -30,44 +28,44 @@ import numpy as np
 
 from mjax.utils.files import cache_home, make_folder, put
 
-VERSION = 1  # of the way indices are built; a new one makes every old cache unused
-MIN_CACHED_BYTES = 2**20  # bytes; fewer are built as fast as they are read
-STALE = 24 * 3600  # seconds
-TEMPORARY = re.compile(r"[0-9a-f]{32}(-\w+\.npy|\.json)\.mjax-[0-9a-f]{16}\.tmp")
+VERSION = 1  # of the algorithms that build indices; files of another version are not used
+MIN_CACHED_BYTES = 2**20  # smaller arrays are built as fast as they are read
+MAX_TEMPORARY_AGE_SECONDS = 24 * 3600
+TEMPORARY_FILE = re.compile(r"[0-9a-f]{32}(-\w+\.npy|\.json)\.mjax-[0-9a-f]{16}\.tmp")
 """Names of temporary files."""
-DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)
+READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RecursionError)
 """Raised by files that are unreadable, of another size, not JSON, without a field or nested too deeply."""
 
 Arrays = dict[str, np.ndarray]
 
 
-def cache_folders(prefix: str | Path, chosen: str | None = None) -> list[Path]:
-    """Folders for the indices of a dataset, best first: `chosen`, or next to the data and at home."""
-    if chosen is not None:
-        return [Path(chosen)]
+def cache_folders(prefix: str | Path, folder: str | None = None) -> list[Path]:
+    """Folders for the indices of a dataset, best first: `folder`, or next to the data and in the home folder."""
+    if folder is not None:
+        return [Path(folder)]
     home = cache_home()
     return [Path(f"{prefix}.cache"), *([] if home is None else [home / "indices"])]
 
 
 class IndexCache:
-    """Arrays by what they were built from.
+    """Arrays by their source.
 
     Args:
-      folders: where to look and where to write, best first; a later one is used where an earlier one cannot be. With
-        none, every call builds.
-      print_line: takes one sentence about each problem.
+      folders: to read and write, best first; a later one is used if an earlier one is not writable. Without any, every
+        call builds.
+      print_line: called with one sentence about each problem.
     """
 
     def __init__(self, folders: Sequence[Path] = (), print_line: Callable[[str], None] = print):
         self.folders, self.print_line = folders, print_line
 
-    def arrays(self, source: Mapping[str, object], names: Sequence[str], build: Callable[[], Arrays]) -> Arrays:
-        """The arrays `names` that `build` makes of `source`: mapped from disk, or newly built.
+    def load_or_build(self, source: Mapping[str, object], names: Sequence[str], build: Callable[[], Arrays]) -> Arrays:
+        """Load the arrays of `source` from disk, or build and store them.
 
         Args:
-          source: all that the arrays depend on, as plain JSON values.
+          source: everything that the arrays depend on, as plain JSON values.
           names: of the arrays.
-          build: makes them; the same source must always give the same arrays.
+          build: returns them; the same source must always give the same arrays.
         """
         if not self.folders:
             return build()
@@ -78,28 +76,24 @@ class IndexCache:
                 return _load(folder, key, source, names)
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            except DAMAGED:
-                self.print_line(
-                    f"{folder}/{key}.json or its arrays are damaged or unreadable: building the indices again"
-                )
-        built = build()
-        if sum(array.nbytes for array in built.values()) < MIN_CACHED_BYTES:
-            return built
-        problem = None
+            except READ_ERRORS:
+                problem = "its arrays are damaged or unreadable: building the indices again"
+                self.print_line(f"{folder}/{key}.json or {problem}")
+        arrays, problem = build(), ""
+        if sum(array.nbytes for array in arrays.values()) < MIN_CACHED_BYTES:
+            return arrays
         for folder in self.folders:
             try:
-                _store(folder, key, source, built)
-                arrays = _load(folder, key, source, names)
-            except DAMAGED as error:
+                _store(folder, key, source, arrays)
+                stored = _load(folder, key, source, names)
+            except READ_ERRORS as error:
                 problem = problem or f"{folder} cannot be used ({getattr(error, 'strerror', None) or error})"
                 continue
             if problem:
-                self.print_line(f"{problem}: the indices are kept in {folder}")
-            return arrays
-        self.print_line(
-            f"{problem}: the indices are built in memory at every start; name another folder with --data.cache"
-        )
-        return built
+                self.print_line(f"{problem}: the indices are stored in {folder}")
+            return stored
+        self.print_line(f"{problem}: each start builds the indices in memory; name another folder with --data.cache")
+        return arrays
 
 
 NO_CACHE = IndexCache()
@@ -109,30 +103,30 @@ def _load(folder: Path, key: str, source: Mapping[str, object], names: Sequence[
     """Load what `_store` wrote, mapped read-only once size and checksum of every file are right."""
     manifest = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
     if manifest["source"] != source:
-        raise ValueError("of another source")
+        raise ValueError("another source")
     arrays = {}
     for name in names:
         file = folder / f"{key}-{name}.npy"
         if _checksum(file) != manifest["files"][name]:
-            raise ValueError(f"{file} is not what was written")
+            raise ValueError(f"the checksum of {file} differs")
         arrays[name] = np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
     return arrays
 
 
 def _store(folder: Path, key: str, source: Mapping[str, object], arrays: Arrays) -> None:
     make_folder(folder)
-    _sweep(folder)
+    _remove_stale_files(folder)
     files = {}
     for name, array in arrays.items():
         file = folder / f"{key}-{name}.npy"
-        _write(file, lambda stream, array=array: np.save(stream, array, allow_pickle=False))
+        _write_atomically(file, lambda stream, array=array: np.save(stream, array, allow_pickle=False))
         files[name] = _checksum(file)
     manifest = json.dumps({"source": source, "files": files}, indent=2)
-    _write(folder / f"{key}.json", lambda stream: stream.write(manifest.encode()))
+    _write_atomically(folder / f"{key}.json", lambda stream: stream.write(manifest.encode()))
 
 
-def _write(file: Path, write: Callable) -> None:
-    """Write a file under a temporary name of its own, and rename it when its bytes are on disk."""
+def _write_atomically(file: Path, write: Callable) -> None:
+    """Write a file under a unique temporary name, and rename it when its bytes are on disk."""
     temporary = file.with_name(f"{file.name}.mjax-{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as stream:
@@ -142,11 +136,11 @@ def _write(file: Path, write: Callable) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _sweep(folder: Path) -> None:
-    """Remove temporary files that nobody has written to for a day: of processes that were killed, on any host."""
+def _remove_stale_files(folder: Path) -> None:
+    """Remove temporary files without a write for a day: of killed processes, on any host."""
     for file in folder.glob("*.tmp"):
-        with contextlib.suppress(OSError):  # it is gone, or not ours
-            if TEMPORARY.fullmatch(file.name) and time.time() - file.lstat().st_mtime > STALE:
+        with contextlib.suppress(OSError):  # removed meanwhile, or another user's
+            if TEMPORARY_FILE.fullmatch(file.name) and time.time() - file.lstat().st_mtime > MAX_TEMPORARY_AGE_SECONDS:
                 file.unlink()
 
 

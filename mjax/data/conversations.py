@@ -1,15 +1,15 @@
 """Conversations packed into sequences, each of which is trained as if it were alone.
 
-A conversation of n tokens takes n - 1 positions, because its last token predicts nothing. Best fit decreasing puts the
-longest first, each into the sequence with the least room that is enough (arXiv 2107.02027 compares the ways): the sum
-of sequences is nearly the least there can be. Attention stays within a conversation and positions restart, so a packed
-sequence has the loss and the gradients of its conversations one by one.
+A conversation of n tokens takes n - 1 positions, because its last token predicts nothing. Best-fit decreasing places
+the longest first, each into the sequence with the smallest sufficient free space (arXiv 2107.02027 compares packing
+algorithms): the number of sequences is nearly minimal. Attention stays within a conversation and positions restart, so
+a packed sequence has the loss and the gradients of its separate conversations.
 
     positions   0 1 2 3 4 0 1 2 0 1 2 3 0 0       the last two are padding
     documents   0 0 0 0 0 1 1 1 2 2 2 2 3 3
 
-Every epoch has each conversation once. Conversations of one length change places from epoch to epoch, so their
-neighbours do too, and the sequences are shuffled; both depend on the seed and the epoch alone.
+Every epoch has each conversation once. Conversations of the same length are shuffled every epoch, and so are the
+sequences; both depend on the seed and the epoch alone.
 """
 
 from bisect import bisect_left, insort
@@ -20,56 +20,56 @@ import numpy as np
 
 from mjax.data.cache import NO_CACHE, Arrays, IndexCache
 from mjax.data.indexed import IndexedDataset
-from mjax.data.samples import check_ids
+from mjax.data.samples import check_sample_ids
 from mjax.errors import UsageError
 
 
-def best_fit(sizes: np.ndarray, room: int) -> np.ndarray:
-    """The sequence of `room` positions that each size goes into; int64 [sizes].
+def pack_best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """Assign each size to a sequence of `capacity` positions; int64 [sizes].
 
     Args:
-      sizes: in decreasing order, [sizes], none above `room`.
-      room: positions of a sequence.
+      sizes: in decreasing order, [sizes], none above `capacity`.
+      capacity: positions of a sequence.
     """
-    chosen = np.empty(len(sizes), np.int64)
-    rooms: list[int] = []  # that are left in some sequence, in order
-    having: dict[int, list[int]] = {}  # the sequences with that much room
+    assignment = np.empty(len(sizes), np.int64)
+    free_sizes: list[int] = []  # distinct sizes of free space, in increasing order
+    open_sequences: dict[int, list[int]] = {}  # sequences by their free space
     count = 0
     for index, size in enumerate(sizes.tolist()):
-        place = bisect_left(rooms, size)
-        left = rooms[place] if place < len(rooms) else room
-        if place == len(rooms):
+        position = bisect_left(free_sizes, size)
+        free = free_sizes[position] if position < len(free_sizes) else capacity
+        if position == len(free_sizes):
             sequence, count = count, count + 1
         else:
-            sequence = having[left].pop()
-            if not having[left]:
-                del having[left], rooms[place]
-        chosen[index] = sequence
-        if left > size:
-            if left - size not in having:
-                insort(rooms, left - size)
-            having.setdefault(left - size, []).append(sequence)
-    return chosen
+            sequence = open_sequences[free].pop()
+            if not open_sequences[free]:
+                del open_sequences[free], free_sizes[position]
+        assignment[index] = sequence
+        if free > size:
+            if free - size not in open_sequences:
+                insort(free_sizes, free - size)
+            open_sequences.setdefault(free - size, []).append(sequence)
+    return assignment
 
 
 class ConversationDataset:
     """Sequences of whole conversations, as the arrays of a batch by name.
 
     Attributes:
-      sequences: in an epoch.
+      sequences: number in an epoch.
       padding: share of positions of an epoch without a conversation.
-      epochs: that `samples` samples take.
+      epochs: number for all samples, rounded up.
 
     Args:
       indexed: tokens and masks.
-      documents: its conversations to draw from.
-      samples: number of samples that will be asked for; None: one epoch.
+      documents: range of its conversations.
+      samples: number of samples; None: one epoch.
       sequence: s.
       seed: determines the order.
-      name: name of this part in errors.
+      name: name of this split in errors.
       vocabulary: ids must be below it.
-      pack: whether several conversations share a sequence.
-      cache: keeps the packing on disk.
+      pack: True if several conversations share a sequence.
+      cache: stores the packing on disk.
 
     Raises:
       UsageError: there are no conversations or no masks, or one is too long.
@@ -82,15 +82,15 @@ class ConversationDataset:
         samples: int | None,
         sequence: int,
         seed: int,
-        name: str = "training part",
+        name: str = "training split",
         *,
         vocabulary: int = 2**31,
         pack: bool = True,
         cache: IndexCache = NO_CACHE,
     ):
-        if not indexed.masked:
+        if not indexed.has_mask:
             fix = "prepare it with --chat, or to train on all of its text add --data.no-conversations"
-            raise UsageError(f"{indexed.prefix}.mask does not exist, so what to train is unknown; {fix}")
+            raise UsageError(f"{indexed.prefix}.mask, the loss mask of conversations, does not exist; {fix}")
         self.indexed, self.sequence, self.seed, self.vocabulary = indexed, sequence, seed, vocabulary
         lengths = indexed.lengths[documents.start : documents.stop]
         if not len(lengths):
@@ -98,38 +98,39 @@ class ConversationDataset:
             raise UsageError(f"the {name} of {indexed.prefix} has none of its {len(indexed):,} conversations; {fix}")
         if lengths.max() > sequence + 1:
             longest, count = int(lengths.max()), int((lengths > sequence + 1).sum())
-            fix = f"raise it to {longest - 1}, or prepare them with --max-length {sequence + 1}"
-            what = f"{count:,} conversations of {indexed.prefix}"
-            raise UsageError(f"{what} are longer than --model.sequence {sequence:,}; {fix}")
+            fix = f"raise it to {longest - 1}, or prepare them with --longest {sequence + 1}"
+            problem = f"{count:,} conversations of {indexed.prefix}"
+            raise UsageError(f"{problem} are longer than --model.sequence {sequence:,}; {fix}")
 
         def build() -> Arrays:
             order = np.argsort(-lengths, kind="stable")
             sizes = lengths[order] - 1
-            return {"order": order, "sequence": best_fit(sizes, sequence) if pack else np.arange(len(order))}
+            return {"order": order, "sequence": pack_best_fit(sizes, sequence) if pack else np.arange(len(order))}
 
         source = {"kind": "conversations", "lengths": indexed.fingerprint, "pack": pack, "sequence": sequence}
         source |= {"documents": [documents.start, documents.stop]}
-        arrays = cache.arrays(source, ("order", "sequence"), build)
-        self._order, chosen = arrays["order"] + documents.start, arrays["sequence"]
-        self.sequences = int(chosen.max()) + 1
-        self._members = np.argsort(chosen, kind="stable")  # places in `order`, sequence by sequence
-        self._begins = np.searchsorted(chosen[self._members], np.arange(self.sequences + 1))
-        self._of_length = np.split(np.arange(len(lengths)), 1 + np.flatnonzero(np.diff(lengths[arrays["order"]])))
+        arrays = cache.load_or_build(source, ("order", "sequence"), build)
+        self._order, assignment = arrays["order"] + documents.start, arrays["sequence"]
+        self.sequences = int(assignment.max()) + 1
+        self._members = np.argsort(assignment, kind="stable")  # positions in `order`, sequence by sequence
+        self._begins = np.searchsorted(assignment[self._members], np.arange(self.sequences + 1))
+        length_changes = 1 + np.flatnonzero(np.diff(lengths[arrays["order"]]))
+        self._equal_length_groups = np.split(np.arange(len(lengths)), length_changes)
         self.padding = 1 - float((lengths - 1).sum(dtype=np.int64)) / (self.sequences * sequence)
-        self.draw(self.sequences if samples is None else samples)
-        self._epoch = lru_cache(maxsize=2)(self._epoch)
+        self.set_samples(self.sequences if samples is None else samples)
+        self._epoch_order = lru_cache(maxsize=2)(self._epoch_order)
 
     def __len__(self) -> int:
         return self._samples
 
-    def draw(self, samples: int) -> None:
-        """Give another number of samples; the order of those before stays."""
+    def set_samples(self, samples: int) -> None:
+        """Change the number of samples; the order of the earlier ones stays."""
         self.epochs, self._samples = max(1, -(-samples // self.sequences)), samples
 
-    def conversations(self, index: int) -> np.ndarray:
+    def conversation_ids(self, index: int) -> np.ndarray:
         """Numbers of the conversations in sample `index`, int64 [n]."""
         epoch, row = divmod(index, self.sequences)
-        order, rows = self._epoch(epoch)
+        order, rows = self._epoch_order(epoch)
         sequence = rows[row]
         return order[self._members[self._begins[sequence] : self._begins[sequence + 1]]]
 
@@ -138,7 +139,7 @@ class ConversationDataset:
 
         Raises:
           IndexError: there is no such sample.
-          UsageError: it holds an id outside the vocabulary.
+          UsageError: it has an id outside the vocabulary.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {self.indexed.prefix}, whose order was drawn for {len(self)}")
@@ -146,33 +147,33 @@ class ConversationDataset:
         sample = {name: np.zeros(self.sequence, np.int32) for name in names}
         sample["loss_mask"] = np.zeros(self.sequence, bool)
         end, number = 0, -1
-        for number, conversation in enumerate(self.conversations(index).tolist()):
+        for number, conversation in enumerate(self.conversation_ids(index).tolist()):
             tokens = self.indexed.get(conversation).astype(np.int32)
-            check_ids(tokens, self.vocabulary, f"conversation {conversation} of {self.indexed.prefix}")
+            check_sample_ids(tokens, self.vocabulary, f"conversation {conversation} of {self.indexed.prefix}")
             begin, end = end, end + len(tokens) - 1
             sample["tokens"][begin:end], sample["labels"][begin:end] = tokens[:-1], tokens[1:]
             sample["positions"][begin:end] = np.arange(len(tokens) - 1)
             sample["documents"][begin:end] = number
-            sample["loss_mask"][begin:end] = self.indexed.mask(conversation)[1:]
+            sample["loss_mask"][begin:end] = self.indexed.loss_mask(conversation)[1:]
         sample["documents"][end:] = number + 1
         return sample
 
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The conversations of an epoch from the longest to the shortest, and the order of its sequences."""
         random = np.random.RandomState([self.seed, epoch])
         order = self._order.copy()
-        for places in self._of_length:
-            order[places] = order[places][random.permutation(len(places))]
+        for positions in self._equal_length_groups:
+            order[positions] = order[positions][random.permutation(len(positions))]
         return order, random.permutation(self.sequences)
 
 
 class PaddedDataset:
-    """The samples of a dataset, and up to `samples` others that are padding: no label of them counts."""
+    """The samples of a dataset, followed by padding samples up to `samples`, without unmasked labels."""
 
     def __init__(self, dataset: Sequence[dict[str, np.ndarray]], samples: int):
         self.dataset, self._samples = dataset, samples
         self._padding = {name: np.zeros_like(array) for name, array in dataset[0].items()}
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Sample `index`; raises as the dataset's own, and IndexError if there is none."""
+        """Sample `index`; errors as in the dataset."""
         return self._padding if len(self.dataset) <= index < self._samples else self.dataset[index]

@@ -1,15 +1,15 @@
-"""Byte pairs at the speed of memory, for texts that `tokenizers` encodes equally.
+"""Byte-pair encoding at the speed of memory, for texts that gigatoken and `tokenizers` encode equally.
 
-gigatoken is optional: `pip install 'mjax[fast]'`. Its word rules are older than those of `tokenizers` by a version of
-Unicode, so a text goes to `tokenizers` if it holds
+gigatoken is optional: `pip install 'mjax[fast]'`. Its word rules use an older version of Unicode than those of
+`tokenizers`, which therefore encodes a text that contains
 
-- a code point that Unicode 16 lacks: gigatoken takes a new letter for one, and finds the contraction in `X's`;
-- a token that `tokenizers` finds in text, such as Qwen's `<think>`;
-- where the tokenizer normalizes to NFC, a combining mark, or anything that NFC changes.
+- a code point that Unicode 16 lacks: gigatoken treats a new letter as one, and splits the contraction in `X's`;
+- an added token that is not special, such as Qwen's `<think>`;
+- if the tokenizer normalizes to NFC, a combining mark, or anything that NFC changes.
 
-A tokenizer that gigatoken does not know, or misreads (`_is_read`), or that normalizes in another way, goes to
-`tokenizers` altogether. Both encode the beginning of every hundredth text, and are compared.
-MJAX_GIGATOKEN=0 switches gigatoken off.
+`tokenizers` encodes all texts if gigatoken does not support the tokenizer or misreads it (`_is_supported`), or if the
+tokenizer normalizes in another way. Both encode the beginning of every hundredth text, and the ids are compared.
+MJAX_GIGATOKEN=0 disables gigatoken.
 """
 
 import json
@@ -17,6 +17,7 @@ import os
 import unicodedata
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -24,47 +25,49 @@ import tokenizers
 
 from mjax.errors import UsageError
 
-COMPARED, BEGINNING = 100, 1024
-"""The first of so many texts is compared, by its first characters."""
-SWITCH = "MJAX_GIGATOKEN"
+COMPARE_INTERVAL, COMPARE_CHARACTERS = 100, 1024
+"""One text in so many is compared, by its first characters."""
+ENVIRONMENT_VARIABLE = "MJAX_GIGATOKEN"
+Encode = Callable[[Sequence[str]], list[list[int]]]
 
 
-class EncodersDiffer(UsageError):
-    """gigatoken and `tokenizers` encode a text differently; the message says which."""
+class EncoderMismatchError(UsageError):
+    """gigatoken and `tokenizers` encode a text differently; the message shows the text."""
 
 
 class FastEncoder:
-    """Encodes with gigatoken the texts that both encode equally, and all others by `slow`.
+    """Encodes texts with gigatoken where both encode equally, and all others with `slow`.
 
     Raises:
-      Exception: gigatoken is not there, or does not know this tokenizer.
+      Exception: gigatoken is not installed, or does not support this tokenizer.
     """
 
-    def __init__(self, library: tokenizers.Tokenizer, slow: Callable[[Sequence[str]], list[list[int]]]):
+    def __init__(self, backend: tokenizers.Tokenizer, slow: Encode):
         from gigatoken.gigatoken_rs import load_hf_json  # optional
 
-        values = json.loads(library.to_str())
+        values = json.loads(backend.to_str())
         self._slow, self._normalizes = slow, values["normalizer"] is not None
         self._added = [token["content"] for token in values["added_tokens"] if not token["special"]]
-        if not _is_read(**values):
+        if not _is_supported(**values):
             raise ValueError("gigatoken misreads this kind of byte pairs")
-        # Special tokens are text here, which to gigatoken no added token is.
-        self._library = load_hf_json(json.dumps({**values, "added_tokens": [], "post_processor": None}))
+        # Special tokens are ordinary text in mjax, and gigatoken matches every added token.
+        self._gigatoken = load_hf_json(json.dumps({**values, "added_tokens": [], "post_processor": None}))
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids of all texts, one after the other, uint32 [tokens], and the tokens of each text, int64 [texts].
 
         Raises:
-          EncodersDiffer: a text that is compared has two encodings.
+          EncoderMismatchError: a compared text has two encodings.
         """
         is_fast = [self._is_fast(text) for text in texts]
-        self._compare([text[:BEGINNING] for text, fast in zip(texts, is_fast, strict=True) if fast][::COMPARED])
+        compared = list(compress(texts, is_fast))[::COMPARE_INTERVAL]
+        self._compare([text[:COMPARE_CHARACTERS] for text in compared])
         slow = iter(self._slow([text for text, fast in zip(texts, is_fast, strict=True) if not fast]))
-        rows = [
-            self._library.encode(text) if fast else np.array(next(slow), np.uint32)
+        ids = [
+            self._gigatoken.encode(text) if fast else np.array(next(slow), np.uint32)
             for text, fast in zip(texts, is_fast, strict=True)
         ]
-        return np.concatenate(rows), np.fromiter(map(len, rows), np.int64, len(rows))
+        return np.concatenate(ids), np.fromiter(map(len, ids), np.int64, len(ids))
 
     def _is_fast(self, text: str) -> bool:
         if any(token in text for token in self._added):
@@ -74,53 +77,53 @@ class FastEncoder:
         if self._normalizes and not unicodedata.is_normalized("NFC", text):
             return False
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        found = _classes(COMMON if codes.max() < COMMON else 0x110000)[codes].max()
-        return found < (MARK if self._normalizes else UNKNOWN)
+        classes = _code_point_classes(SMALL_TABLE_SIZE if codes.max() < SMALL_TABLE_SIZE else 0x110000)
+        return classes[codes].max() < (COMBINING if self._normalizes else UNASSIGNED)
 
     def _compare(self, texts: list[str]) -> None:
         for text, ids in zip(texts, self._slow(texts), strict=True):
-            if self._library.encode(text).tolist() != ids:
-                fix = f"to use tokenizers alone set {SWITCH}=0"
-                raise EncodersDiffer(f"gigatoken and tokenizers encode {text[:60]!r} differently; {fix}")
+            if self._gigatoken.encode(text).tolist() != ids:
+                fix = f"to use tokenizers alone set {ENVIRONMENT_VARIABLE}=0"
+                raise EncoderMismatchError(f"gigatoken and tokenizers encode {text[:60]!r} differently; {fix}")
 
 
-def _is_read(model: dict[str, Any], pre_tokenizer: Any = None, normalizer: Any = None, **_: Any) -> bool:
+def _is_supported(model: dict[str, Any], pre_tokenizer: Any = None, normalizer: Any = None, **_: Any) -> bool:
     """True if gigatoken reads every field of a tokenizer.json as `tokenizers` does.
 
-    Of a ByteLevel it ignores `use_regex`; of a Split it ignores `behavior`; of a model it ignores affixes of subwords
-    and `dropout`. It refuses patterns that it does not know, and vocabularies without some byte.
+    It ignores `use_regex` of ByteLevel, `behavior` of Split, and subword affixes and `dropout` of the model. It rejects
+    patterns that it does not support, and vocabularies that lack a byte.
     """
-    read = ("type", "vocab", "merges", "ignore_merges", "unk_token", "fuse_unk")
-    if normalizer not in (None, {"type": "NFC"}):  # only NFC is known to change few texts
+    supported = ("type", "vocab", "merges", "ignore_merges", "unk_token", "fuse_unk")
+    if normalizer not in (None, {"type": "NFC"}):  # NFC changes few texts
         return False
-    if model["type"] != "BPE" or any(value for name, value in model.items() if name not in read):
+    if model["type"] != "BPE" or any(value for name, value in model.items() if name not in supported):
         return False
     *splits, last = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
-    of_bytes = tuple(map(last.get, ("type", "add_prefix_space", "use_regex")))
-    return of_bytes == ("ByteLevel", False, not splits) and all(
+    byte_level = tuple(map(last.get, ("type", "add_prefix_space", "use_regex")))
+    return byte_level == ("ByteLevel", False, not splits) and all(
         split["type"] == "Split" and (split["behavior"], split["invert"]) in (("Isolated", False), ("Removed", True))
         for split in splits
     )
 
 
-MARK, UNKNOWN = 1, 2
-COMMON = 0x20000  # code points; more take a second, and are in few texts
+COMBINING, UNASSIGNED = 1, 2
+SMALL_TABLE_SIZE = 0x20000  # code points; the table of all takes a second, and few texts need it
 
 
 @cache
-def _classes(end: int) -> np.ndarray:
-    """For each code point before `end` UNKNOWN if Unicode lacks it, MARK if it combines with the one before, else 0."""
-    classes = {"Cn": UNKNOWN, "Mn": MARK, "Mc": MARK, "Me": MARK}
+def _code_point_classes(end: int) -> np.ndarray:
+    """Class of each code point before `end`: UNASSIGNED in Unicode, COMBINING with the one before, or 0."""
+    classes = {"Cn": UNASSIGNED, "Mn": COMBINING, "Mc": COMBINING, "Me": COMBINING}
     categories = map(unicodedata.category, map(chr, range(end)))
     return np.fromiter((classes.get(category, 0) for category in categories), np.uint8, end)
 
 
-def fast_encoder(library: tokenizers.Tokenizer, slow: Callable[[Sequence[str]], list[list[int]]]) -> FastEncoder | None:
-    """A FastEncoder, or None if gigatoken is missing, switched off, or does not know the tokenizer."""
-    if os.environ.get(SWITCH) == "0":
+def make_fast_encoder(backend: tokenizers.Tokenizer, slow: Encode) -> FastEncoder | None:
+    """A FastEncoder, or None if gigatoken is missing or disabled, or does not support the tokenizer."""
+    if os.environ.get(ENVIRONMENT_VARIABLE) == "0":
         return None
     try:
-        return FastEncoder(library, slow)
+        return FastEncoder(backend, slow)
     except (MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException:  # a panic of Rust is not an Exception

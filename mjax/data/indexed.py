@@ -13,15 +13,15 @@ PREFIX.bin holds the tokens of all sequences one after the other, without a head
     8 D     the sequence at which each document begins, int64; the first is 0, the last S
 
 A document is one or more sequences: one for GPT, one per sentence for BERT. The index is mapped into memory, so
-processes on one machine share its pages, and tokens are read on demand. A file that is cut short meanwhile is noticed
-before it is read: reading mapped pages that are gone would kill the process. Opening a dataset checks the whole index,
-piece by piece: lengths, pointers and documents must agree with each other and with the size of PREFIX.bin, so that no
+processes on one machine share its pages, and tokens are read on demand. Each read checks first that the index was not
+truncated meanwhile: reading a missing mapped page would kill the process. Opening a dataset checks the whole index,
+chunk by chunk: lengths, pointers and documents must agree with each other and with the size of PREFIX.bin, so that no
 later read leaves the file or its sequence. That takes a second for a hundred million sequences; a terabyte of text
 usually has fewer.
 
 `mjax prepare` also writes PREFIX.json and the folder PREFIX.tokenizer next to them. Megatron's datasets have neither;
 mjax can train on them but cannot show their text. A dataset of conversations also has PREFIX.mask: a byte for each
-token of PREFIX.bin, 1 if the model is trained to write it.
+token of PREFIX.bin, 1 if its loss counts.
 
 Source: Megatron-LM, core/datasets/indexed_dataset.py.
 """
@@ -51,9 +51,9 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries; "<" means no padding
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floats: no ids
-PIECE = 2**16  # sequences whose index entries are checked at a time: they fit a core's cache
-SAMPLED, SAMPLED_TOKENS = 256, 512  # runs of tokens that a digest reads, and their length
-COPIED = 2**22  # tokens that a merge copies at a time
+CHECK_CHUNK_SEQUENCES = 2**16  # index entries that are checked at a time: they fit a core's cache
+DIGEST_SPANS, DIGEST_SPAN_TOKENS = 256, 512  # spans of tokens that a digest reads, and their length
+COPY_CHUNK_TOKENS = 2**22  # tokens that a merge copies at a time
 
 
 def index_file(prefix: str | Path) -> Path:
@@ -88,10 +88,10 @@ class IndexedDataset:
       document_indices: sequence at which each document begins, then S, int64 [documents + 1].
       dtype: dtype of the tokens on disk.
       tokens: number of tokens.
-      masked: whether there is a PREFIX.mask.
+      has_mask: True if there is a PREFIX.mask.
 
     Raises:
-      UsageError: a file is missing, invalid, cut short, or has no tokens.
+      UsageError: a file is missing, invalid or truncated, or has no tokens.
     """
 
     def __init__(self, prefix: str | Path):
@@ -109,15 +109,15 @@ class IndexedDataset:
         self.pointers = fields[1].view("<i8")
         self.document_indices = fields[2].view("<i8")
         _check_documents(index_file(prefix), self.document_indices, sequences)
-        described = _check_pointers(index_file(prefix), self.lengths, self.pointers, self.dtype.itemsize)
-        _check_size(token_file(prefix), described)
-        if described == 0:
+        data_bytes = _check_pointers(index_file(prefix), self.lengths, self.pointers, self.dtype.itemsize)
+        _check_size(token_file(prefix), data_bytes)
+        if data_bytes == 0:
             raise UsageError(f"{token_file(prefix)} has no tokens; prepare it again from files with text")
         self._stream = token_file(prefix).open("rb", buffering=0)
         self._ranges = Ranges.from_file(token_file(prefix)), Ranges.from_file(mask_file(prefix))
-        self.tokens = described // self.dtype.itemsize
-        self.masked = mask_file(prefix).is_file()
-        if self.masked:
+        self.tokens = data_bytes // self.dtype.itemsize
+        self.has_mask = mask_file(prefix).is_file()
+        if self.has_mask:
             self._mask = mask_file(prefix).open("rb", buffering=0)
             _check_size(mask_file(prefix), self.tokens)
 
@@ -131,26 +131,26 @@ class IndexedDataset:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the sequences' lengths, in hexadecimal: all that the order of samples needs of the files."""
+        """SHA-256 of the sequences' lengths, in hexadecimal: the order of samples depends on nothing else."""
         return hashlib.sha256(self.lengths).hexdigest()
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of the index and of tokens from all over the file, in hexadecimal: identifies the dataset.
+        """SHA-256 of the index and of tokens across the file, in hexadecimal: identifies the dataset.
 
-        The tokens are read in `SAMPLED` runs, so that a terabyte takes a moment; a small dataset is read whole.
+        It reads `DIGEST_SPANS` spans of tokens, so that a terabyte takes a moment; a small dataset is read whole.
         """
         digest = hashlib.sha256(f"{self.dtype.str} {self.fingerprint}".encode())
         digest.update(self.document_indices)
-        starts = np.linspace(0, max(self.tokens - SAMPLED_TOKENS, 0), SAMPLED, dtype=np.int64)
-        for stored, size in zip(self._ranges, (self.dtype.itemsize, 1), strict=True):
-            if stored is not None:  # all of them at a time
-                ends = np.minimum(starts + SAMPLED_TOKENS, self.tokens)
-                stored.need(list(zip((starts * size).tolist(), (ends * size).tolist(), strict=True)))
+        starts = np.linspace(0, max(self.tokens - DIGEST_SPAN_TOKENS, 0), DIGEST_SPANS, dtype=np.int64)
+        for remote, size in zip(self._ranges, (self.dtype.itemsize, 1), strict=True):
+            if remote is not None:  # fetch all spans together
+                ends = np.minimum(starts + DIGEST_SPAN_TOKENS, self.tokens)
+                remote.need(list(zip((starts * size).tolist(), (ends * size).tolist(), strict=True)))
         for start in np.unique(starts).tolist():
-            ranges = [(start, min(start + SAMPLED_TOKENS, self.tokens))]
+            ranges = [(start, min(start + DIGEST_SPAN_TOKENS, self.tokens))]
             digest.update(self._read(ranges))
-            digest.update(self._read(ranges, masks=True) if self.masked else b"")
+            digest.update(self._read(ranges, masks=True) if self.has_mask else b"")
         return digest.hexdigest()
 
     def get(self, index: int) -> np.ndarray:
@@ -161,53 +161,53 @@ class IndexedDataset:
           UsageError: a file has been cut short since it was opened.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {self.prefix}, which holds {len(self)}")
+            raise IndexError(f"sequence {index} of {self.prefix}, which has {len(self)}")
         self._check_index()
-        return self.join(np.array([index]), 0, int(self.lengths[index]))
+        return self.read_span(np.array([index]), 0, int(self.lengths[index]))
 
-    def mask(self, index: int) -> np.ndarray:
-        """Which tokens of a sequence the model is trained to write; bool [length]. Raises as `get`."""
+    def loss_mask(self, index: int) -> np.ndarray:
+        """True for the tokens of a sequence whose loss counts; bool [length]. Errors as in `get`."""
         begin = int(self.pointers[index]) // self.dtype.itemsize
         return self._read([(begin, begin + int(self.lengths[index]))], masks=True).astype(bool)
 
-    def join(self, sequences: np.ndarray, begin: int, end: int) -> np.ndarray:
+    def read_span(self, sequences: np.ndarray, begin: int, end: int) -> np.ndarray:
         """Tokens of `sequences` [n ≥ 1], concatenated, from token `begin` of the first up to `end` of the last.
 
         Raises:
           UsageError: a file has been cut short since it was opened.
         """
         self._check_index()
-        starts = self.pointers[sequences] // self.dtype.itemsize  # [n], as tokens of the file
+        starts = self.pointers[sequences] // self.dtype.itemsize  # [n], token positions in the file
         stops = starts + self.lengths[sequences]
         stops[-1] = starts[-1] + end
         starts[0] += begin
         return self._read(list(zip(starts.tolist(), stops.tolist(), strict=True)))
 
     def _read(self, ranges: list[tuple[int, int]], masks: bool = False) -> np.ndarray:
-        """The tokens of the file in these ranges, concatenated; or their masks."""
+        """Tokens of the file in these ranges, concatenated; or their loss mask."""
         stream, dtype = (self._mask, np.dtype(np.uint8)) if masks else (self._stream, self.dtype)
-        joined: list[list[int]] = []  # adjacent sentences are read in one call
+        spans: list[list[int]] = []  # adjacent ranges are merged and read in one call
         for begin, end in ranges:
-            if joined and joined[-1][1] == begin:
-                joined[-1][1] = end
+            if spans and spans[-1][1] == begin:
+                spans[-1][1] = end
             else:
-                joined.append([begin, end])
-        size, done = dtype.itemsize, 0
-        if (stored := self._ranges[masks]) is not None:
-            stored.need([(begin * size, end * size) for begin, end in joined])
-        out = np.empty(sum(end - begin for begin, end in joined), dtype)
-        room = memoryview(out.view(np.uint8))
-        for begin, end in joined:
-            position, stop = begin * size, done + (end - begin) * size
-            while done < stop:  # the system may return less
-                got = os.preadv(stream.fileno(), [room[done:stop]], position)
-                if not got:
+                spans.append([begin, end])
+        size, filled = dtype.itemsize, 0
+        if (remote := self._ranges[masks]) is not None:
+            remote.need([(begin * size, end * size) for begin, end in spans])
+        tokens = np.empty(sum(end - begin for begin, end in spans), dtype)
+        buffer = memoryview(tokens.view(np.uint8))
+        for begin, end in spans:
+            position, stop = begin * size, filled + (end - begin) * size
+            while filled < stop:  # the system may read less than requested
+                size_read = os.preadv(stream.fileno(), [buffer[filled:stop]], position)
+                if not size_read:
                     raise _cut_short(Path(stream.name))
-                done, position = done + got, position + got
-        return out
+                filled, position = filled + size_read, position + size_read
+        return tokens
 
     def _check_index(self) -> None:
-        if self._index.size() < len(self._index):  # the file now, and when it was mapped
+        if self._index.size() < len(self._index):  # size of the file now, and when it was mapped
             raise _cut_short(index_file(self.prefix))
 
 
@@ -219,10 +219,11 @@ def _damage_error(file: Path, problem: str) -> UsageError:
     return UsageError(f"{file} is damaged: {problem}; copy or prepare it again")
 
 
-def _check_size(file: Path, described: int) -> None:
+def _check_size(file: Path, expected_bytes: int) -> None:
     """Check that a file has the bytes that the index describes."""
-    if (size := file.stat().st_size) != described:
-        raise UsageError(f"{file} is {size:,} bytes and its index describes {described:,}; copy or prepare both again")
+    if (size := file.stat().st_size) != expected_bytes:
+        problem = f"is {size:,} bytes and its index describes {expected_bytes:,}"
+        raise UsageError(f"{file} {problem}; copy or prepare both again")
 
 
 DEMOS = {"data/demo": "", "data/bert_demo": " --tokenizer bert-uncased --split-sentences --no-append-eod"}
@@ -243,7 +244,7 @@ def _describe_missing(prefix: str, file: Path) -> str:
 
 
 def _read_header(file: Path) -> tuple[int, np.dtype]:
-    """Number of sequences and dtype of the tokens, once the file's size agrees with its header."""
+    """Number of sequences and dtype of the tokens, after a check of the file's size."""
     with file.open("rb") as stream:
         header = stream.read(HEADER.size)
     if not header.startswith(MAGIC):
@@ -255,8 +256,8 @@ def _read_header(file: Path) -> tuple[int, np.dtype]:
         raise _damage_error(file, f"it is cut short after {size:,} bytes")
     if version != VERSION or code not in DTYPES or size > expected:
         fix = f"mjax reads version {VERSION} and codes {', '.join(map(str, DTYPES))}: prepare its text again"
-        odd = f"version {version}, dtype code {code} and {size - expected:,} bytes too many"
-        raise UsageError(f"{file} has {odd}, like multimodal ones; {fix}")
+        problem = f"version {version}, dtype code {code} and {size - expected:,} bytes too many"
+        raise UsageError(f"{file} has {problem}, like multimodal ones; {fix}")
     return sequences, np.dtype(DTYPES[code]).newbyteorder("<")
 
 
@@ -264,20 +265,20 @@ def _check_documents(file: Path, boundaries: np.ndarray, sequences: int) -> None
     """Check that documents begin at 0, never before the previous one, and end with the last sequence."""
     if boundaries[0] != 0 or boundaries[-1] != sequences:
         raise _damage_error(file, f"its documents cover sequences {boundaries[0]} to {boundaries[-1]} of {sequences}")
-    for start in range(0, len(boundaries), PIECE):
-        piece = boundaries[start : start + PIECE + 1]  # with the first of the next
-        backwards = piece[1:] < piece[:-1]
+    for start in range(0, len(boundaries), CHECK_CHUNK_SEQUENCES):
+        chunk = boundaries[start : start + CHECK_CHUNK_SEQUENCES + 1]  # with the first of the next
+        backwards = chunk[1:] < chunk[:-1]
         if backwards.any():
             raise _damage_error(file, f"document {start + int(np.argmax(backwards))} ends before it begins")
 
 
 def _check_pointers(file: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """Bytes of all sequences; checks that each begins where the previous one ends."""
+    """Check that each sequence begins where the previous one ends, and return the bytes of all."""
     end = 0
-    for start in range(0, len(lengths), PIECE):
-        sizes = lengths[start : start + PIECE].astype(np.int64)
+    for start in range(0, len(lengths), CHECK_CHUNK_SEQUENCES):
+        sizes = lengths[start : start + CHECK_CHUNK_SEQUENCES].astype(np.int64)
         sizes *= itemsize  # [PIECE], in bytes
-        begins = pointers[start : start + PIECE]
+        begins = pointers[start : start + CHECK_CHUNK_SEQUENCES]
         # Differences may wrap around, but sums of fewer than 2^31 × 8 × sequences bytes cannot.
         follows = begins[1:] - begins[:-1] == sizes[:-1]
         if sizes.min() < 0:
@@ -301,10 +302,10 @@ class IndexedDatasetWriter:
         writer.add_document([17, 4, 50256])
 
     The files get their final names when the block ends, the index last, so a dataset that can be opened is complete. An
-    exception in the block leaves nothing. An existing dataset of that name is replaced. A process that is killed leaves
-    the folder PREFIX.tmp at most, which the next writer of that name empties.
+    exception in the block removes everything. An existing dataset of that name is replaced. A killed process leaves at
+    most the folder PREFIX.tmp, which the next writer of that name empties.
 
-    `dtype` is Megatron's choice for the vocabulary by default.
+    By default `dtype` is Megatron's for the vocabulary.
 
     Raises:
       UsageError: another process is writing a dataset of that name.
@@ -339,7 +340,7 @@ class IndexedDatasetWriter:
         self.add_documents(tokens, lengths, np.array([len(arrays)]))
 
     def add_documents(
-        self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray, trained: np.ndarray | None = None
+        self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray, loss_mask: np.ndarray | None = None
     ) -> None:
         """Append many documents with a few NumPy calls.
 
@@ -347,7 +348,7 @@ class IndexedDatasetWriter:
           tokens: token ids of all documents one after the other, integers [tokens].
           lengths: tokens in each sequence, integers [sequences].
           sequences: sequences in each document, integers [documents].
-          trained: of conversations, whether each token is trained, bool [tokens]; all documents have it, or none.
+          loss_mask: for conversations, True if the loss counts, bool [tokens]; all documents have it, or none.
 
         Raises:
           ValueError: a token id is negative or not below the vocabulary, or the counts do not add up.
@@ -355,7 +356,7 @@ class IndexedDatasetWriter:
         if lengths.sum() != len(tokens) or sequences.sum() != len(lengths):
             raise ValueError(f"{len(tokens)} tokens and {len(lengths)} sequences do not add up")
         check_ids(tokens, self.vocabulary)
-        self._write(tokens.astype(self.dtype, copy=False), None if trained is None else trained.astype(np.uint8))
+        self._write(tokens.astype(self.dtype, copy=False), None if loss_mask is None else loss_mask.astype(np.uint8))
         self._add_index(lengths, sequences)
 
     def _write(self, tokens: np.ndarray, masks: np.ndarray | None) -> int:
@@ -365,14 +366,14 @@ class IndexedDatasetWriter:
         return self._stream.write(tokens.tobytes())
 
     def add_dataset(self, dataset: IndexedDataset) -> Iterator[int]:
-        """Append all documents of another dataset of the same dtype; yields bytes of tokens as they are copied.
+        """Append all documents of another dataset of the same dtype; yields the bytes of each copied chunk.
 
         Raises:
-          UsageError: its tokens have been cut short since it was opened.
+          UsageError: its tokens were truncated since it was opened.
         """
-        for start in range(0, dataset.tokens, COPIED):
-            part = [(start, min(start + COPIED, dataset.tokens))]
-            yield self._write(dataset._read(part), dataset._read(part, masks=True) if dataset.masked else None)
+        for start in range(0, dataset.tokens, COPY_CHUNK_TOKENS):
+            span = [(start, min(start + COPY_CHUNK_TOKENS, dataset.tokens))]
+            yield self._write(dataset._read(span), dataset._read(span, masks=True) if dataset.has_mask else None)
         self._add_index(dataset.lengths, np.diff(dataset.document_indices))
 
     def _add_index(self, lengths: np.ndarray, sequences: np.ndarray) -> None:
@@ -395,9 +396,9 @@ class IndexedDatasetWriter:
     def _finish(self) -> None:
         self._stream.flush()
         ends = np.asarray(self.document_indices)[1:]
-        shape = Shape(len(ends), len(self.lengths), self.tokens)
-        put_index(self.folder / "idx", self.dtype, Shape(), shape, np.asarray(self.lengths), ends)
-        remove(index_file(self.prefix))  # an old index must never meet the new tokens
+        shape = DatasetSize(len(ends), len(self.lengths), self.tokens)
+        write_index_part(self.folder / "idx", self.dtype, DatasetSize(), shape, np.asarray(self.lengths), ends)
+        remove(index_file(self.prefix))  # so that an old index never describes the new tokens
         remove(mask_file(self.prefix))
         put(self.folder / "bin", token_file(self.prefix))
         if self._masks is not None:
@@ -406,45 +407,46 @@ class IndexedDatasetWriter:
         put(self.folder / "idx", index_file(self.prefix))
 
 
-class Shape(NamedTuple):
-    """Documents, sequences and tokens of a dataset or of a part of one."""
+class DatasetSize(NamedTuple):
+    """Numbers of documents, sequences and tokens in a dataset or a part of it."""
 
     documents: int = 0
     sequences: int = 0
     tokens: int = 0
 
 
-def put_index(
-    file: Path, dtype: np.dtype, before: Shape, whole: Shape, lengths: np.ndarray, document_ends: np.ndarray
+def write_index_part(
+    file: Path, dtype: np.dtype, offset: DatasetSize, total: DatasetSize, lengths: np.ndarray, document_ends: np.ndarray
 ) -> None:
-    """Write a part of an index at its place in `file`, which may have other parts.
+    """Write a part of an index into `file`, which may have other parts.
 
     Args:
-      file: made if it is not there.
+      file: created if missing.
       dtype: of the tokens.
-      before: what is in the parts before.
-      whole: what is in all parts.
+      offset: size of the parts before this one.
+      total: size of all parts.
       lengths: tokens of each sequence of the part.
-      document_ends: the sequence of the part after each document's last.
+      document_ends: index in the part of the sequence after each document.
     """
     code = next(code for code, known in DTYPES.items() if np.dtype(known) == dtype)
-    ends = np.cumsum(lengths, dtype="<i8") + before.tokens
-    documents = HEADER.size + 12 * whole.sequences
-    pieces = [
-        (HEADER.size + 4 * before.sequences, lengths.astype("<i4")),
-        (HEADER.size + 4 * whole.sequences + 8 * before.sequences, ((ends - lengths) * dtype.itemsize).astype("<i8")),
+    begins = offset.tokens + np.cumsum(lengths, dtype="<i8") - lengths
+    pointers = HEADER.size + 4 * total.sequences
+    documents = pointers + 8 * total.sequences
+    arrays = [
+        (HEADER.size + 4 * offset.sequences, lengths.astype("<i4")),
+        (pointers + 8 * offset.sequences, (begins * dtype.itemsize).astype("<i8")),
         (documents, np.zeros(1, "<i8")),  # the first document begins with sequence 0
-        (documents + 8 * (before.documents + 1), (document_ends + before.sequences).astype("<i8")),
+        (documents + 8 * (offset.documents + 1), (document_ends + offset.sequences).astype("<i8")),
     ]
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as stream:
-        stream.write(HEADER.pack(MAGIC, VERSION, code, whole.sequences, whole.documents + 1))
-        for place, values in pieces:
-            stream.seek(place)
+        stream.write(HEADER.pack(MAGIC, VERSION, code, total.sequences, total.documents + 1))
+        for position, values in arrays:
+            stream.seek(position)
             stream.write(values.tobytes())
 
 
 def check_ids(tokens: np.ndarray, vocabulary: int) -> None:
-    """Check ids before they are narrowed, which would wrap.
+    """Check ids before a cast to fewer bits, which would wrap around.
 
     Raises:
       ValueError: an id is negative or not below the vocabulary.
@@ -454,7 +456,7 @@ def check_ids(tokens: np.ndarray, vocabulary: int) -> None:
 
 
 def working_folder(prefix: str | Path) -> Path:
-    """PREFIX.tmp: what a dataset is made of until it is complete."""
+    """PREFIX.tmp: the files of a dataset until it is complete."""
     return Path(f"{local_neighbor(prefix)}.tmp")
 
 
@@ -466,7 +468,7 @@ def tokenizer_folder(prefix: str | Path) -> Path:
     return locate(Path(f"{prefix}.tokenizer"))
 
 
-def folder_digest(folder: Path) -> str:
+def digest_folder(folder: Path) -> str:
     """SHA-256 of the files in a folder, such as a tokenizer's, and of their names."""
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
@@ -475,11 +477,11 @@ def folder_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-# --- Giving a dataset its names ---------------------------------------------------------------------------------------
+# --- Final names of a dataset's files ---------------------------------------------------------------------------------
 
 
 def dataset_files(prefix: str | Path) -> list[Path]:
-    """All files of a dataset: tokens, index, metadata, the tokenizer's folder, and of conversations the mask."""
+    """All files of a dataset: tokens, index, metadata, the tokenizer's folder, and for conversations the mask."""
     masks = [mask_file(prefix)] * mask_file(prefix).exists()
     return [token_file(prefix), index_file(prefix), metadata_file(prefix), tokenizer_folder(prefix), *masks]
 
@@ -492,7 +494,7 @@ def temporary_tokenizer(prefix: str | Path) -> Path:
 def check_output(prefix: str, overwrite: bool) -> None:
     """Check that a dataset may be written under `prefix`.
 
-    Files of a killed run do not prevent it: if there is its working folder and no index, the files are of that run.
+    Files of a killed run may be replaced: the working folder exists, and no index.
 
     Raises:
       UsageError: `prefix` is not a valid prefix, the dataset exists and `overwrite` is not set, or a store refuses
@@ -511,8 +513,8 @@ def check_output(prefix: str, overwrite: bool) -> None:
 def publish_metadata(prefix: str | Path, metadata: DatasetMetadata | None) -> None:
     """Give the metadata and the temporary tokenizer their final names, replacing those of an older dataset.
 
-    Call it when the tokens are written but not yet renamed: this removes an old dataset, and the index, which makes the
-    new one readable, comes last. With None the new dataset has neither metadata nor tokenizer.
+    Call it when the tokens are written but not yet renamed: it removes an old dataset, and the index, which makes the
+    new one readable, is renamed last. With None the new dataset has neither metadata nor tokenizer.
     """
     remove(index_file(prefix))
     remove(tokenizer_folder(prefix))

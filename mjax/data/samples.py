@@ -32,15 +32,15 @@ furthest behind its share, the one with the largest
 
 So every prefix of the blend has the weights' proportions, to a sample or so each. Each dataset keeps its order.
 
-Each choice depends on all before it, which in C++ is a loop; here it is many short loops in parallel. The samples are
-divided into lanes of `LANE`. A lane begins with a guess of the counts at its start (the shares, rounded by largest
-remainder), and all lanes take their first step together, then their second, and so on, each step one operation on
+Each choice depends on all before it. Megatron has a loop in C++; this is many short loops in parallel. The samples are
+divided into lanes of `LANE_SAMPLES`. A lane begins with a guess of the counts at its start (the shares, rounded by
+largest remainder), and all lanes do their first step together, then their second, and so on, each step one operation on
 arrays. Then the counts at the end of each lane are compared with the guess of the next one, and lanes with wrong
-guesses are walked again from the right counts. When all guesses are right, the lanes are exactly the sequential walk.
+guesses are repeated from the right counts. When all guesses are right, the lanes are exactly the sequential loop.
 
-It takes few rounds, because two walks that start differently converge. Let Δ_d be how much more of d the first walk has
-taken. If they choose differently, the first a and the second b, then Δ_a < Δ_b: a dataset is furthest behind in a walk
-because that walk took less of it. So every such step moves two Δ towards each other, and none apart.
+It takes few rounds, because two loops that start differently converge. Let Δ_d be how many more samples of d the first
+one has chosen. If they choose differently, the first a and the second b, then Δ_a < Δ_b: a dataset is furthest behind
+because the loop chose fewer samples of it. So every such step moves two Δ towards each other, and never away.
 
 Source: Megatron-LM, core/datasets/blended_dataset.py, utils.py and helpers.cpp (build_blending_indices and
 build_exhaustive_blending_indices).
@@ -57,7 +57,7 @@ from mjax.data.cache import NO_CACHE, Arrays, IndexCache
 from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
 
-SEPARATE_BELOW = 0.80  # share of its samples below which the last epoch is shuffled separately
+SEPARATE_LAST_EPOCH_BELOW = 0.80  # share of its samples below which the last epoch is shuffled separately
 MAX_EPOCHS = 10_000
 
 # --- The three indices ------------------------------------------------------------------------------------------------
@@ -76,9 +76,9 @@ def build_document_index(
 def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, sequence: int, samples: int) -> np.ndarray:
     """Beginning of each sample: (position in `document_index`, offset in tokens), int32 or int64 [samples + 1, 2].
 
-    Sample k runs from row k to row k + 1, both included: the last token of a sample is the first of the next. Megatron
-    walks the documents to find these rows; here token k × `sequence` of the stream is looked up among the ends of all
-    documents, for all k at once. After the end of the stream, the row is the end of the stream.
+    Sample k extends from row k to row k + 1, both included: the last token of a sample is the first of the next.
+    Megatron iterates over the documents; here token k × `sequence` of the stream is looked up among the ends of all
+    documents, for all k together. After the end of the stream, the row is the end of the stream.
 
     Args:
       lengths: tokens in each sequence of the dataset, [S].
@@ -93,18 +93,18 @@ def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, sequence
     # The document with the last token read before the row, so that empty documents are skipped.
     position = np.searchsorted(ends, begins + 1, side="left")
     offset = begins - (ends[position] - stream_lengths[position])
-    position[0] = offset[0] = 0  # the walk begins at the very first document, empty or not
+    position[0] = offset[0] = 0  # the stream begins at the very first document, empty or not
     large = max(len(document_index), int(lengths.max())) > np.iinfo(np.int32).max
     return np.stack([position, offset], axis=1).astype(np.int64 if large else np.int32)
 
 
-def build_shuffle_index(first: int, samples: int, random: np.random.RandomState) -> np.ndarray:
-    """A permutation of `samples` that shuffles the `first` and the later ones separately, uint32 or int64 [samples]."""
+def build_shuffle_index(num_first: int, samples: int, random: np.random.RandomState) -> np.ndarray:
+    """Shuffle the first `num_first` of `samples` and the later ones separately, uint32 or int64 [samples]."""
     dtype = np.int64 if samples >= np.iinfo(np.uint32).max - 1 else np.uint32
     index = np.arange(samples, dtype=dtype)
-    random.shuffle(index[:first])
-    if first < samples:
-        random.shuffle(index[first:])
+    random.shuffle(index[:num_first])
+    if num_first < samples:
+        random.shuffle(index[num_first:])
     return index
 
 
@@ -121,14 +121,13 @@ def add_labels(
 
     Args:
       tokens: int [s + 1].
-      names: what to give, as `DataConfig.batch_types` says it.
+      names: of the arrays to return (`DataConfig.batch_types`).
       eod: the id that ends a document; None: there are no boundaries.
-      mask_eod: whether to exclude the label after an `eod` token: the beginning of a document is unpredictable.
+      mask_eod: True to exclude the label after an `eod` token: the beginning of a document is unpredictable.
 
     Returns:
-      "tokens" and "labels", int32 [s]; where asked for, "loss_mask" bool [s] (False: this label does not count),
-      "positions" int32 [s] (0 again where a document begins) and "documents"
-      int32 [s] (0, 1, …).
+      "tokens" and "labels", int32 [s]; if in `names`, "loss_mask" bool [s] (False: this label does not count),
+      "positions" int32 [s] (0 again where a document begins) and "documents" int32 [s] (0, 1, …).
     """
     inputs, labels = tokens[:-1], tokens[1:]
     sample = {"tokens": inputs.astype(np.int32), "labels": labels.astype(np.int32)}
@@ -151,20 +150,20 @@ def add_labels(
 class GPTDataset:
     """Samples of `sequence` + 1 tokens in Megatron's order.
 
-    Epochs are whole, so `len()` may exceed the `samples` asked for.
+    Epochs are whole, so `len()` may exceed `samples`.
 
     Args:
       indexed: the tokens.
-      documents: its sequences to draw from, as `split_sequences` gives them.
-      samples: minimum number of samples; None: one epoch. The order depends on it through the epochs.
+      documents: range of its sequences, one of `split_sequences`.
+      samples: minimum number of samples; None: one epoch. It determines the number of epochs and so the order.
       sequence: s.
       seed: determines the order.
-      name: name of this part in errors.
+      name: name of this split in errors.
       vocabulary: ids must be below it: a lookup on the device would silently clip a larger one.
-      cache: keeps the indices on disk.
+      cache: stores the indices on disk.
 
     Raises:
-      UsageError: there are no documents, or they hold too few tokens for a single sample, or for the samples asked for.
+      UsageError: there are no documents, or they have too few tokens for a single sample, or for `samples`.
     """
 
     def __init__(
@@ -174,24 +173,24 @@ class GPTDataset:
         samples: int | None,
         sequence: int,
         seed: int,
-        name: str = "training part",
+        name: str = "training split",
         *,
         vocabulary: int = 2**31,
         cache: IndexCache = NO_CACHE,
     ):
         self.indexed, self.sequence, self.vocabulary = indexed, sequence, vocabulary
         tokens = int(indexed.lengths[documents.start : documents.stop].sum(dtype=np.int64))  # of one epoch
-        _check_size(indexed, len(documents), tokens, sequence, name)
+        _check_tokens(indexed, len(documents), tokens, sequence, name)
         self.epochs = 1 if samples is None else max(1, -(-(samples * sequence + 1) // tokens))
         if self.epochs > MAX_EPOCHS:
-            drawn = f"{samples:,} samples are {self.epochs:,} epochs of the {tokens:,} tokens in the {name}"
-            raise UsageError(f"{drawn} of {indexed.prefix}, above {MAX_EPOCHS:,}; lower --train.steps")
+            problem = f"{samples:,} samples are {self.epochs:,} epochs of the {tokens:,} tokens in the {name}"
+            raise UsageError(f"{problem} of {indexed.prefix}, above {MAX_EPOCHS:,}; lower --train.steps")
 
         names = ("document_index", "sample_index", "shuffle_index")
         source = {"kind": "samples", "lengths": indexed.fingerprint, "documents": [documents.start, documents.stop]}
         source |= {"samples": samples, "sequence": sequence, "seed": seed}
         build = partial(self._build_indices, documents, tokens, samples, seed)
-        arrays = cache.arrays(source, names, build)
+        arrays = cache.load_or_build(source, names, build)
         self.document_index, self.sample_index, self.shuffle_index = (arrays[name] for name in names)
 
     def _build_indices(self, documents: range, tokens: int, samples: int | None, seed: int) -> dict[str, np.ndarray]:
@@ -199,7 +198,7 @@ class GPTDataset:
         sequence, epochs = self.sequence, self.epochs
         before_last = ((epochs - 1) * tokens - 1) // sequence  # samples that end before the last epoch does
         per_epoch = (tokens - 1) // sequence
-        separate_last = epochs > 1 and samples - before_last < int(SEPARATE_BELOW * per_epoch)
+        separate_last = epochs > 1 and samples - before_last < int(SEPARATE_LAST_EPOCH_BELOW * per_epoch)
         total = (epochs * tokens - 1) // sequence
 
         random = np.random.RandomState(seed)  # the order of its two uses is part of the format
@@ -220,41 +219,41 @@ class GPTDataset:
 
         Raises:
           IndexError: there is no such sample.
-          UsageError: it holds an id outside the vocabulary.
+          UsageError: it has an id outside the vocabulary.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {self.indexed.prefix}, whose order was drawn for {len(self)}")
         row = int(self.shuffle_index[index])
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
-        read = self.indexed.join(self.document_index[first : last + 1], begin, end + 1)
-        check_ids(read, self.vocabulary, f"sample {index} of {self.indexed.prefix}")
-        return read.astype(np.int32)
+        tokens = self.indexed.read_span(self.document_index[first : last + 1], begin, end + 1)
+        check_sample_ids(tokens, self.vocabulary, f"sample {index} of {self.indexed.prefix}")
+        return tokens.astype(np.int32)
 
 
-def check_ids(tokens: np.ndarray, vocabulary: int, sample: str, whose: str = "the model's") -> None:
-    """Reject a sample that holds an id outside the vocabulary.
+def check_sample_ids(tokens: np.ndarray, vocabulary: int, sample: str, owner: str = "the model's") -> None:
+    """Check the token ids of a sample.
 
     Raises:
-      UsageError: it does.
+      UsageError: one is outside the vocabulary.
     """
-    wrong = tokens[(tokens < 0) | (tokens >= vocabulary)]
-    if len(wrong):
+    invalid = tokens[(tokens < 0) | (tokens >= vocabulary)]
+    if len(invalid):
         fix = "prepare the data and set --model.vocabulary with one tokenizer"
-        raise UsageError(f"{sample} holds the id {wrong[0]} and {whose} vocabulary is {vocabulary:,}; {fix}")
+        raise UsageError(f"{sample} holds the id {invalid[0]} and {owner} vocabulary is {vocabulary:,}; {fix}")
 
 
-def _check_size(indexed: IndexedDataset, documents: int, tokens: int, sequence: int, name: str) -> None:
-    """Reject a part of a dataset that makes no sample, with advice that works."""
+def _check_tokens(indexed: IndexedDataset, documents: int, tokens: int, sequence: int, name: str) -> None:
+    """Check that a split is long enough for one sample; the error suggests settings that work."""
     if documents and tokens >= sequence + 1:
         return
-    there, total = f"none of its {len(indexed):,} documents", int(indexed.lengths.sum(dtype=np.int64))
+    content, total = f"none of its {len(indexed):,} documents", int(indexed.lengths.sum(dtype=np.int64))
     if documents:
-        there = f"{tokens:,} tokens in {documents:,} documents and one sample needs {sequence + 1:,}"
+        content = f"{tokens:,} tokens in {documents:,} documents and one sample needs {sequence + 1:,}"
     lines = min(max(total // (20 * (sequence + 1)), 1), 100)  # some twenty documents, if a line were a sample
     fix = f"use --model.sequence {max(total // 4 - 1, 1)} or less, change --data.split, prepare it again with "
     fix += f"--split-documents {lines} --overwrite (a document every {lines} lines; blank-line: one per paragraph)"
     without = "or train without validation: --train.eval-interval 0"
-    raise UsageError(f"the {name} of {indexed.prefix} has {there}; {fix}, {without}")
+    raise UsageError(f"the {name} of {indexed.prefix} has {content}; {fix}, {without}")
 
 
 class MockDataset:
@@ -275,16 +274,13 @@ class MockDataset:
 
 # --- Blends of datasets -----------------------------------------------------------------------------------------------
 
-LANE = 2048  # samples a lane walks
-SURPLUS = 0.005  # of every share, because the walk may be a sample ahead of it
+LANE_SAMPLES = 2048  # samples of a lane
+SURPLUS_FRACTION = 0.005  # of every share, because a prefix of the blend may be a sample ahead of it
 
 
-def split_samples(samples: int, shares: Sequence[float]) -> list[int]:
-    """Samples needed of every dataset in a blend of `samples`: its share, rounded up, plus half a percent."""
-    return [math.ceil(math.ceil(samples * share) * (1 + SURPLUS)) for share in shares]
-
-
-# --- The walk ---------------------------------------------------------------------------------------------------------
+def count_samples_per_dataset(samples: int, shares: Sequence[float]) -> list[int]:
+    """Samples that a blend of `samples` needs of every dataset: its share, rounded up, plus half a percent."""
+    return [math.ceil(math.ceil(samples * share) * (1 + SURPLUS_FRACTION)) for share in shares]
 
 
 def build_blend_index(shares: Sequence[float], samples: int, sizes: Sequence[int] | None = None) -> np.ndarray:
@@ -293,52 +289,52 @@ def build_blend_index(shares: Sequence[float], samples: int, sizes: Sequence[int
     Args:
       shares: weight of every dataset, [datasets]; they sum to one.
       samples: length of the blend.
-      sizes: samples of every dataset; exhausted ones are skipped. None: all have enough.
+      sizes: samples of every dataset; exhausted datasets are skipped. None: all are large enough.
     """
     shares = np.asarray(shares, np.float64)
-    limits = None if sizes is None else np.asarray(sizes, np.float64)
-    begins = np.arange(0, samples, LANE)  # [lanes]
-    counts = _guess(shares, begins)  # [lanes, datasets], before the first sample of each lane
+    capacities = None if sizes is None else np.asarray(sizes, np.float64)
+    begins = np.arange(0, samples, LANE_SAMPLES)  # [lanes]
+    counts = _guess_counts(shares, begins)  # [lanes, datasets], before the first sample of each lane
     ends = np.empty_like(counts)
-    index = np.empty((len(begins), LANE), np.int16)
-    lanes = np.arange(len(begins))  # those to walk
+    index = np.empty((len(begins), LANE_SAMPLES), np.int16)
+    lanes = np.arange(len(begins))  # lanes whose counts at the start have changed
     while len(lanes):
-        index[lanes], ends[lanes] = _walk(shares, limits, begins[lanes], counts[lanes])
+        index[lanes], ends[lanes] = _walk_lanes(shares, capacities, begins[lanes], counts[lanes])
         lanes = 1 + np.flatnonzero((ends[:-1] != counts[1:]).any(axis=1))
         counts[lanes] = ends[lanes - 1]
     return index.reshape(-1)[:samples]
 
 
-def _guess(shares: np.ndarray, begins: np.ndarray) -> np.ndarray:
+def _guess_counts(shares: np.ndarray, begins: np.ndarray) -> np.ndarray:
     """Integers near share × samples that sum to the samples, [lanes, datasets]; the largest remainders round up."""
     exact = shares * begins[:, None]
     counts = np.floor(exact + 1e-9)
-    remainders = np.round(exact - counts, 9)  # equals stay equals, and the first of them comes first
+    remainders = np.round(exact - counts, 9)  # so that equal ones stay equal, and the first of them wins
     rank = np.argsort(np.argsort(-remainders, axis=1, kind="stable"), axis=1)
     return counts + (rank < (begins - counts.sum(axis=1))[:, None])
 
 
-def _walk(
-    shares: np.ndarray, limits: np.ndarray | None, begins: np.ndarray, counts: np.ndarray
+def _walk_lanes(
+    shares: np.ndarray, capacities: np.ndarray | None, begins: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`LANE` choices from each of `begins` on, [lanes, LANE], and the counts after them, [lanes, datasets]."""
+    """The datasets of `LANE_SAMPLES` samples from each of `begins` on, [lanes, samples], and the counts after them."""
     counts = counts.copy()
     rows = np.arange(len(begins))
-    choices = np.empty((LANE, len(begins)), np.int16)
-    behind = np.empty_like(counts)
-    for step in range(LANE):
-        np.multiply(np.maximum(begins + step, 1.0)[:, None], shares, out=behind)
-        np.subtract(behind, counts, out=behind)
-        if limits is not None:
-            behind[counts >= limits] = -np.inf
-        chosen = behind.argmax(axis=1)  # the first of equals
-        choices[step] = chosen
-        counts[rows, chosen] += 1
+    choices = np.empty((LANE_SAMPLES, len(begins)), np.int16)
+    deficit = np.empty_like(counts)
+    for step in range(LANE_SAMPLES):
+        np.multiply(np.maximum(begins + step, 1.0)[:, None], shares, out=deficit)
+        np.subtract(deficit, counts, out=deficit)
+        if capacities is not None:
+            deficit[counts >= capacities] = -np.inf
+        choice = deficit.argmax(axis=1)  # the first of equals
+        choices[step] = choice
+        counts[rows, choice] += 1
     return choices.T, counts
 
 
-def number_within(index: np.ndarray) -> np.ndarray:
-    """Number of earlier samples of the same dataset, for each sample of a blend, int64 [samples]."""
+def build_dataset_sample_index(index: np.ndarray) -> np.ndarray:
+    """Index within its dataset of each sample of a blend, int64 [samples]."""
     order = np.argsort(index, kind="stable")  # all samples of dataset 0, then of dataset 1, …
     sizes = np.bincount(index)
     first = np.cumsum(sizes) - sizes
@@ -354,42 +350,42 @@ class BlendedDataset:
     """Samples of several datasets, blended.
 
     Args:
-      parts: the datasets. With weights each must hold what `split_samples` says.
-      shares: weight of each part, summing to one; None: in proportion to their lengths, each sample at most once.
-      samples: length of the blend; None: all samples of all parts, which needs `shares` None.
-      cache: keeps the order on disk.
+      datasets: to blend. With weights each needs the samples of `count_samples_per_dataset`.
+      shares: weight of each dataset, summing to one; None: in proportion to their lengths, each sample at most once.
+      samples: length of the blend; None: all samples of all datasets, which needs `shares` None.
+      cache: stores the order on disk.
 
     Raises:
-      UsageError: without weights, the parts together hold fewer than `samples`.
+      UsageError: without weights, the datasets together have fewer than `samples`.
     """
 
     def __init__(
         self,
-        parts: Sequence[Sequence[np.ndarray]],
+        datasets: Sequence[Sequence[np.ndarray]],
         shares: Sequence[float] | None,
         samples: int | None,
         cache: IndexCache = NO_CACHE,
     ):
-        self.parts = parts
+        self.datasets = datasets
         sizes = None
         if shares is None:
-            sizes = [len(part) for part in parts]
+            sizes = [len(dataset) for dataset in datasets]
             samples = sum(sizes) if samples is None else samples
             if samples > sum(sizes):
                 weights = " ".join(f"{share:.3g} PREFIX" for share in normalize(sizes))
                 problem = (
-                    f"the blend has no weights, so it gives its {sum(sizes):,} samples once, and {samples:,} are needed"
+                    f"the blend has {sum(sizes):,} samples and {samples:,} are needed, but without weights no repeats"
                 )
                 raise UsageError(f"{problem}; take fewer steps, or give weights, such as {weights}")
         self.shares = normalize(sizes if shares is None else shares)
 
         def build() -> Arrays:
             index = build_blend_index(self.shares, samples, sizes)
-            return {"dataset_index": index, "dataset_sample_index": number_within(index)}
+            return {"dataset_index": index, "dataset_sample_index": build_dataset_sample_index(index)}
 
         names = ("dataset_index", "dataset_sample_index")
         source = {"kind": "blend", "shares": self.shares, "samples": samples, "sizes": sizes}
-        arrays = cache.arrays(source, names, build)
+        arrays = cache.load_or_build(source, names, build)
         self.dataset_index, self.dataset_sample_index = (arrays[name] for name in names)
 
     def __len__(self) -> int:
@@ -403,4 +399,4 @@ class BlendedDataset:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a blend of {len(self)}")
-        return self.parts[self.dataset_index[index]][int(self.dataset_sample_index[index])]
+        return self.datasets[self.dataset_index[index]][int(self.dataset_sample_index[index])]

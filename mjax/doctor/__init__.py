@@ -1,8 +1,7 @@
 """`mjax doctor`: checks of this installation and this machine, each by trying the real thing.
 
-A check is a function of `MachineInfo`, listed in `checks.py`. It states its findings as rows of a condition and a
-finding, and returns the `first` whose condition holds: one line of the report, its color, and
-what to type if it is not green.
+A check is a function of `MachineInfo`, listed in `checks.py`. It lists rows of a condition and a finding and returns
+the `first` finding whose condition holds: one line of the report, its color, and what to type if it is not green.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ class Finding:
     Attributes:
       status: `green`: good. `yellow`: works, but could be better. `red`: training will fail or be wrong. `figure`: a
         measurement without a reference value.
-      found: the result, in one sentence without a full stop.
+      message: the result, in one sentence without a full stop.
       advice: the fix: a line to type, or a sentence.
       figures: measured numbers, by a name that ends in the unit; for --json.
       check: name of the check.
     """
 
     status: str
-    found: str
+    message: str
     advice: str | None = None
     figures: dict[str, float] = field(default_factory=dict)
     check: str = ""
@@ -59,7 +58,7 @@ def first(good: str, *rows: tuple[Any, ...], **figures: float) -> Finding:
     """The finding of the first row whose condition holds; `good`, in green, if none does.
 
     Args:
-      rows: condition, status, result and advice, if there is any.
+      rows: condition, status, message and advice, if there is any.
       figures: of the finding.
     """
     return next((Finding(*row, figures=figures) for holds, *row in rows if holds), Finding(GREEN, good, None, figures))

@@ -1,7 +1,7 @@
 """The list of checks, and how they run.
 
-Checks run in a child process, so that a driver or a disk that hangs or aborts costs only its own line of the report. If
-the child is silent for too long or ends early, its current check is red, and another child continues with the next one
+Checks run in a child process, so that a driver or a disk that hangs or aborts costs only one line of the report. If the
+child is silent for too long or ends early, its current check is red, and another child continues with the next one
 (`mjax/utils/child.py`).
 """
 
@@ -38,16 +38,16 @@ ANSWER = "mjax.doctor.checks:answer"
 """The function that a child calls."""
 
 
-def examine(facts: MachineInfo, begin: Callable[[str], None], names: Iterable[str] = CHECKS) -> Iterator[Finding]:
+def examine(machine: MachineInfo, begin: Callable[[str], None], names: Iterable[str] = CHECKS) -> Iterator[Finding]:
     """Run checks in a child process, another one after each that is lost, and yield their findings.
 
-    The facts' limit is for each check. If FOUNDATION is red, the checks that need it are not run. `begin` is called
+    `machine` has the time limit of a check. If FOUNDATION is red, checks that need it are skipped. `begin` is called
     with the name of each check before it runs.
     """
-    values = vars(facts) | {"config": None, "runs": str(facts.runs)}
+    values = vars(machine) | {"config": None, "runs": str(machine.runs)}
     left_out: list[str] = []
     broken = False
-    with contextlib.closing(Child(ANSWER, facts.limit, None, facts.environment)) as child:
+    with contextlib.closing(Child(ANSWER, machine.limit, None, machine.environment)) as child:
         for name in names:
             if broken and CHECKS.get(name) != "host":
                 left_out.append(name)
@@ -57,7 +57,9 @@ def examine(facts: MachineInfo, begin: Callable[[str], None], names: Iterable[st
                 findings = [Finding(**finding) for finding in child.ask(json.dumps([name, values]).encode())]
             except ChildError as error:
                 findings = [
-                    _lost(error) if error.code is not None else Finding(RED, f"no answer in {facts.limit:g} s", SILENT)
+                    _lost(error)
+                    if error.code is not None
+                    else Finding(RED, f"no answer in {machine.limit:g} s", SILENT)
                 ]
             yield from (_with_name(name, finding) for finding in findings)
             broken = broken or (name == FOUNDATION and any(finding.status == RED for finding in findings))
@@ -65,11 +67,11 @@ def examine(facts: MachineInfo, begin: Callable[[str], None], names: Iterable[st
         yield Finding(YELLOW, ", ".join(left_out), f"fix the line {FOUNDATION} first", check="not checked")
 
 
-def run_check(name: str, facts: MachineInfo) -> list[Finding]:
+def run_check(name: str, machine: MachineInfo) -> list[Finding]:
     """The findings of a check; if it raises, one red finding, so that it never hides the others."""
     try:
         module = importlib.import_module(f"mjax.doctor.{CHECKS[name]}")
-        result = getattr(module, "check_" + re.sub(r"\W", "_", name))(facts)
+        result = getattr(module, "check_" + re.sub(r"\W", "_", name))(machine)
         findings = [result] if isinstance(result, Finding) else list(result or ())
     except UsageError as error:
         findings = [Finding(RED, *str(error).rsplit("; ", 1))]
@@ -81,8 +83,8 @@ def run_check(name: str, facts: MachineInfo) -> list[Finding]:
 
 
 def _with_name(name: str, finding: Finding) -> Finding:
-    """The finding with its name; lack of GPU memory has its own advice."""
-    out_of_memory = finding.status == RED and re.search("RESOURCE_EXHAUSTED|OUT_OF_MEMORY", finding.found)
+    """The finding with its name; out of GPU memory, with the advice for that."""
+    out_of_memory = finding.status == RED and re.search("RESOURCE_EXHAUSTED|OUT_OF_MEMORY", finding.message)
     return replace(finding, check=name, advice=MEMORY_IN_USE if out_of_memory else finding.advice)
 
 
@@ -90,18 +92,18 @@ def answer(question: bytes) -> list[dict[str, Any]]:
     """In the child: the findings of a check."""
     name, values = json.loads(question)
     config = load_config(values["name"]) if values["name"] else None
-    facts = MachineInfo(**values | {"config": config, "runs": Path(values["runs"])})
-    return [asdict(finding) for finding in run_check(name, facts)]
+    machine = MachineInfo(**values | {"config": config, "runs": Path(values["runs"])})
+    return [asdict(finding) for finding in run_check(name, machine)]
 
 
 def _lost(error: ChildError) -> Finding:
-    """The finding of a check whose child has ended, with its last words."""
+    """The finding of a check whose child has ended, with the last line of its log."""
     code = error.code or 0
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     # XLA's messages begin with E or F and the date; the stack trace after them does not help here.
     fatal = re.findall(r"^(?:E\d{4} .*for flag .*|F\d{4} .*)", error.log, re.MULTILINE)[:1]
-    words = (fatal or error.log.strip().splitlines() or ["no message"])[-1]
-    flags = re.search("XLA_FLAGS|for flag", words)
+    line = (fatal or error.log.strip().splitlines() or ["no message"])[-1]
+    flags = re.search("XLA_FLAGS|for flag", line)
     memory = " (as the system does when memory is short)" if code == -signal.SIGKILL else ""
     advice = "remove the flag from XLA_FLAGS, or correct it" if flags else "report it with this line"
-    return Finding(RED, f"the process of this check {how}{memory}: {words[:300]}", advice)
+    return Finding(RED, f"the process of this check {how}{memory}: {line[:300]}", advice)

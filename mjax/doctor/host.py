@@ -45,27 +45,27 @@ SIGNS = {"RAY_JOB_ID": "Ray", "JOB_COMPLETION_INDEX": "Kubernetes"}
 """Variables of platforms on which something else sets JAX's: Kubeflow Trainer, or a file of deploy/."""
 
 
-def check_processes(facts: MachineInfo) -> Finding:
-    """Name the processes that `train.py` would join; this command joins none and checks its own host only.
+def check_processes(machine: MachineInfo) -> Finding:
+    """Name the processes that `train.py` would join; this command joins none and checks one host.
 
     Raises:
       UsageError: `train.py` would not start.
     """
-    environment, launched = facts.environment, launch.find_launcher(facts.environment)
+    environment, launched = machine.environment, launch.find_launcher(machine.environment)
     nodes = environment.get("SLURM_JOB_NUM_NODES", "1") if "SLURM_JOB_ID" in environment else "1"
     if launched is None and nodes != "1":
         return Finding(YELLOW, f"a Slurm job of {nodes} nodes: mjax train would run alone", "srun mjax train …")
     if launched is None:
         return Finding(GREEN, "no launcher: mjax train runs as one process")
     rendezvous = launch.Distributed().with_launcher(environment)
-    platforms = [platform for sign, platform in SIGNS.items() if sign in environment and launched[0] == launch.OF_JAX]
+    platforms = [platform for sign, platform in SIGNS.items() if sign in environment and launched[0] == launch.JAX]
     processes = f"{launched[1]} processes" if launched[1] else "an indexed job"
     address = f" at {rendezvous.coordinator}" if rendezvous.coordinator else ""
     text = f"{(platforms or launched)[0]} started {processes}: mjax train joins them{address}"
     return Finding(GREEN, f"{text}, this command checks one host")
 
 
-def check_memory(facts: MachineInfo) -> Finding:
+def check_memory(machine: MachineInfo) -> Finding:
     """Free host memory within the limits of container and job, compared with a checkpoint's copy if given a config.
 
     A checkpoint is copied to host memory before it is written. The number of devices on this host is unknown here, so
@@ -76,11 +76,11 @@ def check_memory(facts: MachineInfo) -> Finding:
     limits = [(max(0, limit - used), limit, ", the limit of this container or job") for limit, used in _limits()]
     free, total, within = min([(free, total, ""), *limits])
     text, copy = f"{human_bytes(free)} of {human_bytes(total)} free{within}", 0.0
-    if facts.config is not None:
-        devices = facts.config.mesh.devices
-        here = min(8, devices)
-        copy = state_bytes(facts.config) * here / devices  # replicas share the writing
-        text += f"; a checkpoint's copy takes {human_bytes(copy)} of a host with {here} of its {devices} GPUs"
+    if machine.config is not None:
+        devices = machine.config.mesh.devices
+        local = min(8, devices)
+        copy = state_bytes(machine.config) * local / devices  # replicas share the writing
+        text += f"; a checkpoint's copy takes {human_bytes(copy)} of a host with {local} of its {devices} GPUs"
     return first(
         text,
         (copy > free, YELLOW, text, "use hosts with more memory, or more of them"),
@@ -119,7 +119,7 @@ def _limits() -> Iterator[tuple[int, int]]:
             yield limit, used - sum(map(int, cached))
 
 
-def check_shared_memory(facts: MachineInfo) -> Finding:
+def check_shared_memory(machine: MachineInfo) -> Finding:
     """Check that /dev/shm has room for NCCL, which a single GPU does not need; a container has 64 MiB by default."""
     folder, devices = ROOT / "dev/shm", len(list(ROOT.glob("dev/nvidia[0-9]*")))
     free = shutil.disk_usage(folder).free if folder.is_dir() else 0
@@ -130,31 +130,31 @@ def check_shared_memory(facts: MachineInfo) -> Finding:
     )
 
 
-def check_open_files(facts: MachineInfo) -> Finding:
+def check_open_files(machine: MachineInfo) -> Finding:
     """Check that a process may open enough files."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     few = soft != resource.RLIM_INFINITY and soft < MIN_FILES
     return first(
-        f"a process may open {'any number' if soft == resource.RLIM_INFINITY else f'{soft:,}'}",
-        (few, YELLOW, f"a process may open {soft:,}; a checkpoint of a large run needs more", "ulimit -n 65536"),
+        f"limit per process: {'none' if soft == resource.RLIM_INFINITY else f'{soft:,}'}",
+        (few, YELLOW, f"limit per process: {soft:,}; a checkpoint of a large run needs more", "ulimit -n 65536"),
     )
 
 
 # --- The disk ---------------------------------------------------------------------------------------------------------
 
 
-def check_storage(facts: MachineInfo) -> Finding:
+def check_storage(machine: MachineInfo) -> Finding:
     """Write, sync, read and remove 64 MiB where run folders go, and compare the room with a config's checkpoints.
 
     Room that the run's checkpoints already take is not needed again.
     """
-    runs, config, other = facts.runs.absolute(), facts.config, "choose another folder with --runs"
+    runs, config, other = machine.runs.absolute(), machine.config, "choose another folder with --runs"
     folder = next(folder for folder in (runs, *runs.parents) if os.path.lexists(folder))
-    text = str(facts.runs) if folder == runs else f"{folder} (where {facts.runs} will be created)"
+    text = str(machine.runs) if folder == runs else f"{folder} (where {machine.runs} will be created)"
     try:
         write, read = measure(folder)
         free = shutil.disk_usage(folder).free
-        saved = max(len(steps_in(run / "checkpoints")) for run in (runs, runs / Path(facts.name).stem))
+        saved = max(len(steps_in(run / "checkpoints")) for run in (runs, runs / Path(machine.name).stem))
     except OSError as error:
         remedy = "free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
         return Finding(RED, f"{text} cannot be written: {error.strerror or error}", f"{remedy}, or {other}")
@@ -165,7 +165,7 @@ def check_storage(facts: MachineInfo) -> Finding:
         more = most + 1 - min(saved, most)  # one is written before one goes
         needed, shortage = more * size, RED
         minutes = f"{size / write / 60:,.1f} min each from one host"
-        text += f"; {more} checkpoints of {human_bytes(size)} are to be saved, {minutes}"
+        text += f"; {more} checkpoints of {human_bytes(size)} will be saved, {minutes}"
     return first(
         text,
         (free < needed, shortage, f"{text}; {human_bytes(needed)} are needed", f"free some space there, or {other}"),
@@ -206,14 +206,14 @@ def measure(folder: Path) -> tuple[float, float]:
 # version compatibility).
 OLDEST_DRIVER = {12: 525, 13: 580}
 NOT_LOADED = "Driver Not Loaded"  # in NVML's words; also on a machine without a GPU
-# A container without the tools, a package that is missing, and a GPU without memory of its own.
+# A container without the tools, a missing package, and a GPU that shares the host's memory.
 ABSENT = ("NVML Shared Library Not Found", "No module named 'pynvml'", "Not Supported")
 USED_BY_OTHERS = 2**30  # bytes; a desktop or a monitoring process takes less
 INSTALL = "install NVIDIA driver 580 or newer; start a container with --gpus all"
 ON_GPU_NODE = "srun --gpus-per-node 1 mjax doctor"
 
 
-def check_python(facts: MachineInfo) -> Finding:
+def check_python(machine: MachineInfo) -> Finding:
     """Check that mjax supports this Python."""
     version, advice = platform.python_version(), "python3.13 -m venv .venv, then install"
     return first(
@@ -227,15 +227,15 @@ def _fits(specifier: str | SpecifierSet, version: str) -> bool:
     return SpecifierSet(str(specifier)).contains(version, prereleases=True)
 
 
-def check_packages(facts: MachineInfo) -> Finding:
+def check_packages(machine: MachineInfo) -> Finding:
     """Check that every required package is installed, in a supported version: by requirements.txt in a source tree."""
     file = Path(mjax.__file__).parents[1] / "requirements.txt"
     lines = file.read_text().splitlines() if file.is_file() else metadata.requires("mjax") or []
     requirements = [Requirement(line) for line in (line.split("#")[0].strip() for line in lines) if line]
     wrong = _unmet(requirements)
-    lowest = {each: ",".join(str(part) for part in each.specifier if part.operator == ">=") for each in wrong}
-    old = [each for each, version in wrong.items() if version is None or not _fits(lowest[each], version)]
-    advice = "pip install " + " ".join(f'"{each.name}{each.specifier}"' for each in wrong)
+    lowest = {item: ",".join(str(part) for part in item.specifier if part.operator == ">=") for item in wrong}
+    old = [item for item, version in wrong.items() if version is None or not _fits(lowest[item], version)]
+    advice = "pip install " + " ".join(f'"{item.name}{item.specifier}"' for item in wrong)
     return first(
         f"all {len(requirements)} required packages",
         (old, RED, _words(wrong), advice),
@@ -246,16 +246,16 @@ def check_packages(facts: MachineInfo) -> Finding:
 def _unmet(requirements: Iterable[Requirement], extra: str = "") -> dict[Requirement, str | None]:
     """The requirements that are not met, with the installed version; `extra` is that of an installation."""
     installed = packages.list_versions()
-    needed = [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": extra})]
-    versions = {each: installed.get(canonicalize_name(each.name)) for each in needed}
-    return {each: version for each, version in versions.items() if not (version and _fits(each.specifier, version))}
+    needed = [item for item in requirements if item.marker is None or item.marker.evaluate({"extra": extra})]
+    versions = {item: installed.get(canonicalize_name(item.name)) for item in needed}
+    return {item: version for item, version in versions.items() if not (version and _fits(item.specifier, version))}
 
 
 def _words(wrong: Mapping[Requirement, str | None]) -> str:
-    return ", ".join(f"{each.name} {version or 'is missing'} ({each.specifier})" for each, version in wrong.items())
+    return ", ".join(f"{item.name} {version or 'is missing'} ({item.specifier})" for item, version in wrong.items())
 
 
-def check_jax(facts: MachineInfo) -> Finding | None:
+def check_jax(machine: MachineInfo) -> Finding | None:
     """Check that jax, jaxlib and the CUDA plugin fit: each is a separate wheel, the plugin two."""
     installed = packages.list_versions()
     if "jax" not in installed:
@@ -263,19 +263,19 @@ def check_jax(facts: MachineInfo) -> Finding | None:
     builds = sorted({match[1] for name in installed if (match := re.fullmatch(r"jax-(cuda\d+)-(plugin|pjrt)", name))})
     version, build = installed["jax"], "".join(builds[:1])
     plugin, pjrt, wheels = f"jax-{build}-plugin", f"jax-{build}-pjrt", f"jax[{build}]" if build else "jax"
-    parts = [each for each in map(Requirement, metadata.requires("jax") or []) if each.name.startswith("jax")]
+    required = [item for item in map(Requirement, metadata.requires("jax") or []) if item.name.startswith("jax")]
     # The halves of the plugin have one version.
-    parts += [Requirement(str(each).replace(plugin, pjrt)) for each in parts if each.name == plugin]
-    wrong = _unmet(parts, build)
-    folders = filter(None, facts.environment.get("LD_LIBRARY_PATH", "").split(":") if build else ())
+    required += [Requirement(str(item).replace(plugin, pjrt)) for item in required if item.name == plugin]
+    wrong = _unmet(required, build)
+    folders = filter(None, machine.environment.get("LD_LIBRARY_PATH", "").split(":") if build else ())
     files = (file for folder in folders for file in Path(folder).glob("lib*.so*"))
-    other = next((file for file in files if re.match("lib(cudnn|cublas|nccl)", file.name)), None)
+    library = next((file for file in files if re.match("lib(cudnn|cublas|nccl)", file.name)), None)
     two = f"two CUDA builds are installed, and JAX uses one: {', '.join(builds)}"
     return first(
-        f"jax {version}, jaxlib {installed.get('jaxlib')}: the build for {build or 'CPUs'}",
+        f"jax {version}, jaxlib {installed.get('jaxlib')}, {build or 'CPU'} build",
         (len(builds) > 1, YELLOW, two, f"pip uninstall {plugin} {pjrt}"),
         (wrong, RED, f"jax {version} does not fit {_words(wrong)}", f'pip install --upgrade "{wheels}=={version}"'),
-        (other, YELLOW, f"LD_LIBRARY_PATH puts {other} before jax's own", "unset LD_LIBRARY_PATH"),
+        (library, YELLOW, f"LD_LIBRARY_PATH puts {library} before that of jax", "unset LD_LIBRARY_PATH"),
     )
 
 
@@ -317,12 +317,12 @@ def read_driver() -> Driver:
         names = tuple(map(nvml.nvmlDeviceGetName, devices))
         driver = replace(driver, version=nvml.nvmlSystemGetDriverVersion(), gpus=names)
         memory = list(map(nvml.nvmlDeviceGetMemoryInfo, devices))
-        return replace(driver, memory=tuple(each.total for each in memory), used=tuple(each.used for each in memory))
+        return replace(driver, memory=tuple(item.total for item in memory), used=tuple(item.used for item in memory))
     except Exception as error:  # of NVML: there is no driver; host and GPU share memory; a broken installation
         return driver if str(error) in ABSENT else replace(driver, problem=str(error))
 
 
-def check_driver(facts: MachineInfo) -> Finding:
+def check_driver(machine: MachineInfo) -> Finding:
     """Check that driver and jax fit together."""
     driver, cuda = read_driver(), packages.cuda_build()
     bad, version, on_bus, oldest = driver.problem, driver.version, driver.on_bus, OLDEST_DRIVER.get(cuda or 13, 0)
@@ -338,9 +338,9 @@ def check_driver(facts: MachineInfo) -> Finding:
         ("mismatch" in bad, RED, bad, "reboot: the driver was updated while its old version was running"),
         (bad, RED, bad, "sudo dmesg | grep -iE 'xid|nvrm'; then reload the driver or reboot"),
         (not version and on_bus, YELLOW if cuda is None else RED, f"{on_bus} × NVIDIA GPU, but no driver", INSTALL),
-        (not version and cuda, YELLOW, f"jax is the build for CUDA {cuda}, but there is no driver", INSTALL),
-        (not version, GREEN, "no NVIDIA GPU on this machine, and jax is the build for CPUs"),
+        (not version and cuda, YELLOW, f"jax is a CUDA {cuda} build, but there is no driver", INSTALL),
+        (not version, GREEN, "no NVIDIA GPU on this machine, and jax is a CPU build"),
         (branch < oldest, RED, f"{text}: CUDA {cuda or 13} needs driver {oldest} or newer", newer),
-        (cuda is None, RED, f"{text}, but jax is the build for CPUs: it cannot use them", 'pip install "jax[cuda13]"'),
-        (used, YELLOW, f"{text}; other processes hold {used}", "nvidia-smi shows who; end them, or wait"),
+        (cuda is None, RED, f"{text}, but jax is a CPU build and cannot use them", 'pip install "jax[cuda13]"'),
+        (used, YELLOW, f"{text}; other processes use {used}", "nvidia-smi lists them; end them, or wait"),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from mjax.config import GPTConfig, ModelConfig
-from mjax.config.kernels import choose_grouped, choose_kernel, gpu_capability
+from mjax.config.kernels import choose_kernel, choose_moe_kernel, gpu_capability
 from mjax.doctor import GREEN, RED, YELLOW, Finding, MachineInfo
 from mjax.doctor.devices import device_name, devices_to_check
 from mjax.errors import first_line
@@ -25,7 +25,7 @@ from mjax.models.parts.mask import AttentionMask
 from mjax.models.parts.positions import alibi_slopes
 from mjax.parallel import grouped
 
-# Largest allowed errors of kernels: products of 16-bit inputs are summed in float32, and probabilities and results
+# Largest allowed errors of kernels: matmuls of 16-bit inputs accumulate in float32, and probabilities and results are
 # rounded to 8 (bf16) or 11 (fp16) bits. Other dtypes are tested in float32.
 DTYPES = {"bf16": (jnp.bfloat16, 3e-2), "fp16": (jnp.float16, 5e-3)}
 FLOAT32 = (jnp.float32, 1e-4)
@@ -78,39 +78,39 @@ def _cross_entropy(logits: Array) -> Array:
     return -jax.nn.log_softmax(4 * logits)[:, 0]
 
 
-PRODUCT, NORM = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST), partial(jax.nn.standardize, epsilon=1e-5)
+MATMUL, NORM = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST), partial(jax.nn.standardize, epsilon=1e-5)
 SHAPES = ((256, 512), (512, 256))
 OPERATIONS = [
-    Operation("bf16 product", PRODUCT, PRODUCT, SHAPES, jnp.bfloat16, 2**-7),
-    Operation("fp32 product", PRODUCT, PRODUCT, SHAPES, jnp.float32, 1e-5),
-    Operation("fp32 product by default", jnp.matmul, jnp.matmul, SHAPES, jnp.float32, 1e-2),  # TF32: 1e-4 and more
+    Operation("bf16 matmul", MATMUL, MATMUL, SHAPES, jnp.bfloat16, 2**-7),
+    Operation("fp32 matmul", MATMUL, MATMUL, SHAPES, jnp.float32, 1e-5),
+    Operation("default fp32 matmul", jnp.matmul, jnp.matmul, SHAPES, jnp.float32, 1e-2),  # TF32: 1e-4 and more
     Operation("cross entropy", _cross_entropy, _cross_entropy, ((64, 1000),), jnp.float32, 1e-5),
     Operation("LayerNorm", NORM, NORM, ((64, 512),), jnp.float32, 1e-5),
 ]
 
 
-def check_numerics(facts: MachineInfo) -> list[Finding]:
+def check_numerics(machine: MachineInfo) -> list[Finding]:
     """Check small operations on each device."""
     return judge(OPERATIONS, devices_to_check(), WRONG)
 
 
 def judge(operations: Sequence[Operation], devices: Sequence[jax.Device], advice: str) -> list[Finding]:
-    """Run operations; one finding for all, or one for each that is wrong, with this advice."""
+    """Run operations; one finding for all, or one with this advice for each wrong one."""
     worst, wrong = {}, []
     for device, operation in itertools.product(devices, operations):
         text = f"{operation.name} on {device_name(device)}"
         try:
             with jax.default_device(device):
                 error = operation.error()
-        except Exception as problem:  # whatever the library reports is about this operation
+        except Exception as problem:  # any error of a library concerns this operation
             wrong.append(Finding(RED, f"{text} does not run ({first_line(problem)})", advice))
             continue
         worst[operation.name] = float(np.maximum(error, worst.get(operation.name, 0.0)))
         if not error < operation.bound:
-            text += f" is wrong: error {error:.1e}, {operation.bound:.0e} is allowed"
+            text += f" is wrong: relative error {error:.1e}, at most {operation.bound:.0e} is allowed"
             wrong.append(Finding(RED, text, advice, {"error_relative": error}))
-    errors = ", ".join(f"{error:.0e} of {name}" for name, error in worst.items())
-    text = f"errors on {', '.join(map(device_name, devices))}: {errors}"
+    errors = ", ".join(f"{name} {error:.0e}" for name, error in worst.items())
+    text = f"relative errors on {', '.join(map(device_name, devices))}: {errors}"
     figures = {f"{name.replace(' ', '_')}_relative": error for name, error in worst.items()}
     return wrong or [Finding(GREEN, text, None, figures)]
 
@@ -118,13 +118,13 @@ def judge(operations: Sequence[Operation], devices: Sequence[jax.Device], advice
 # --- The kernels of a run ---------------------------------------------------------------------------------------------
 
 
-def check_attention(facts: MachineInfo) -> list[Finding]:
-    """Check the kernel that `auto`, or the config, selects here; without a config: bf16, head size 64, no dropout.
+def check_attention(machine: MachineInfo) -> list[Finding]:
+    """Check the kernel that the config selects on this device; without a config: bf16, head size 64, no dropout.
 
     Raises:
       UsageError: it does not support the config.
     """
-    config, device = facts.config, jax.local_devices()[0]
+    config, device = machine.config, jax.local_devices()[0]
     model = GPTConfig(attention_dropout=0.0) if config is None else config.model
     compute = "bf16" if config is None else config.precision.compute
     documents, chunks = (False, 1) if config is None else ("documents" in config.batch_arrays(), config.sequence_chunks)
@@ -133,30 +133,30 @@ def check_attention(facts: MachineInfo) -> list[Finding]:
     return findings + _slower(model.attention, device, obstacle)
 
 
-def check_experts(facts: MachineInfo) -> list[Finding]:
-    """Check the kernel of the products of experts that the config selects here; nothing without experts.
+def check_experts(machine: MachineInfo) -> list[Finding]:
+    """Check the kernel of the expert matmuls that the config selects on this device; nothing without experts.
 
     Raises:
       UsageError: it does not support the config.
     """
-    config, device = facts.config, jax.local_devices()[0]
+    config, device = machine.config, jax.local_devices()[0]
     if config is None or not config.model.moe_kernel:
         return []
-    kernel, obstacle = choose_grouped(config, device.platform, gpu_capability(device))
+    kernel, obstacle = choose_moe_kernel(config, device.platform, gpu_capability(device))
     products = expert_products(kernel, config.precision.compute)
     findings = judge([products], [device], "--model.moe-kernel xla, and report it")
     return findings + _slower(config.model.moe_kernel, device, obstacle)
 
 
-def _slower(asked: str, device: jax.Device, obstacle: str | None) -> list[Finding]:
+def _slower(setting: str, device: jax.Device, obstacle: str | None) -> list[Finding]:
     """A finding if `auto` has to use a slower kernel on a GPU."""
-    if asked != "auto" or device.platform != "gpu" or not obstacle:
+    if setting != "auto" or device.platform != "gpu" or not obstacle:
         return []
     return [Finding(YELLOW, f"a slower kernel is used, because {obstacle}", "change that, if it can be")]
 
 
 def attention(kernel: str, model: ModelConfig, compute: str, documents: bool) -> Operation:
-    """Attention of two samples of at most 128 positions with two heads, and all that the model needs except dropout.
+    """Attention of two samples of at most 128 positions with two heads and the model's mask, without dropout.
 
     A window is limited to half of the positions, so that it has an effect.
     """
@@ -167,12 +167,9 @@ def attention(kernel: str, model: ModelConfig, compute: str, documents: bool) ->
     distance = np.arange(s)[:, None] - np.arange(s)  # from a query back to a key
     visible = ((distance >= 0) | (not model.causal)) & (distance < (window or s))
     visible = visible & (numbers[:, :, None] == numbers[:, None, :])[:, None]
-    mask = AttentionMask(
-        model.causal,
-        window,
-        documents=jnp.asarray(numbers) if documents else None,
-        slopes=jnp.asarray(slopes) if model.biased_scores else None,
-    )
+    mask = AttentionMask(model.causal, window, slopes=jnp.asarray(slopes) if model.biased_scores else None)
+    if documents:
+        mask = replace(mask, documents=jnp.asarray(numbers))
 
     def formula(q, k, v):
         k, v = (jnp.repeat(x, 2 // groups, axis=2) for x in (k, v))
@@ -183,16 +180,16 @@ def attention(kernel: str, model: ModelConfig, compute: str, documents: bool) ->
         return attention_kernels.attend(q, k, v, mask, kernel)
 
     q, k = (2, s, 2, model.head_size), (2, s, groups, model.head_size)
-    name = f"{kernel} in {compute} with head size {model.head_size}"
+    name = f"{kernel} in {compute}, head size {model.head_size}"
     return Operation(name, run, formula, (q, k, k), *DTYPES.get(compute, FLOAT32))
 
 
 def expert_products(kernel: str, compute: str) -> Operation:
-    """The products of three experts, one of them without rows."""
+    """The matmuls of three experts, one of them without rows."""
     experts = np.repeat([0, 2, 0], [100, 7, 60])
 
     def run(x, kernels):
-        groups, rows = grouped.assign_rows(jnp.asarray(experts), 3, grouped.ROWS[kernel])
+        groups, rows = grouped.assign_rows(jnp.asarray(experts), 3, grouped.TILE_ROWS[kernel])
         buffer = jnp.zeros((len(groups.of_tile) * groups.rows, 64), x.dtype).at[rows].set(x)
         return grouped.grouped_matmul(buffer, kernels, groups, kernel)[rows]
 

@@ -202,7 +202,7 @@ def read_request(arguments: FinetuneArguments, recipe: Recipe, examples: int, co
 
 
 class Request(TypedDict):
-    """What every request.json has."""
+    """The field of every request.json."""
 
     step: int
 

@@ -50,7 +50,7 @@ from mjax.run.start import write_environment
 from mjax.step.layout import TrainState, build_layout
 from mjax.step.optimizer import adamw
 from mjax.step.precision import parameter_type
-from mjax.step.step import TrainProgram, build_program, first_state
+from mjax.step.step import TrainProgram, build_program, initial_state
 from mjax.tasks.labelled import write_predictions
 from mjax.tasks.labelled_task import Batch, Examples, LabelledTask
 from mjax.tasks.scoring import TaskScorer
@@ -401,7 +401,7 @@ class FinetuningStart:
             weights = leaves_by_path(split_into_virtual_stages(drawn, config.mesh))
             chosen = [trunk.get(name, weight) for name, weight in weights.items()]
             model = jax.tree.unflatten(jax.tree.structure(program.abstract_state.model), chosen)
-            return first_state(config, adamw(config.optimizer), model, first_step)
+            return initial_state(config, adamw(config.optimizer), model, first_step)
 
         shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state)
         self._first = jax.jit(first, out_shardings=shardings)

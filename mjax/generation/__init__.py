@@ -1,4 +1,4 @@
-"""Text from a trained model, and the options by which its tokens are drawn from the logits (`generate.draw`)."""
+"""Text from a trained model, and the options for sampling its tokens (`generate.sample_tokens`)."""
 
 from __future__ import annotations
 

@@ -32,21 +32,21 @@ from rich.text import Text
 from mjax.data.tokenizer_trial import check_expansion
 from mjax.data.tokenizers import (
     EOD_PIECE,
-    WHOLE_FILES,
+    FETCH_AGAIN,
     Tokenizer,
-    end_token_ids,
-    library_errors,
-    open_library,
-    optional_object,
+    convert_errors,
+    encode_utf8,
+    open_backend,
+    read_optional_json,
+    stop_token_ids,
     tokenizer_from_folder,
-    utf8,
 )
 from mjax.errors import UsageError, split_lines
 from mjax.utils.files import parse_json
 
 TEMPLATE = "chat_template.jinja"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-MARK = "(here the answer goes on)"
+MARK = "(here the answer continues)"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 PLAIN = """\
 {%- for message in messages -%}
@@ -95,26 +95,22 @@ class Chat:
         """
         self.file = folder / TEMPLATE
         if not self.file.is_file():
-            raise UsageError(
-                f"{flag}: {folder} has no chat template; remove it, put the model's {TEMPLATE} there, or teach the "
-                "model to chat with `mjax sft`"
-            )
+            fix = f"remove it, put the model's {TEMPLATE} there, or teach the model to chat with `mjax sft`"
+            raise UsageError(f"{flag}: {folder} has no chat template; {fix}")
         source = self.file.read_bytes().decode("utf-8", errors="replace")
         self.marks = "generation" in source
         self._tokenizer = tokenizer or tokenizer_from_folder(folder)
         self._library, file = None, folder / "tokenizer.json"
         if file.is_file():
-            self._library = open_library(file.read_bytes(), str(file))
+            self._library = open_backend(file.read_bytes(), str(file))
             self._library.no_truncation()
             self._library.no_padding()
         file = folder / "tokenizer_config.json"
-        settings = optional_object(file)
+        settings = read_optional_json(file)
         tokens = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
         if self._library is None and (tokens or "bos_token" in source):
-            raise UsageError(
-                f"{flag} needs the tokens that {self.file} spells, from {folder / 'tokenizer.json'}; "
-                "convert the model again from a folder that has its tokenizer.json"
-            )
+            fix = "convert the model again from a folder that has its tokenizer.json"
+            raise UsageError(f"{flag} needs the tokens of {self.file} from {folder / 'tokenizer.json'}; {fix}")
         tokens = {"eos_token": EOD_PIECE} if self._library is None else tokens
         self._special = {
             name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
@@ -123,7 +119,7 @@ class Chat:
             if not isinstance(token, str):
                 raise UsageError(f"{file}: {name} is {tokens[name]!r}, not a token; restore the file")
         end = None if self._library is None else self._library.token_to_id(self._special.get("eos_token", ""))
-        self.stops = sorted({*end_token_ids(folder, self._tokenizer.eod), *([] if end is None else [end])})
+        self.stops = sorted({*stop_token_ids(folder, self._tokenizer.eod), *([] if end is None else [end])})
         from mjax.generation.chat_template import Template  # with Jinja, which no --help needs
 
         with self._errors():
@@ -180,7 +176,7 @@ class Chat:
         A token may begin before: with the space that ends a header.
         """
         if self._library is not None:
-            with library_errors(f"the tokenizer beside {self.file} cannot encode a text", WHOLE_FILES):
+            with convert_errors(f"the tokenizer of {self.file} cannot encode a text", FETCH_AGAIN):
                 encoding = self._library.encode(text, add_special_tokens=False)
             check_expansion(text, len(encoding), "chat's")
             held = [(begin, max(end, begin + 1)) for begin, end in encoding.offsets]
@@ -216,10 +212,8 @@ class Chat:
         try:
             yield
         except (OSError, ValueError) as error:
-            raise UsageError(
-                f"the chat template {self.file} refuses the conversation or is damaged ({error}); change the messages, "
-                "or restore the file"
-            ) from None
+            problem = f"rejects the conversation or is damaged ({error})"
+            raise UsageError(f"the chat template {self.file} {problem}; change the messages, or restore it") from None
 
 
 def read_conversations(text: str) -> list[tuple[list[Message], list | None]]:
@@ -301,7 +295,7 @@ def read_messages(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
     "system".
 
     Raises:
-      Unfit: it has neither, or messages without a role or with content that is not text.
+      UntrainableConversation: it has neither, or messages without a role or with content that is not text.
     """
     tools = _read_tools(fields.get("tools"))
     if fields.get("messages") is not None:
@@ -339,7 +333,7 @@ def _read_instruction(fields: dict[str, Any]) -> list[Message]:
     """The instruction and the output of Alpaca as messages."""
     if fields.get("history"):
         raise UntrainableConversation(
-            "it has a history of earlier turns, which is not read beside an instruction; write messages"
+            "it has a history of earlier turns, which is not read with an instruction; write messages"
         )
     asked = [fields[name] for name in ("instruction", "input") if fields.get(name)]
     if not all(isinstance(part, str) for part in asked):
@@ -388,7 +382,8 @@ def find_trained_spans(
     """The text of a conversation, and the characters of it that are trained, in order.
 
     Raises:
-      Unfit: it has no turn of the assistant, or its template renders that differently without what follows.
+      UntrainableConversation: it has no turn of the assistant, or its template renders that differently without what
+        follows.
       UsageError: the template refuses it.
     """
     turns, answers = _list_turns(messages, trained)
@@ -433,7 +428,7 @@ def _check_weights(messages: Sequence[Message], turns: Sequence[int], generated:
     if any(messages[number].get("weight") == 0 for number in turns):
         raise UntrainableConversation(
             f"the chat template marks {len(generated)} parts of {len(turns)} turns of the assistant, so that those "
-            "of weight 0 cannot be told; give a template that marks each turn: --chat-template FILE"
+            "of weight 0 are unknown; give a template that marks each turn: --chat-template FILE"
         )
 
 
@@ -454,7 +449,7 @@ def _turn(chat: Chat, before: str, through: str, number: int, text: str, last: b
     Args:
       chat: knows its special tokens.
       before: the text of the messages before it, with the header of an answer.
-      through: the text of these messages and of its own.
+      through: the text of these messages and of this one.
       number: of the message.
       text: of all messages.
       last: whether no other turn of the assistant follows.
@@ -469,7 +464,7 @@ def _turn(chat: Chat, before: str, through: str, number: int, text: str, last: b
     if not turn or not text.startswith(turn, begin):
         raise UntrainableConversation(_disagrees(number, last))
     whole = turn.rstrip()
-    # The model stops at the token that ends its turn: a line break after it is not its own.
+    # The model stops at the token that ends its turn: a line break after it is not part of the turn.
     return begin, begin + len(whole if chat.special_end(whole) else turn)
 
 
@@ -478,8 +473,8 @@ def _disagrees(number: int, last: bool) -> str:
     if last:
         where, fix = "without its header", "give a template that marks it by {% generation %}: --chat-template FILE"
     return (
-        f"the chat template renders message {number + 1} differently {where}, so that what the assistant wrote cannot "
-        f"be told; {fix}"
+        f"the chat template renders message {number + 1} differently {where}, so that the text of the assistant is "
+        f"unknown; {fix}"
     )
 
 
@@ -501,7 +496,7 @@ def _span_without_loss(turn: str, messages: Sequence[Message], reasoning: bool) 
     """The part of a turn, which renders one of `messages`, that is not trained; it may be empty."""
     if match := (EMPTY if reasoning else THOUGHT).search(turn):
         return match.span()
-    for message in () if reasoning else messages:  # in a channel of its own
+    for message in () if reasoning else messages:  # in a separate channel
         if (thought := _reasoning(message)) and (begin := turn.find(thought)) >= 0:
             end, answer = begin + len(thought), (message.get("content") or "").strip()
             return 0, max(turn.find(answer, end), end) if answer else end
@@ -520,12 +515,12 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
       trained: what of it is trained.
 
     Raises:
-      Unfit: it cannot be trained on, or the template refuses it.
+      UntrainableConversation: it cannot be trained on, or the template refuses it.
     """
     messages, tools = read_messages(fields)
     try:
         text, spans = find_trained_spans(chat, messages, tools, trained)
-        size = len(utf8(text))
+        size = len(encode_utf8(text))
     except UsageError as error:
         raise UntrainableConversation(str(error)) from None
     ids, marks = chat.encode_marked(text, spans)

@@ -1,7 +1,7 @@
-"""A chat template in a process of its own, with bounds on its time, memory and output.
+"""A chat template in a child process, with bounds on its time, memory and output.
 
-A template is a program from outside. Jinja's sandbox keeps it away from Python, but not from looping for hours or
-writing gigabytes. So a child process renders it (`mjax/utils/child.py`), with Jinja set up as `transformers` does
+A template is a program from outside. Jinja's sandbox denies it access to Python, but lets it loop for hours or write
+gigabytes. So a child process renders it (`mjax/utils/child.py`), with Jinja set up as `transformers` does
 (`apply_chat_template`).
 """
 
@@ -19,14 +19,14 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mjax.data.tokenizer_trial import MAX_CHARACTERS
+from mjax.data.tokenizer_trial import MAX_TEMPLATE_CHARACTERS
 from mjax.utils.child import Child, ChildError
 
 SECONDS = 10.0
 """Of processor time, for the texts that are asked for together."""
 MEMORY = 1 << 30
 """Bytes that the child may map; a template needs a tenth of them."""
-MAX_RENDERED_CHARACTERS = 4 * MAX_CHARACTERS
+MAX_RENDERED_CHARACTERS = 4 * MAX_TEMPLATE_CHARACTERS
 """Characters of these texts; each has at most LONGEST, and only one of them is encoded."""
 Rendered = tuple[str, list[tuple[int, int]]]
 
@@ -70,8 +70,8 @@ def render_texts(question: bytes) -> list[Rendered]:
         raise
     except Exception as error:
         raise ChildError(f"{type(error).__name__}: {error}"[:1000]) from None
-    if max((len(text) for text, _ in texts), default=0) > MAX_CHARACTERS:
-        raise ChildError(f"it writes more than {MAX_CHARACTERS:,} characters in a text")
+    if max((len(text) for text, _ in texts), default=0) > MAX_TEMPLATE_CHARACTERS:
+        raise ChildError(f"it writes more than {MAX_TEMPLATE_CHARACTERS:,} characters in a text")
     if sum(len(text) for text, _ in texts) > MAX_RENDERED_CHARACTERS:
         raise ChildError(f"it writes more than {MAX_RENDERED_CHARACTERS:,} characters")
     return texts
@@ -118,14 +118,14 @@ def remove_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A namespace that keeps templates away from Python's internals."""
+    """A namespace without access to Python's internals."""
 
     def __init__(*args, **kwargs):
         self, *values = args
-        given = dict(*values, **kwargs)
-        for name in given:
+        attributes = dict(*values, **kwargs)
+        for name in attributes:
             _Namespace._check(name)
-        jinja2.utils.Namespace.__init__(self, given)
+        jinja2.utils.Namespace.__init__(self, attributes)
 
     def __setitem__(self, name, value):
         _Namespace._check(name)
@@ -155,7 +155,7 @@ def environment(marks: tuple[str, str] = ("", "")) -> ImmutableSandboxedEnvironm
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Jinja's own filter escapes HTML."""
+    """JSON without HTML escapes, which Jinja's filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -3,17 +3,17 @@
 Attention reads the keys and values of every earlier position. They do not change once computed, so they are cached, and
 a new token costs one position of work instead of a whole sequence:
 
-    weights   master weights of stacked layers      → those to compute with, each layer by itself
-    read      all prompts in one forward pass       → logits after each prompt, and a cache of each layer
-    write     draw a token from the logits; read it → logits after it, cache with one more slot
+    weights   master weights of stacked layers      → weights in the compute dtype, layer by layer
+    prefill   all prompts in one forward pass       → logits after each prompt, and a cache of each layer
+    decode    sample a token from the logits, run it → logits after it, cache with one more slot
 
 Each is one program, a `shard_map`. The last is a `while_loop`, which ends as soon as every sequence has ended: no token
-passes through Python, unless a listener hears each as the text grows. The cache is written in place. The weights are
-split over `model` as in training, and positions over `context`: each of its ranks reads a part of the prompts and keeps
-a part of the cache. Replicas along `data` do the same work, so every process of a cluster has the result.
+passes through Python, unless a callback streams the text. The cache is written in place. The weights are split over
+`model` as in training, and positions over `context`: each of its ranks reads a part of the prompts and stores a part of
+the cache. Replicas along `data` do the same work, so every process of a cluster has the result.
 
 **Positions.** A token's slot in the cache is its position. Prompts of different lengths are padded on the right; each
-sequence writes its next token over its own padding (`decoding.prefill` says why padding is never read).
+sequence overwrites its padding with its next tokens (`KeyValues.fill` explains why padding is never read).
 
 **Compilation.** Widths of prompts and of the cache are rounded up (`pad_width`), and everything else about a request
 is an argument, so a second request of similar size compiles nothing.
@@ -44,8 +44,8 @@ from mjax.generation import Sampling
 from mjax.models import decoding
 from mjax.models.causal import CausalModel
 from mjax.models.decoding import Cache, Layers
-from mjax.models.protocol import Context
-from mjax.models.stack import map_stacks, runs_with_weights
+from mjax.models.protocol import ForwardContext
+from mjax.models.stack import iterate_runs, map_stacks
 from mjax.parallel import mappings
 from mjax.parallel.pipeline import pipeline_decode
 from mjax.parallel.zero import Storage, gather_for_inference, layer_gather
@@ -56,12 +56,12 @@ from mjax.step.precision import COMPUTE_TYPES
 #
 #     logits / temperature ─ top-k ─ top-p ─ Gumbel noise ─ argmax
 #
-# A token is drawn by the Gumbel-max rule: the argmax of logits / temperature + noise is distributed as their softmax.
-# The noise belongs to the id; its key is folded from (seed, stream of the sequence, position). So every mesh generates
-# the same tokens, and a continuation does not depend on the other prompts of a batch. Everything is float32.
+# A token is sampled by the Gumbel-max rule: the argmax of logits / temperature + noise is distributed as their softmax.
+# The noise of an id has a key folded from (seed, stream of the sequence, position). So every mesh generates the same
+# tokens, and a continuation does not depend on the other prompts of a batch. Everything is float32.
 
 
-def draw(
+def sample_tokens(
     logits: Array,
     positions: Array,
     vocabulary: int,
@@ -71,13 +71,13 @@ def draw(
     seed: Array,
     streams: Array,
 ) -> Array:
-    """The next token of each sequence: int32 [b].
+    """Sample the next token of each sequence: int32 [b].
 
     Args:
-      logits: [b, v]; ids from `vocabulary` on are padding of the embedding and never drawn.
+      logits: [b, v]; ids from `vocabulary` on are padding of the embedding and never sampled.
       positions: int [b], the positions of the new tokens.
       temperature, top_k, top_p, seed: as in `Sampling`, scalars; they may be traced.
-      streams: uint32 [b], of noise; sequences of one stream draw with the same noise.
+      streams: uint32 [b], of noise; sequences of one stream have the same noise.
     """
     is_token = jnp.arange(logits.shape[-1]) < vocabulary
     logits = jnp.where(is_token, logits.astype(jnp.float32), -jnp.inf)
@@ -95,9 +95,9 @@ def draw(
 
 
 def sampling_mask(logits: Array, top_k: Array, top_p: Array) -> Array:
-    """Mask of the tokens left by top-k, and then top-p: bool [b, v], at least one in each row.
+    """Mask of the tokens that remain after top-k and then top-p: bool [b, v], at least one in each row.
 
-    Tokens are ranked by logit, ties by id. The first `top_k` are kept (0: all). Of these the first are kept until their
+    Tokens are ranked by logit, ties by id. The first `top_k` remain (0: all). Of these the first remain until their
     probability reaches `top_p` (arXiv 1904.09751, section 3.1: the smallest such set).
 
     Args:
@@ -108,19 +108,19 @@ def sampling_mask(logits: Array, top_k: Array, top_p: Array) -> Array:
     first = (jnp.arange(logits.shape[-1]) < top_k) | (top_k == 0)
     ranked = jnp.where(first, jnp.take_along_axis(logits, order, -1), -jnp.inf)
     probabilities = jax.nn.softmax(ranked, -1)
-    before = jnp.cumsum(probabilities, -1) - probabilities  # 0 for the first of a row, which is therefore kept
-    stays = first & ((before < top_p) | (top_p >= 1))
-    return jnp.put_along_axis(jnp.zeros(logits.shape, bool), order, stays, axis=-1, inplace=False)
+    before = jnp.cumsum(probabilities, -1) - probabilities  # 0 for the first of a row, which always remains
+    remains = first & ((before < top_p) | (top_p >= 1))
+    return jnp.put_along_axis(jnp.zeros(logits.shape, bool), order, remains, axis=-1, inplace=False)
 
 
-# --- The weights to compute with, and their layers one after the other ------------------------------------------------
+# --- Weights of inference, layer by layer -----------------------------------------------------------------------------
 #
-# For every token a loop over layers would copy what it cuts out of stacks: all weights, and the whole cache. Here each
-# layer is cut out once (docs/results/log/2026-11-28-generation.md).
+# For every token a loop over layers would copy its slices of the stacks: all weights, and the whole cache. Here each
+# layer is sliced once (docs/results/log/2026-11-28-generation.md).
 
 
 def inference_weights(config: Config, layout: Layout, model: CausalModel) -> CausalModel:
-    """Inside `shard_map`: the weights to compute with. Without a pipeline each layer is by itself, not in a stack."""
+    """Inside `shard_map`: the weights of inference. Without a pipeline the layers are unstacked."""
     weights = gather_for_inference(model, layout.plan, COMPUTE_TYPES[config.precision.compute])
     if config.mesh.pipe == 1:
         weights.blocks = nnx.List(unstack_layers(weights.blocks))
@@ -130,34 +130,34 @@ def inference_weights(config: Config, layout: Layout, model: CausalModel) -> Cau
 def weight_specs(config: Config, layout: Layout):
     """PartitionSpecs of `inference_weights`."""
 
-    def used(leaf: jax.ShapeDtypeStruct, storage: Storage) -> jax.ShapeDtypeStruct:
-        return leaf.update(sharding=NamedSharding(leaf.sharding.mesh, _used_spec(storage)))
+    def with_gathered_spec(leaf: jax.ShapeDtypeStruct, storage: Storage) -> jax.ShapeDtypeStruct:
+        return leaf.update(sharding=NamedSharding(leaf.sharding.mesh, _inference_spec(storage)))
 
     def layer_spec(leaf: jax.ShapeDtypeStruct, repetition: int) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(leaf.sharding.mesh, P(*leaf.sharding.spec[1:]))
         return leaf.update(shape=leaf.shape[1:], sharding=sharding)
 
-    weights = jax.tree.map(used, layout.abstract_model, layout.plan)
+    weights = jax.tree.map(with_gathered_spec, layout.abstract_model, layout.plan)
     if config.mesh.pipe == 1:
         weights.blocks = nnx.List(unstack_layers(weights.blocks, layer_spec))
     return jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
 
 
 def list_layers(config: Config, layout: Layout, weights: CausalModel) -> Layers:
-    """Inside `shard_map`: the layers of `inference_weights`, with the interface of one."""
+    """Inside `shard_map`: all layers of `inference_weights`, with the methods of one."""
     dtype = COMPUTE_TYPES[config.precision.compute]
-    gathered = map_stacks(lambda stack: layer_gather(stack, dtype, inference=True), layout.plan.blocks)
+    gathers = map_stacks(lambda stack: layer_gather(stack, dtype, inference=True), layout.plan.blocks)
     if config.mesh.pipe == 1:
-        return LayerList(weights.blocks, _places(layout.abstract_model.blocks, gathered), cache_axes(config))
-    return PipelineLayers(config, weights.blocks, gathered)
+        return LayerList(weights.blocks, _list_slices(layout.abstract_model.blocks, gathers), cache_axes(config))
+    return PipelineLayers(config, weights.blocks, gathers)
 
 
 def cache_axes(config: Config) -> tuple[str, ...]:
-    """Axes of the mesh along which each rank has a cache of its own: one of its layers, heads or positions."""
+    """Mesh axes whose ranks have different caches: of their layers, heads or positions."""
     return (*[PIPE] * (config.mesh.pipe > 1), MODEL, *[CONTEXT] * (config.context_attention is not None))
 
 
-def _used_spec(storage: Storage) -> P:
+def _inference_spec(storage: Storage) -> P:
     """The PartitionSpec of a weight of `gather_for_inference`."""
     gathered = () if storage.gather_per_layer else {axis for names, _ in storage.gathers for axis in names}
     entries = ((entry,) if isinstance(entry, str) else entry or () for entry in storage.spec)
@@ -165,49 +165,49 @@ def _used_spec(storage: Storage) -> P:
 
 
 def unstack_layers(blocks, take: Callable[[Any, int], Any] = lambda weight, repetition: weight[repetition]) -> list:
-    """Each layer of `blocks` by itself, in order; `take` gives a weight of one of the repetitions."""
-    return [jax.tree.map(lambda weight: take(weight, i), stack) for stack, i, *_ in _places(blocks)]  # noqa: B023
+    """Each layer of `blocks`, unstacked, in order; `take` slices a weight at a repetition."""
+    return [jax.tree.map(lambda weight: take(weight, i), stack) for stack, i, *_ in _list_slices(blocks)]  # noqa: B023
 
 
-def _places(blocks, gathered: Sequence[Sequence[Callable | None]] | None = None) -> list[tuple]:
-    """For each layer of `blocks`, in order, its stack, its repetition, what gathers its weights (`weights_of` of
-    `run_blocks`), and its kind."""
-    places = []
-    for stacks, gathers, count in runs_with_weights(blocks, gathered):
+def _list_slices(blocks, gathers: Sequence[Sequence[Callable | None]] | None = None) -> list[tuple]:
+    """For each layer of `blocks`, in order, its stack, its repetition, the function that gathers its weights (`gathers`
+    of `run_blocks`), and its kind."""
+    slices = []
+    for stacks, run_gathers, count in iterate_runs(blocks, gathers):
         for number in range(count):
             repetition, i = divmod(number, len(stacks))
             kinds = stacks[i].kinds
-            places.append((stacks[i], repetition, gathers[i], kinds[repetition % len(kinds)]))
-    return places
+            slices.append((stacks[i], repetition, run_gathers[i], kinds[repetition % len(kinds)]))
+    return slices
 
 
 class LayerList(NamedTuple):
     """Layers one after the other, without a loop.
 
     Attributes:
-      layers: each by itself.
-      places: of these layers.
+      layers: unstacked.
+      slices: of these layers, from `_list_slices`.
       axes: as `cache_axes`.
     """
 
     layers: Sequence
-    places: list[tuple]
+    slices: list[tuple]
     axes: tuple[str, ...]
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> list:
-        """That of each layer."""
+        """The empty cache of each layer."""
         return self._pvary_cache([layer.empty_cache(sequences, slots, dtype) for layer in self.layers])
 
     def decode(
-        self, x: Float[Array, "t h"], context: Context, cached: list, lengths: Int[Array, " b"]
+        self, x: Float[Array, "t h"], context: ForwardContext, cached: list, lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "t h"], list]:
         """As `Block.decode`, with the cache of each layer."""
-        new = []
-        for layer, (_, _, gather, kind), of_layer in zip(self.layers, self.places, cached, strict=True):
+        caches = []
+        for layer, (_, _, gather, kind), cache in zip(self.layers, self.slices, cached, strict=True):
             block = layer if gather is None else gather(layer)
-            x, of_layer = block.decode(x, replace(context, kind=kind), of_layer, lengths)
-            new.append(of_layer)
-        return x, self._pvary_cache(new)
+            x, cache = block.decode(x, replace(context, kind=kind), cache, lengths)
+            caches.append(cache)
+        return x, self._pvary_cache(caches)
 
     def _pvary_cache(self, cache: list) -> list:
         """The cache, typed to vary over `axes`, so that the types stay the same in loops."""
@@ -215,26 +215,26 @@ class LayerList(NamedTuple):
 
 
 class PipelineLayers(NamedTuple):
-    """The layers of all stages of a pipeline, in turn; caches have a leading dim of a stage's chunks."""
+    """The layers of all stages of a pipeline; caches have a leading dim of a stage's chunks."""
 
     config: Config
     blocks: Any
-    gathered: list
+    gathers: list
 
     def _chunk_layers(self, chunk) -> LayerList:
-        return LayerList(unstack_layers(chunk), _places(chunk, self.gathered), cache_axes(self.config))
+        return LayerList(unstack_layers(chunk), _list_slices(chunk, self.gathers), cache_axes(self.config))
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> list:
-        """That of each chunk of this stage."""
+        """The empty cache of each chunk of this stage."""
         chunks = self.config.mesh.virtual_stages
         chunk = self.blocks if chunks == 1 else jax.tree.map(itemgetter(0), self.blocks)
         empty = self._chunk_layers(chunk).empty_cache(sequences, slots, dtype)
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (chunks, *leaf.shape)), empty)
 
     def decode(
-        self, x: Float[Array, "t h"], context: Context, cached: list, lengths: Int[Array, " b"]
+        self, x: Float[Array, "t h"], context: ForwardContext, cached: list, lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "t h"], list]:
-        """As `Block.decode`, with the caches of the chunks."""
+        """Decode like `Block.decode`, with the caches of the chunks."""
         mesh = self.config.mesh
 
         def stage(chunk, x, cached):
@@ -255,7 +255,7 @@ class _State(NamedTuple):
       ended: bool [b].
       at_eod: bool [b], ended because the model ended the document.
       logits: [b, v], of the token at position `lengths`.
-      cached: what the model has read.
+      cached: the model's cache.
     """
 
     tokens: Array
@@ -267,7 +267,7 @@ class _State(NamedTuple):
 
 
 NO_TOKEN, END = -2, -1
-"""In place of a token: the text had ended before, or ends here."""
+"""Instead of a token: the text had ended before, or ends now."""
 
 
 def _read(config: Config, layout: Layout, slots: int, weights: CausalModel, prompts: Array, lengths: Array) -> _State:
@@ -293,15 +293,15 @@ def _write(
     def step(carry: tuple[_State, Array, Array]) -> tuple[_State, Array, Array]:
         state, _, left = carry
         settings = {name: request[name] for name in ("temperature", "top_k", "top_p", "seed", "streams")}
-        drawn = draw(state.logits, state.lengths, config.model.vocabulary, **settings)
-        at_eod = state.at_eod | (~state.ended & (drawn[:, None] == request["eod"]).any(-1))
+        sampled = sample_tokens(state.logits, state.lengths, config.model.vocabulary, **settings)
+        at_eod = state.at_eod | (~state.ended & (sampled[:, None] == request["eod"]).any(-1))
         grows = ~state.ended & ~at_eod
-        here = jnp.arange(state.tokens.shape[1]) == state.lengths[:, None]
-        tokens = jnp.where(here & grows[:, None], drawn[:, None], state.tokens)
+        is_next = jnp.arange(state.tokens.shape[1]) == state.lengths[:, None]
+        tokens = jnp.where(is_next & grows[:, None], sampled[:, None], state.tokens)
         lengths = state.lengths + grows
         # A sequence that has ended reads its last token again, so that every index is in range; the result is not used.
         logits, cached = decoding.decode(weights, tokens[sequences, lengths - 1], state.cached, lengths - 1, layers)
-        written = jnp.where(grows, drawn, jnp.where(state.ended, NO_TOKEN, END))
+        written = jnp.where(grows, sampled, jnp.where(state.ended, NO_TOKEN, END))
         ended = at_eod | (lengths >= request["limits"])
         return _State(tokens, lengths, ended, at_eod, logits, cached), written, left - 1
 
@@ -323,14 +323,14 @@ class Continuation:
     ended: Literal["eod", "tokens", "positions"]
 
 
-class Prepared(NamedTuple):
-    """The weights that a `Generator` computes with; the master weights are not needed any more."""
+class PreparedWeights(NamedTuple):
+    """Weights of inference, from `Generator.prepare`; the master weights are no longer needed."""
 
     weights: CausalModel
 
 
 TokenCallback = Callable[[int, int, int | None], None]
-NARROWEST = 16  # positions
+MIN_WIDTH = 16  # positions
 
 
 class Generator:
@@ -374,16 +374,16 @@ class Generator:
         )
         self._all_logits = jax.jit(on_mesh(all_logits, in_specs=(weights, P()), out_specs=P()))
 
-    def prepare(self, model: CausalModel) -> Prepared:
-        """Master weights, as in `TrainState.model`, in the form of several calls."""
-        return Prepared(self._weights(model))
+    def prepare(self, model: CausalModel) -> PreparedWeights:
+        """Convert master weights, as in `TrainState.model`, once for several calls."""
+        return PreparedWeights(self._weights(model))
 
-    def _prepare(self, model: CausalModel | Prepared) -> CausalModel:
-        return model.weights if isinstance(model, Prepared) else self._weights(model)
+    def _prepare(self, model: CausalModel | PreparedWeights) -> CausalModel:
+        return model.weights if isinstance(model, PreparedWeights) else self._weights(model)
 
     def generate(
         self,
-        model: CausalModel | Prepared,
+        model: CausalModel | PreparedWeights,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         eod: int | Sequence[int],
@@ -393,12 +393,12 @@ class Generator:
         """Continue each of `prompts` until its document ends, `sampling.tokens` are generated, or positions run out.
 
         Args:
-          model: master weights, as in `TrainState.model`, or what `prepare` made of them.
+          model: master weights, as in `TrainState.model`, or the result of `prepare`.
           prompts: token ids; lengths may differ.
           sampling: how to choose tokens.
           eod: the end-of-document id, or several ids that end a text.
-          listener: called with the index of a prompt, a position and the token drawn for it, or None if the text ends
-            before it.
+          listener: called with the index of a prompt, a position and the token sampled for it, or None if the text
+            ends before it.
           streams: of noise, one of each prompt, from 0 to 2³² − 1; by default its index.
 
         Raises:
@@ -421,7 +421,7 @@ class Generator:
         }
         weights = self._prepare(model)
         rows = self._pad(prompts)
-        slots = max(pad_width(self.config, limits.max(), NARROWEST, widths=SLOTS), rows.shape[1])
+        slots = max(pad_width(self.config, limits.max(), MIN_WIDTH, widths=SLOTS), rows.shape[1])
         state = self._read(slots, weights, rows, lengths)
         if listener is None:
             state, _ = self._write(weights, request, state, np.int32(positions))
@@ -435,7 +435,7 @@ class Generator:
             continuations.append(Continuation(written, "eod" if at_eod else complete))
         return continuations
 
-    def logits(self, model: CausalModel | Prepared, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def logits(self, model: CausalModel | PreparedWeights, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """The logits of the next token after every position of each of `texts`, float32 [tokens, vocabulary].
 
         Args:
@@ -454,7 +454,7 @@ class Generator:
     def _generate_streaming(
         self, weights: CausalModel, request: dict, state: _State, positions: list[int], listener: TokenCallback
     ) -> _State:
-        """Take one step after the other, and tell of each while the devices work on the next."""
+        """Take one step after the other, and call `listener` while the devices work on the next."""
         last = None
         while True:
             state, written = self._write(weights, request, state, np.int32(1))
@@ -468,8 +468,8 @@ class Generator:
             last = written
 
     def _pad(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Texts in rows of one width, with zeros behind them, which no token sees."""
-        rows = np.zeros((len(texts), pad_width(self.config, max(map(len, texts)), NARROWEST)), np.int32)
+        """Texts in rows of one width, padded with zeros, which no token attends to."""
+        rows = np.zeros((len(texts), pad_width(self.config, max(map(len, texts)), MIN_WIDTH)), np.int32)
         for row, text in zip(rows, texts, strict=True):
             row[: len(text)] = text
         return rows
@@ -485,12 +485,8 @@ class Generator:
                 raise UsageError(f"{which} is empty; give at least one token to continue")
             if len(prompt) > most:
                 needs = ", one of which the continuation needs" if most < model.sequence else ""
-                raise UsageError(
-                    f"{which} has {len(prompt):,} tokens and the model {model.sequence:,} positions{needs}; shorten it "
-                    f"to {most:,} tokens or fewer"
-                )
+                positions = f"{len(prompt):,} tokens and the model {model.sequence:,} positions{needs}"
+                raise UsageError(f"{which} has {positions}; shorten it to {most:,} tokens or fewer")
             if not 0 <= min(prompt) <= max(prompt) < model.vocabulary:
-                raise UsageError(
-                    f"{which} has token ids from {min(prompt)} to {max(prompt)}; the model has 0 to "
-                    f"{model.vocabulary - 1}: use the tokenizer it was trained with"
-                )
+                ids = f"token ids from {min(prompt)} to {max(prompt)}, and the model has 0 to {model.vocabulary - 1}"
+                raise UsageError(f"{which} has {ids}; use the tokenizer it was trained with")

@@ -64,15 +64,13 @@ class OpenRun:
         Raises:
           UsageError: its weights have other names or shapes.
         """
-        ours, theirs = (
+        stored, expected = (
             {name: leaf.shape for name, leaf in leaves_by_path(model).items()} for model in (self.weights, target)
         )
-        if differ := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
-            name = differ[0]
-            raise UsageError(
-                f"{name} of {self.folder} has the shape {ours.get(name)} and that of the program {theirs.get(name)}; "
-                "build it from the run's config"
-            )
+        if different := [name for name in stored | expected if stored.get(name) != expected.get(name)]:
+            name = different[0]
+            shapes = f"the shape {stored.get(name)} and the program {expected.get(name)}"
+            raise UsageError(f"{name} of {self.folder} has {shapes}; build it from the run's config")
         return jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(self.weights))
 
 
@@ -88,8 +86,8 @@ def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | dic
 
     Raises:
       UsageError: there is no such run or checkpoint; the mesh cannot split its model or needs more devices than there
-        are; or it has a model of your own that this program has neither
-        defined, imported nor loaded with `load_config`.
+        are; or its model is user-defined, and the program has neither defined, imported nor loaded it with
+        `load_config`.
       RunError: the checkpoint is damaged.
     """
     mesh = build(MeshConfig, mesh, "mesh") if isinstance(mesh, dict) else mesh or MeshConfig()
@@ -115,7 +113,7 @@ def read_run(run: Path, causal: bool, reason: str) -> Config:
     Raises:
       UsageError: the folder has no config, or another kind of model; or nothing has registered its model.
     """
-    config = (read_config if causal else read_settings)(run / "config.json")  # no BERT is a model of your own
+    config = (read_config if causal else read_settings)(run / "config.json")  # no BERT is user-defined
     if config.model.causal != causal:
         wanted = "a GPT" if causal else "a BERT"
         raise UsageError(f"{run} holds {config.model.title}, {reason}; give the run folder of {wanted}")
@@ -174,7 +172,7 @@ def check_enough_devices(mesh: MeshConfig) -> None:
         flags = axes.cli_sizes(mesh)
         given = " ".join(f"--mesh.{axis} {size}" for axis, size in flags.items() if size > 1)
         fewer = " ".join(f"--mesh.{axis} 1" for axis, size in flags.items() if size > 1)
-        raise UsageError(f"{given} needs {mesh.devices} devices; {present} found: use {fewer}")
+        raise UsageError(f"{given} needs {mesh.devices} devices; there are {present}: use {fewer}")
 
 
 def run_tokenizer(

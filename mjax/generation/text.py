@@ -11,16 +11,16 @@ import numpy as np
 from rich.console import Console
 
 from mjax.config import MeshConfig
-from mjax.data.tokenizers import end_token_ids
+from mjax.data.tokenizers import stop_token_ids
 from mjax.errors import UsageError, check_options, name_arguments
 from mjax.generation import Sampling
-from mjax.generation.generate import Continuation, Generator, Prepared
+from mjax.generation.generate import Continuation, Generator, PreparedWeights
 from mjax.generation.inference import OpenRun, inference_config, open_run, read_run, run_tokenizer
 from mjax.models.causal import CausalModel
 
 Decode = Callable[[list[int]], str]
-CONTEXT = 16  # ids: the text of a token depends on the few before it
-HALF = "\ufffd"  # what bytes decode to that are no whole character
+PREFIX_IDS = 16  # the text of a token depends on the few before it
+REPLACEMENT = "\ufffd"  # the text of bytes that are no whole character
 
 
 def decode_suffix(decode: Decode, prompt: list[int], tokens: list[int]) -> str:
@@ -36,7 +36,7 @@ class StreamingText:
     It is decoded after what comes before it, because the text of a token can depend on the previous one: sentencepiece
     drops the space before the first, and a token may hold part of a character. Byte fallback turns a run of bytes that
     ends within a character into U+FFFD altogether, so ids are only parted between whole characters.
-    (`tokenizers.decoders.DecodeStream` does as much for the tokenizers of its own library.)
+    (`tokenizers.decoders.DecodeStream` does this for the tokenizers of that library.)
 
     Attributes:
       text: of the tokens so far, without an end that is not whole: a token may end within a character, which decodes
@@ -49,9 +49,9 @@ class StreamingText:
         self._decode, self._ids, self._whole = decode, list(prompt), ""
         self._prompt = self._done = len(self._ids)  # ids whose text is whole
         # The ids from here are decoded: they begin with a whole character, and the text of those done is not empty.
-        nearest = range(self._done - CONTEXT, max(self._done - 2 * CONTEXT, 0), -1)
+        nearest = range(self._done - PREFIX_IDS, max(self._done - 2 * PREFIX_IDS, 0), -1)
         texts = ((begin, decode(self._ids[begin:])) for begin in nearest)
-        self._begin = next((begin for begin, text in texts if text.strip() and HALF not in text), 0)
+        self._begin = next((begin for begin, text in texts if text.strip() and REPLACEMENT not in text), 0)
         self._before = decode(self._ids[self._begin :])
         self.text, self.ended = "", False
 
@@ -64,8 +64,8 @@ class StreamingText:
         new = text[len(self._before) :]
         if not text.startswith(self._before):
             new = self._decode(self._ids[self._done :])
-        self.text = self._whole + (new if self.ended else new.rstrip(HALF))
-        if not new.endswith(HALF):
+        self.text = self._whole + (new if self.ended else new.rstrip(REPLACEMENT))
+        if not new.endswith(REPLACEMENT):
             if new.strip():
                 self._begin, text = self._done, self._decode(self._ids[self._done :])
             self._whole, self._done, self._before = self.text, len(self._ids), text
@@ -122,7 +122,7 @@ class TextContinuation:
 
 def continue_ids(
     generator: Generator,
-    model: CausalModel | Prepared,
+    model: CausalModel | PreparedWeights,
     decode: Decode,
     prompts: Sequence[str],
     encoded: Sequence[list[int]],
@@ -154,7 +154,7 @@ def continue_ids(
         streamed.finish(continuation.tokens)
         samples.append(TextContinuation(prompt, streamed.text, len(ids), len(continuation.tokens), continuation.ended))
     if watch:
-        watch(texts)  # a text that ended last was not heard to end
+        watch(texts)  # the last text to end has called no listener for its end
     return samples
 
 
@@ -202,14 +202,14 @@ def generate_texts(
     if ids is not None:
         repeated = [list(map(int, text)) for text in ids for _ in range(num_samples)]
         eod = opened.tokenizer.eod if (opened.folder / "tokenizer").is_dir() else -1
-        return generator.generate(weights, repeated, chosen, end_token_ids(opened.folder / "tokenizer", eod))
+        return generator.generate(weights, repeated, chosen, stop_token_ids(opened.folder / "tokenizer", eod))
     library = run_tokenizer(opened.folder, opened.config.model, tokenizer, 'tokenizer="KIND:FILES"')
     prompts = (prompts,) if isinstance(prompts, str) else prompts
     if wrong := [prompt for prompt in prompts if not isinstance(prompt, str)]:
         raise UsageError(f"prompts has {wrong[0]!r}, which is not text; give ids for token ids, a list for each text")
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
-    encoded = [library.prompt(prompt) for prompt in repeated]
-    ends = end_token_ids(opened.folder / "tokenizer", library.eod, tokenizer)
+    encoded = [library.encode_prompt(prompt) for prompt in repeated]
+    ends = stop_token_ids(opened.folder / "tokenizer", library.eod, tokenizer)
     return continue_ids(generator, weights, library.decode, repeated, encoded, chosen, ends)
 
 

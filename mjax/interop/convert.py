@@ -24,7 +24,7 @@ from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import MANIFEST, write_manifest
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, save_config
 from mjax.config.checks import validate
-from mjax.config.model import REGISTRY, ModelConfig, import_object, is_user_defined, model_kind
+from mjax.config.model import REGISTRY, ModelConfig, import_object, is_user_defined
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, either
 from mjax.interop.model_folder import CARD, new_folder
@@ -147,7 +147,7 @@ def model_family(model: ModelConfig) -> Family:
     for family in families():
         if not (difference := unlike(family, model)):
             return family
-        if family.fixed["kind"] == model_kind(model):
+        if family.fixed["kind"] == model.kind:
             different[family.model] = difference
     nearest, fields = min(different.items(), key=lambda each: len(each[1]))
     flags = " ".join(f"--model.{name.replace('_', '-')} {getattr(model, name)}" for name in fields)
@@ -168,7 +168,7 @@ def check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> list[st
     returned."""
     if tokenizer is None or tokenizer.vocabulary <= model.vocabulary:
         return []
-    left_out = tokenizer.leave_out(model.vocabulary)
+    left_out = tokenizer.trim_vocabulary(model.vocabulary)
     if tokenizer.vocabulary > model.vocabulary:
         counts = f"{tokenizer.vocabulary:,} ids and the model's embedding {model.vocabulary:,} rows"
         raise UsageError(f"the tokenizer has {counts}; give the tokenizer that the model was trained with")

@@ -20,24 +20,24 @@ from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, decoders, models, normalizers, processors
-from tokenizers import Tokenizer as Library
+from tokenizers import Tokenizer as BackendTokenizer
 
 from mjax.config.model import ModelConfig
-from mjax.data.tokenizer_trial import PROSE, remember
+from mjax.data.tokenizer_trial import SAMPLE_TEXT, mark_trusted
 from mjax.data.tokenizers import (
-    DESCRIPTION,
+    DESCRIPTION_FILE,
     EOD_PIECE,
     SCHEMES,
     BertTokenizer,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
-    add_special,
-    byte_characters,
-    byte_level,
-    library_errors,
+    add_special_tokens,
+    byte_level_bpe,
+    bytes_to_unicode,
+    convert_errors,
     load_tokenizer,
-    open_library,
+    open_backend,
     parse_tokenizer,
     tokenizer_from_folder,
 )
@@ -52,7 +52,7 @@ SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 SPACE = "▁"  # U+2581, sentencepiece's
 WEIGHTS_ALONE = "export the weights alone with --tokenizer none"
 AWKWARD = (
-    PROSE,
+    SAMPLE_TEXT,
     "  naïve café, e\u0301 s\u0323\u0307 ﬁ\u0301 Ⅷ ① ½ İ ẞ 漢字、한국어 हिन्दी ภาษาไทย مرحبا 👩‍👩‍👧🇫🇷",
     "\u00a0no\u3000break\u200b\u2028\ufeff",
     f"a\x00\x01\x7f {SPACE}Ġ <s>a</s> <unk><0x0A><pad> [CLS] [MASK] [SEP] {EOD_PIECE}one",
@@ -70,12 +70,12 @@ def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
     """
     if given is not None:
         return load_tokenizer(given)
-    if (folder / DESCRIPTION).is_file():
+    if (folder / DESCRIPTION_FILE).is_file():
         return tokenizer_from_folder(folder)
     settings = read_object(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     if (folder / "tokenizer.json").is_file():
         tokenizer = _find_fast(folder, settings)
-        tokenizer.bos = tokenizer.read_bos()
+        tokenizer.bos = tokenizer.find_bos()
         return tokenizer
     lowercase = settings.get("do_lower_case")
     bert = isinstance(lowercase, bool) and settings.get("strip_accents") in (None, lowercase)
@@ -91,7 +91,7 @@ def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
             raise UsageError(f"{folder} has the vocab.json of a {name}, which cuts other words than GPT-2; {fix}")
         tokenizer = parse_tokenizer(kind, [file.read_bytes() for file in files], [*map(str, files)])
         if settings.get("add_bos_token") is True:  # if no tokenizer.json has it
-            tokenizer.bos = tokenizer.read_bos()
+            tokenizer.bos = tokenizer.find_bos()
         return tokenizer
     return None
 
@@ -100,8 +100,8 @@ def _find_fast(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     """Read tokenizer.json, with the tokens that only tokenizer_config.json has, and its end token."""
     file, source = folder / "tokenizer.json", folder / SETTINGS
     content, added = file.read_bytes(), settings.get("added_tokens_decoder") or {}
-    library = open_library(content, str(file))
-    with library_errors(f"{source}: added_tokens_decoder does not describe tokens", "restore the file"):
+    library = open_backend(content, str(file))
+    with convert_errors(f"{source}: added_tokens_decoder does not describe tokens", "restore the file"):
         listed = [(int(number), token) for number, token in added.items()]
         tokens = [
             (number, AddedToken(**{name: token[name] for name in ADDED if name in token}))
@@ -120,7 +120,7 @@ def _find_fast(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     return parse_tokenizer("hf", [library.to_str().encode() if tokens else content], [str(file)], end)
 
 
-def write_tokenizer(tokenizer: Tokenizer, library: Library, folder: Path, model: ModelConfig) -> None:
+def write_tokenizer(tokenizer: Tokenizer, library: BackendTokenizer, folder: Path, model: ModelConfig) -> None:
     """Write a tokenizer into a model folder: its own files, for mjax, and a tokenizer.json, for `transformers`.
 
     Args:
@@ -133,12 +133,12 @@ def write_tokenizer(tokenizer: Tokenizer, library: Library, folder: Path, model:
     pairs = model.samples != "text"
     content = library.to_str(pretty=True).encode()
     if tokenizer.scheme == "hf":  # whose own file has that name
-        remember(content, "tokenizers")  # it has been compared with the tried one
+        mark_trusted(content, "tokenizers")  # it has been compared with the tried one
         tokenizer = copy(tokenizer)
         tokenizer.contents = (content,)
     tokenizer.save(folder)
     (folder / "tokenizer.json").write_bytes(content)
-    end, begin = library.id_to_token(tokenizer.eod), library.id_to_token(tokenizer.start)
+    end, begin = library.id_to_token(tokenizer.eod), library.id_to_token(tokenizer.prefix_id)
     values = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.max_positions,
@@ -158,7 +158,7 @@ def write_tokenizer(tokenizer: Tokenizer, library: Library, folder: Path, model:
 # --- The same ids in tokenizer.json -----------------------------------------------------------------------------------
 
 
-def fast_tokenizer(tokenizer: Tokenizer, pairs: bool = False) -> Library:
+def fast_tokenizer(tokenizer: Tokenizer, pairs: bool = False) -> BackendTokenizer:
     """The same tokenizer in the `tokenizers` library, with the special tokens that `transformers` expects.
 
     Args:
@@ -171,13 +171,13 @@ def fast_tokenizer(tokenizer: Tokenizer, pairs: bool = False) -> Library:
     if isinstance(tokenizer, SentencePieceTokenizer):
         library = _convert_sentencepiece(tokenizer.processor)
     elif isinstance(tokenizer, HuggingFaceTokenizer):
-        values = json.loads(tokenizer.library.to_str())
+        values = json.loads(tokenizer.backend.to_str())
         if not (pairs and isinstance(tokenizer, BertTokenizer)):
             values["post_processor"] = None  # the model was not trained with what it adds
-        library = Library.from_str(json.dumps(values))
+        library = BackendTokenizer.from_str(json.dumps(values))
     else:
-        pieces = {piece: byte for byte, piece in enumerate([*byte_characters(), EOD_PIECE])}
-        library = byte_level(pieces, [], words=False)
+        pieces = {piece: byte for byte, piece in enumerate([*bytes_to_unicode(), EOD_PIECE])}
+        library = byte_level_bpe(pieces, [], words=False)
     _check_same(tokenizer, library)
     if tokenizer.bos is not None:
         piece = library.id_to_token(tokenizer.bos)
@@ -187,9 +187,9 @@ def fast_tokenizer(tokenizer: Tokenizer, pairs: bool = False) -> Library:
     return library
 
 
-def _check_same(tokenizer: Tokenizer, library: Library) -> None:
+def _check_same(tokenizer: Tokenizer, library: BackendTokenizer) -> None:
     """Compare the two, with the second used as in `transformers`, on difficult texts and on every piece."""
-    library = Library.from_str(library.to_str())  # as read from the file
+    library = BackendTokenizer.from_str(library.to_str())  # as read from the file
     library.encode_special_tokens = True
     for text in _texts(tokenizer):
         ids, other = tokenizer.encode(text), library.encode(text, add_special_tokens=False).ids
@@ -219,7 +219,7 @@ def _texts(tokenizer: Tokenizer) -> list[str]:
 # --- sentencepiece ----------------------------------------------------------------------------------------------------
 
 
-def _convert_sentencepiece(processor: SentencePieceProcessor) -> Library:
+def _convert_sentencepiece(processor: SentencePieceProcessor) -> BackendTokenizer:
     """Byte pairs of the library for a model of byte pairs without normalization; others fail `_check_same`."""
     ids = {processor.id_to_piece(number): number for number in range(processor.vocab_size())}
     special = [piece for piece, number in ids.items() if processor.is_control(number) or processor.is_unknown(number)]
@@ -230,12 +230,12 @@ def _convert_sentencepiece(processor: SentencePieceProcessor) -> Library:
 
     unknown = processor.id_to_piece(processor.unk_id())
     prefix = processor.encode("a", out_type=str)[0].startswith(SPACE)
-    library = Library(_byte_pairs(ids, learned, unknown, bool(bytes_of)))
+    library = BackendTokenizer(_byte_pairs(ids, learned, unknown, bool(bytes_of)))
     library.normalizer = normalizers.Sequence([normalizers.Replace(" ", SPACE), *[normalizers.Prepend(SPACE)] * prefix])
     steps = [decoders.Replace(unknown, processor.decode([processor.unk_id()])), decoders.Replace(SPACE, " ")]
     steps += [decoders.ByteFallback(), decoders.Fuse(), *[decoders.Strip(" ", 1, 0)] * prefix]
     library.decoder = decoders.Sequence(steps)
-    add_special(library, *special)
+    add_special_tokens(library, *special)
     # Pieces of the user are never split or joined; a single character that is part of no other is never joined anyway.
     inside = {character for piece in learned for character in piece}
     looked_for = [text for text in scores if text in given and (len(text) > 1 or text in inside)]
@@ -331,13 +331,13 @@ def _read_files(folder: Path) -> tuple[dict[str, bytes], dict[str, Any], dict[st
     if (folder / GENERATION).is_file():
         files[GENERATION] = _json(read_object(folder / GENERATION))
     listed = settings.pop("chat_template", None) or []
-    with library_errors(
+    with convert_errors(
         f"{folder / SETTINGS}: chat_template is neither text nor a list of templates with name and template",
         "restore the file",
     ):
         listed = [{"name": "default", "template": listed}] if isinstance(listed, str) else listed
         templates = {one["name"] + "": one["template"] + "" for one in listed}
-    with library_errors(f"{folder} has a chat template that is not UTF-8", "download it again"):
+    with convert_errors(f"{folder} has a chat template that is not UTF-8", "download it again"):
         for file in (folder / TEMPLATE, *sorted((folder / NAMED).glob("*.jinja"))):
             if file.is_file():
                 templates["default" if file.name == TEMPLATE else file.stem] = file.read_bytes().decode()

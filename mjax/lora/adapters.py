@@ -1,16 +1,16 @@
 """LoRA (arXiv 2106.09685, section 4.1): a model whose weights are frozen, with adapters that are trained.
 
-Any model gets them, after it is built: every column- or row-parallel layer of its stacked layers whose name is among
-`lora.targets`. The experts of a mixture, which are no such layers, stay frozen without adapters. A kernel W stays as it
-is, and the layer learns a product of two narrow matrices, A of r columns and B of r rows:
+They are added to any model after it is built: to every column- or row-parallel layer of its stacked layers whose name
+is among `lora.targets`. The experts of a mixture are no such layers: they are frozen without adapters. A kernel W is
+unchanged, and the layer learns a product of two narrow matrices, A of r columns and B of r rows:
 
     column-parallel    y_i = f(x) W_i + s · (f(x) A) B_i       A is whole on every rank, B split as W by columns
     row-parallel       y = g(x_i W_i + s · (x_i A_i) B)        A is split as W by rows, B whole on every rank
 
-The adapter is inside the region of its layer: f is applied once for both, and g sums both at once. A weight that is
-whole on every rank gets a part of its gradient on each, and these are summed once a step (`grad_partial_over_model`).
-Queries, keys and values have a pair (A, B) each, although they are one kernel, and so have the two halves of a gated
-MLP.
+The adapter is inside the region of its layer: f is applied once for both, and g sums both together. A weight that is
+whole on every rank has a part of its gradient on each, and these are summed once a step (`grad_partial_over_model`).
+Queries, keys and values have a pair (A, B) each, although they are one kernel, and so have the gate and the other half
+of a gated MLP.
 """
 
 from __future__ import annotations
@@ -62,11 +62,10 @@ class ColumnAdapter(Adapter):
         super().__init__(*matrices)
         self.parts = parts
 
-    def input(self, x: Float[Array, "t h"], entered: Rows, tokens: TokenLayout, key: DropoutKey | None) -> Rows:
-        """What A multiplies: `entered`, f of the layer's input x, unless dropout gives it another one, which costs an f
-        of its own."""
+    def input(self, x: Float[Array, "t h"], rows: Rows, tokens: TokenLayout, key: DropoutKey | None) -> Rows:
+        """The input of A: `rows`, f of the layer's input x, or with dropout f of x with dropout, a second f."""
         if key is None or not self.dropout:
-            return entered
+            return rows
         return column_parallel_input(dropout_tokens(x, self.dropout, key, tokens), (), tokens)[0]
 
     def __call__(
@@ -75,11 +74,11 @@ class ColumnAdapter(Adapter):
         """The outputs of a layer, of each part or of all in one, with s · (x A) B added."""
         narrow = linear(mappings.vary(self.a[...], mappings.varying_axes(x)), x)
         b = self.scale * local_columns(self.b[...], layer.columns, 2)
-        own = {part: linear(b[i], narrow[:, i]) for i, part in enumerate(self.parts)}
+        deltas = {part: linear(b[i], narrow[:, i]) for i, part in enumerate(self.parts)}
         if layer.split and len(outputs) == 1:
-            nothing = jnp.zeros_like(own[self.parts[0]])
-            own = {0: jnp.stack([own.get(part, nothing) for part in range(layer.kernel.shape[1])], axis=1)}
-        return [y + own[part] if part in own else y for part, y in enumerate(outputs)]
+            zeros = jnp.zeros_like(deltas[self.parts[0]])
+            deltas = {0: jnp.stack([deltas.get(part, zeros) for part in range(layer.kernel.shape[1])], axis=1)}
+        return [y + deltas[part] if part in deltas else y for part, y in enumerate(outputs)]
 
 
 class RowAdapter(Adapter):
@@ -88,7 +87,7 @@ class RowAdapter(Adapter):
     def __call__(
         self, x: Float[Array, " bs *into"], tokens: TokenLayout, key: DropoutKey | None
     ) -> Float[Array, "bs h"]:
-        """This rank's part of what is added to the output of the layer."""
+        """This rank's part of s · (x A) B, which is added to the output of the layer."""
         by_sequence = tokens.split_sequences(x.reshape(len(x), -1))
         first = mappings.rank(MODEL) * by_sequence.shape[-1]
         dropped = dropout(by_sequence, self.dropout, key, tokens.position_ids(), first_column=first)
@@ -96,12 +95,12 @@ class RowAdapter(Adapter):
         return linear(self.scale * mappings.vary(self.b[...], mappings.varying_axes(narrow)), narrow, 1)
 
 
-# --- A model gets adapters --------------------------------------------------------------------------------------------
+# --- Adding adapters to a model ---------------------------------------------------------------------------------------
 
 
 def add_adapters(model: nnx.Module, key: Array, dtype) -> nnx.Module:
-    """Freeze the weights of `model` and add the adapters that its config asks for; A is drawn from `key` and the name
-    of the layer, and B is zero, so that the model computes what it did.
+    """Freeze the weights of `model` and add the adapters of its config. A is drawn from `key` and the name of the
+    layer, and B is zero, so that the results of the model do not change.
 
     Raises:
       UsageError: the model has no such layer, or the rank is above that of a matrix.
@@ -132,7 +131,7 @@ def linear_layers(model: nnx.Module) -> Iterator[tuple[str, str, Linear]]:
 
 
 def match_targets(name: str, layer: Linear) -> tuple[str, ...]:
-    """The names in `lora.targets` of the parts of a layer, in order: a layer without parts has its own name."""
+    """The names in `lora.targets` of the parts of a layer, in order; of a layer without parts, its name."""
     return getattr(layer, "parts", ()) or (name,)
 
 
@@ -178,7 +177,5 @@ def uniform(inputs: int):
 
 def _check_rank(rank: int, rows: int, columns: int) -> None:
     if rank > min(rows, columns):
-        raise UsageError(
-            f"--lora.rank {rank} is above the rank of a matrix of {rows:,} × {columns:,}; use at most "
-            f"{min(rows, columns)}"
-        )
+        fix = f"use at most {min(rows, columns)}"
+        raise UsageError(f"--lora.rank {rank} is above the rank of a matrix of {rows:,} × {columns:,}; {fix}")

@@ -1,4 +1,4 @@
-"""A layer composed of given parts.
+"""A layer: attention, MLP and norms.
 
     Block, pre-LN (arXiv 1909.08053, figure 7b)
 
@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mjax.models.parts.attention import Attention
-from mjax.models.protocol import Context
+from mjax.models.protocol import ForwardContext
 from mjax.parallel import random
 
 Sums = dict[str, Array]
@@ -39,8 +39,8 @@ Sums = dict[str, Array]
 class Block(nnx.Module):
     """One transformer layer, with norms before attention and MLP, of this rank's rows of the stream."""
 
-    backward: ClassVar[tuple[str, ...]] = ("mlp", "mlp_norm", "attention", "attention_norm")
-    """The order in which the backward pass reaches the parts of a layer."""
+    backward_order: ClassVar[tuple[str, ...]] = ("mlp", "mlp_norm", "attention", "attention_norm")
+    """The parts of a layer in the order of the backward pass."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Block(nnx.Module):
 
         Args:
           attention_norm, mlp_norm: called with x.
-          attention, mlp: called with x and a `Context`.
+          attention, mlp: called with x and a `ForwardContext`.
           dropout: rate for the outputs of attention and MLP.
         """
         self.attention_norm, self.attention = attention_norm, attention
@@ -62,28 +62,28 @@ class Block(nnx.Module):
         self.dropout = dropout
 
     def __call__(
-        self, x: Float[Array, "t h"], context: Context, attention: Callable | None = None
+        self, x: Float[Array, "t h"], context: ForwardContext, attention: Callable | None = None
     ) -> Float[Array, "t h"] | tuple[Float[Array, "t h"], Sums]:
-        """The stream after the layer, and the sums of an MLP that has some. `attention` replaces that of the layer."""
+        """The stream after the layer, and the sums of its MLP, if it returns some. `attention` replaces the layer's."""
         y = (attention or self.attention)(self.attention_norm(x), context)
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
-        y, sums = with_sums(self.mlp(self.mlp_norm(x), context))
+        y, sums = split_sums(self.mlp(self.mlp_norm(x), context))
         x = x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
         return (x, sums) if sums else x
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> Any:
-        """What this rank has read of so many sequences, before the first position: a pytree of arrays, which only
-        the layer reads and writes.
+        """This rank's cache for generation, before the first position: a pytree of arrays, which only the layer reads
+        and writes.
 
         Args:
-          sequences: b, the same as the first dim of every array.
-          slots: positions of this rank that there must be room for.
+          sequences: b, the first dim of every array.
+          slots: positions of this rank that the cache must hold.
           dtype: of the stream.
         """
         return self.attention.empty_cache(sequences, slots, dtype)
 
     def decode(
-        self, x: Float[Array, "t h"], context: Context, cached: Any, lengths: Int[Array, " b"]
+        self, x: Float[Array, "t h"], context: ForwardContext, cached: Any, lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "t h"], Any]:
         """The layer without dropout, and the cache with the positions of `x`, for generation.
 
@@ -101,21 +101,21 @@ class Block(nnx.Module):
             caches.append(cache)
             return y
 
-        return with_sums(self(x, context, attention))[0], caches[0]
+        return split_sums(self(x, context, attention))[0], caches[0]
 
 
 class PostNormBlock(Block):
     """One transformer layer of the original BERT, with a norm after each residual sum."""
 
     def __call__(
-        self, x: Float[Array, "t h"], context: Context, attention: Callable | None = None
+        self, x: Float[Array, "t h"], context: ForwardContext, attention: Callable | None = None
     ) -> Float[Array, "t h"]:
         y = (attention or self.attention)(x, context)
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
         x = self.attention_norm(x)
         y = self.mlp(x, context)
         x = x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
-        # The input of a norm is kept for its backward pass; in the pre-LN layer it is the next layer's input.
+        # The input of a norm is saved for its backward pass; in the pre-LN layer it is the next layer's input.
         return self.mlp_norm(checkpoint_name(x, "residual"))
 
 
@@ -123,7 +123,7 @@ class OutputNormBlock(Block):
     """One transformer layer whose attention and MLP are normed before they are added to the stream."""
 
     def __call__(
-        self, x: Float[Array, "t h"], context: Context, attention: Callable | None = None
+        self, x: Float[Array, "t h"], context: ForwardContext, attention: Callable | None = None
     ) -> Float[Array, "t h"]:
         y = (attention or self.attention)(x, context)
         y = self.attention_norm(checkpoint_name(y, "residual"))
@@ -133,6 +133,6 @@ class OutputNormBlock(Block):
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
 
 
-def with_sums(result: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
-    """The result of a layer, or of a part of it, and its sums by name, in float32; none if it is an array."""
+def split_sums(result: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
+    """Split the result of a layer or of an MLP into its array and its sums by name; {} if it has none."""
     return result if isinstance(result, tuple) else (result, {})

@@ -1,4 +1,4 @@
-"""What is known of the model of a config without building it: its weights and its classes, from the traced model."""
+"""Weights and classes of the model of a config, from the traced model: nothing is allocated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def matrix_dims(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[i
 
 @lru_cache(maxsize=64)
 def weight_dims(config: ModelConfig) -> dict[str, Dims]:
-    """What the dims of each weight are (`parallel/weights.py`), by name."""
+    """The names of the dims of each weight (`parallel/weights.py`), by name of the weight."""
     return dict(zip(abstract_weights(config), read_dims(_trace_model(config)), strict=True))
 
 
@@ -54,8 +54,8 @@ def _trace_model(config: ModelConfig) -> Model:
 def mixing_class(config: ModelConfig) -> str | None:
     """The name of the first class of the model that may mix or count positions by itself; None: there is none.
 
-    A class of yours may, unless its `mixes_positions` is False; a layer says that for the modules in it, too, a model
-    for its `embed` and `loss` alone.
+    A user-defined class may, unless its `mixes_positions` is False. A layer's counts for the modules in it, too, a
+    model's for its `embed` and `loss` alone.
     """
     return _mixing_class(_trace_model(config))
 
@@ -65,38 +65,38 @@ def _mixing_class(part: nnx.Module | Positions | Model) -> str | None:
         return type(part).__name__
     if mixes is False and not isinstance(part, Model):
         return None
-    inner = (each for each in vars(part).values() if isinstance(each, nnx.Module | Positions))
+    inner = (module for module in vars(part).values() if isinstance(module, nnx.Module | Positions))
     return next(filter(None, map(_mixing_class, inner)), None)
 
 
 def _mixes_positions(cls: type) -> bool | None:
-    """The `mixes_positions` of a class; None if it computes nothing, or is one of mjax."""
+    """The `mixes_positions` of a class, by default True; None for a class of mjax, and for one without a forward."""
     for base in cls.__mro__:
         if base.__module__.startswith("mjax."):
             return None
         if "mixes_positions" in vars(base):
             return base.mixes_positions
-        if vars(base).keys() & {"__call__", "turn", "embed", "loss"}:
+        if vars(base).keys() & {"__call__", "apply_to_qk", "embed", "loss"}:
             return True
     return None
 
 
 def scores_in_chunks(config: ModelConfig) -> bool:
-    """Whether the model has a loss in chunks (`train.loss_chunks`)."""
+    """True if the model's loss supports `train.loss_chunks`."""
     return _trace_model(config).scores_in_chunks()
 
 
 def count_parameters(config: ModelConfig, trained: bool = False) -> int:
-    """Exact number of parameters, or of those that are `trained`; a tied embedding counts once."""
-    left_out = frozen_weights(config) if trained else ()
-    return sum(math.prod(shape) for name, (shape, _) in abstract_weights(config).items() if name not in left_out)
+    """Exact number of parameters, or of the `trained` ones; a tied embedding counts once."""
+    omitted = frozen_weights(config) if trained else ()
+    return sum(math.prod(shape) for name, (shape, _) in abstract_weights(config).items() if name not in omitted)
 
 
 def count_active(config: ModelConfig) -> int:
-    """Parameters that a token uses: all, but of the experts of a mixture those that it takes."""
+    """Parameters that a token uses: all, but of a mixture's experts only `experts_per_token`."""
 
-    def used(shape: tuple[int, ...], spec: P) -> int:
+    def count_used(shape: tuple[int, ...], spec: P) -> int:
         size = math.prod(shape)
         return size * config.experts_per_token // config.experts if EXPERT in spec else size
 
-    return sum(used(*weight) for weight in abstract_weights(config).values())
+    return sum(count_used(*weight) for weight in abstract_weights(config).values())

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import MODEL
 from mjax.errors import UsageError
-from mjax.models.protocol import Context, LanguageModel
+from mjax.models.protocol import ForwardContext, LanguageModel
 from mjax.models.stack import run_blocks
 from mjax.parallel import mappings
 from mjax.parallel.chunked_cross_entropy import chunked_cross_entropy
@@ -22,10 +22,10 @@ from mjax.parallel.token_layout import TokenLayout
 
 
 class Output(NamedTuple):
-    """A table of the vocabulary, and the rows that it scores.
+    """The output layer of a model, and its input: logits and cross entropy.
 
     Attributes:
-      table: the embedding of the tokens, or one of its own.
+      table: the embedding of the tokens (tied), or a separate one.
       x: after the final norm, this rank's rows of the stream.
       bias: of each token, added to its score.
     """
@@ -38,7 +38,7 @@ class Output(NamedTuple):
         """Scores of all rows, varying over `model`."""
         return self.table.logits(self.x, tokens, self.bias)
 
-    def cross_entropy(self, labels: Int[Array, "b s"], context: Context) -> Float[Array, " bs"]:
+    def cross_entropy(self, labels: Int[Array, "b s"], context: ForwardContext) -> Float[Array, " bs"]:
         """The loss of each token, float32 or wider, the same on every rank of `model`."""
         labels, tokens, chunks = labels.reshape(-1), context.tokens, context.loss_chunks
         if chunks == 1:
@@ -51,7 +51,7 @@ class CausalModel(LanguageModel):
 
     loss_weights: ClassVar[dict[str, float]] = {"loss": 1.0}
 
-    def embed(self, batch: dict[str, Array], context: Context) -> Float[Array, "t h"]:
+    def embed(self, batch: dict[str, Array], context: ForwardContext) -> Float[Array, "t h"]:
         """The stream before the first layer, of `batch["tokens"]`, int [b, s]."""
         raise NotImplementedError
 
@@ -73,23 +73,21 @@ class CausalModel(LanguageModel):
         try:
             mappings.size(MODEL)
         except NameError:
-            raise UsageError(
-                "a model is called within jax.shard_map over its mesh; for the logits of a run, call "
-                "mjax.logits(run, ids)"
-            ) from None
-        context = Context(TokenLayout(*ids.shape))
+            fix = "for the logits of a run, call mjax.logits(run, ids)"
+            raise UsageError(f"a model is called within jax.shard_map over its mesh; {fix}") from None
+        context = ForwardContext(TokenLayout(*ids.shape))
         x, _ = run_blocks(self.blocks, self.embed({"tokens": ids}, context), context)
         return context.tokens.split_sequences(self.logits(x, context.tokens))
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
-        """The number of labels, or of those that the loss mask counts."""
+        """The number of labels, or of labels in the loss mask."""
         if "loss_mask" not in batch:
             return {"loss": batch["labels"].size}
         return {"loss": batch["loss_mask"].sum(dtype=jnp.int32)}
 
-    def loss(self, x: Float[Array, "t h"], batch: dict[str, Array], context: Context) -> dict[str, Array]:
-        """The cross entropy of the labels that count. The head has no dropout."""
-        if context.loss_chunks == 1:  # of a model's own `logits`, too
+    def loss(self, x: Float[Array, "t h"], batch: dict[str, Array], context: ForwardContext) -> dict[str, Array]:
+        """The cross entropy of the labels in the loss mask. The head has no dropout."""
+        if context.loss_chunks == 1:  # also for a model that overrides `logits`
             losses = vocab_parallel_cross_entropy(self.logits(x, context.tokens), batch["labels"].reshape(-1))
         else:
             losses = self.output(x).cross_entropy(batch["labels"], context)

@@ -4,7 +4,7 @@
     prefill      prompts, in one forward     → logits after each prompt, and the cache
     decode       one token of each sequence  → logits after it, and the cache with one more slot
 
-The layers keep what they have read: those with attention its keys and values (`attend_cached`).
+The cache of a layer with attention is the keys and values of earlier positions (`attend_cached`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from jaxtyping import Array, Float, Int
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
-from mjax.models.protocol import Context
+from mjax.models.protocol import ForwardContext
 from mjax.parallel import mappings
+from mjax.parallel.reductions import accumulation_dtype
 from mjax.parallel.token_layout import ContextAttention, TokenLayout
 
 if TYPE_CHECKING:
@@ -28,20 +29,19 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Layers(Protocol):
-    """All layers of a model, as `Block` has them for one: `generation/generate.py`, also over stages of a pipeline."""
+    """The methods of a `Block`, for all layers of a model (`generation/generate.py`), also over pipeline stages."""
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> Any: ...
 
-    def decode(self, x: Array, context: Context, cached: Any, lengths: Array) -> tuple[Array, Any]: ...
+    def decode(self, x: Array, context: ForwardContext, cached: Any, lengths: Array) -> tuple[Array, Any]: ...
 
 
 class Cache(NamedTuple):
-    """What a model has read of some sequences.
+    """The cache of a model for some sequences.
 
     Attributes:
-      layers: of the layers.
-      slots: which positions this rank's slots hold: all, in order, or its part of them, which then varies
-        over `context`.
+      layers: the layers' caches.
+      slots: the positions in this rank's slots: all, in order, or its part of them, which then varies over `context`.
     """
 
     layers: Any
@@ -56,9 +56,9 @@ def all_logits(
     x, tokens, _ = _read(model, ids, jnp.full(len(ids), ids.shape[1]), ids.shape[1], layers, context_attention)
     logits = tokens.split_sequences(mappings.all_gather_invariant(model.logits(x, tokens), MODEL, -1))
     if context_attention:  # each rank has some of the positions
-        whole = jnp.zeros((*ids.shape, logits.shape[-1]), logits.dtype)
-        whole = mappings.vary(whole, mappings.varying_axes(logits)).at[:, tokens.position_ids()].set(logits)
-        logits = mappings.psum(whole, frozenset({CONTEXT}))
+        all_rows = jnp.zeros((*ids.shape, logits.shape[-1]), logits.dtype)
+        all_rows = mappings.vary(all_rows, mappings.varying_axes(logits)).at[:, tokens.position_ids()].set(logits)
+        logits = mappings.psum(all_rows, frozenset({CONTEXT}))
     return logits
 
 
@@ -72,8 +72,8 @@ def prefill(
 ) -> tuple[Float[Array, "b v"], Cache]:
     """Read whole prompts at once into a cache.
 
-    The slot in the cache is the position. With `context_attention` every rank of `context` reads and stores a part of
-    the positions, as in training, and an equal part of the slots behind the prompts.
+    The slot in the cache is the position. With context parallelism every rank of `context` reads and stores a part of
+    the positions, as in training; the slots after the prompts are split equally, too.
 
     Args:
       prompts: padded on the right with any valid id.
@@ -81,7 +81,7 @@ def prefill(
       slots: size of the cache over all ranks of `context`, at least s; both are multiples of
         `Config.sequence_chunks` and of that axis.
       layers: of this model.
-      context_attention: how attention sees the positions of other ranks of `context`; None: each reads all of them.
+      context_attention: as in `TokenLayout`; None: every rank reads all positions.
 
     Returns:
       Logits of the token after each prompt, replicated over `model` and `context`, and the cache.
@@ -93,8 +93,8 @@ def prefill(
     last = tokens.split_sequences(x).sum(1, where=is_last[..., None])  # of one, so exact
     if context_attention:
         last = mappings.psum(last, frozenset({CONTEXT}))
-    every = jnp.concatenate([position_ids, first + jnp.arange(more, dtype=jnp.int32)])
-    return _row(model, last), Cache(cached, every)
+    slot_positions = jnp.concatenate([position_ids, first + jnp.arange(more, dtype=jnp.int32)])
+    return _token_logits(model, last), Cache(cached, slot_positions)
 
 
 def _read(
@@ -105,9 +105,9 @@ def _read(
     layers: Layers,
     context_attention: ContextAttention | None,
 ) -> tuple[Float[Array, "t h"], TokenLayout, Any]:
-    """This rank's positions of whole texts after the layers, which positions they are, and the cache with them."""
+    """This rank's rows of whole texts after the layers, their layout, and the cache with them."""
     ranks = mappings.size(CONTEXT) if context_attention else 1
-    context = Context(TokenLayout(ids.shape[0], ids.shape[1] // ranks, context_attention=context_attention))
+    context = ForwardContext(TokenLayout(ids.shape[0], ids.shape[1] // ranks, context_attention=context_attention))
     x = model.embed({"tokens": ids[:, context.tokens.position_ids()]}, context)
     x, cached = layers.decode(x, context, layers.empty_cache(len(ids), slots // ranks, x.dtype), lengths)
     return x, context.tokens, cached
@@ -127,13 +127,13 @@ def decode(
     Returns:
       Logits of the next token, replicated over `model` and `context`, and the cache including it.
     """
-    context = Context(TokenLayout(tokens.shape[0], 1), positions=lengths[:, None], slots=cached.slots)
+    context = ForwardContext(TokenLayout(tokens.shape[0], 1), positions=lengths[:, None], slots=cached.slots)
     x = model.embed({"tokens": tokens[:, None]}, context)
     x, new = layers.decode(x, context, cached.layers, lengths)
-    return _row(model, x), Cache(new, cached.slots)
+    return _token_logits(model, x), Cache(new, cached.slots)
 
 
-def _row(model: CausalModel, x: Float[Array, "b h"]) -> Float[Array, "b v"]:
+def _token_logits(model: CausalModel, x: Float[Array, "b h"]) -> Float[Array, "b v"]:
     """Logits of one position of each sequence, replicated over `model`."""
     return mappings.all_gather_invariant(model.logits(x, TokenLayout(x.shape[0], 1)), MODEL, -1)
 
@@ -142,8 +142,8 @@ def _row(model: CausalModel, x: Float[Array, "b h"]) -> Float[Array, "b v"]:
 
 
 class KeyValues(NamedTuple):
-    """The cache of a layer's keys and values, of which attention reads all at each position. The slots of a head are
-    contiguous, as a product reads them; the slot of a position is its number."""
+    """The cache of a layer's keys and values; attention reads all of them at each position. The slots of a head are
+    contiguous, as a matmul reads them; the slot of a position is its number."""
 
     keys: Float[Array, "b k S d"]
     values: Float[Array, "b k S e"]
@@ -167,32 +167,32 @@ def attend_cached(
     slots: Int[Array, " S"],
     mask: AttentionMask,
 ) -> tuple[Float[Array, "b 1 n e"], KeyValues]:
-    """Write one new position of each sequence to the cache, and attend to it and those before it.
+    """Write one new position of each sequence to the cache, and attend to it and earlier ones.
 
-    Written first and then read, the cache is written in place: XLA copies what it cannot prove to be read before. Heads
-    are written one by one, since XLA makes of a scatter of a single row a slice that it copies. Where the slots are
-    split over `context`, every rank attends to its own, and two sums and a maximum of one number per head and sequence
-    join the parts (flash-decoding).
+    The write comes before the read, so that XLA writes in place and copies no cache. It writes heads one by one, since
+    XLA turns a scatter of a single row into a slice that it copies. Where the slots are split over `context`, every
+    rank attends to its slots, and two sums and a maximum of one number per head and sequence combine the parts
+    (flash-decoding).
 
     Args:
       q, k, v: of the new positions.
       cached: of this layer.
       lengths: positions of each sequence before the new one.
-      slots: which positions this rank's slots hold; those from `lengths` on hold nothing yet. The same on all
-        ranks of `context`, or split over it.
+      slots: the positions in this rank's slots; those from `lengths` on are empty. The same on all ranks of `context`,
+        or split over it.
       mask: window, scale and slopes; a sequence is one document.
 
     Returns:
-      What each position attends to, the same on all ranks of `context`, and the cache with the new ones.
+      The output of attention for each new position, the same on all ranks of `context`, and the cache with it.
     """
-    wide, over = jnp.promote_types(q.dtype, jnp.float32), frozenset({CONTEXT}) & mappings.varying_axes(slots)
-    here = slots == lengths[:, None]  # [b, S]
-    at = jnp.where(here.any(-1), here.argmax(-1), slots.size)  # beyond the last: on another rank
+    wide, split_over = accumulation_dtype(q.dtype), frozenset({CONTEXT}) & mappings.varying_axes(slots)
+    is_new = slots == lengths[:, None]  # [b, S]
+    new_slot = jnp.where(is_new.any(-1), is_new.argmax(-1), slots.size)  # past the end: on another rank
 
-    def write(slots: Array, one: Array) -> Array:
-        one = mappings.vary(one[:, 0], mappings.varying_axes(slots))
-        sequences, heads = jnp.arange(one.shape[0])[:, None], jnp.arange(one.shape[1])
-        return slots.at[sequences, heads, at[:, None]].set(one, mode="drop")
+    def write(slots: Array, new: Array) -> Array:
+        new = mappings.vary(new[:, 0], mappings.varying_axes(slots))
+        sequences, heads = jnp.arange(new.shape[0])[:, None], jnp.arange(new.shape[1])
+        return slots.at[sequences, heads, new_slot[:, None]].set(new, mode="drop")
 
     cached = KeyValues(*map(write, cached, (k, v)))
     groups = (mask.scale_queries(q) / math.sqrt(q.shape[-1])).reshape(len(k), k.shape[2], -1, k.shape[3])
@@ -202,7 +202,7 @@ def attend_cached(
         scores = scores + penalty.reshape(scores.shape)
     visible = mask.visible(lengths[:, None], slots)
     scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)[:, None, None]
-    scores = jnp.exp(scores - mappings.pmax(scores.max(-1, keepdims=True), tuple(over)))
-    scores = (scores / mappings.psum(scores.sum(-1, keepdims=True), over)).astype(q.dtype)
-    attended = mappings.psum(jnp.einsum("bkgs,bksd->bkgd", scores, cached.values), over)
+    scores = jnp.exp(scores - mappings.pmax(scores.max(-1, keepdims=True), tuple(split_over)))
+    scores = (scores / mappings.psum(scores.sum(-1, keepdims=True), split_over)).astype(q.dtype)
+    attended = mappings.psum(jnp.einsum("bkgs,bksd->bkgd", scores, cached.values), split_over)
     return attended.reshape(*q.shape[:-1], v.shape[-1]), cached

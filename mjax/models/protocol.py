@@ -1,8 +1,9 @@
 """The interface of a model: an architecture is a config and a module that follow this page.
 
 The config (`mjax/config/model.py`) lists the arrays of a batch and the sizes that the `model` axis divides, and builds
-the module. The module turns a batch into the stream, has stacks of layers, and turns the stream into a loss. Everything
-else is derived from the traced program: storage, checkpoints, the pipeline, FLOPs, memory, the communication ledger.
+the module. The module turns a batch into the stream, contains stacks of layers, and turns the stream into a loss.
+Everything else is derived from the traced program: storage, checkpoints, the pipeline, FLOPs, memory, the communication
+ledger.
 
     batch ── embed ──▶ x [t, h] ── blocks ──▶ x [t, h] ── loss ──▶ {name: sum}     ÷ counts ──▶ {name: mean}
 
@@ -31,19 +32,19 @@ Batch = dict[str, Array]
 
 
 @dataclass(frozen=True)
-class Context:
-    """A description of the rows of the stream.
+class ForwardContext:
+    """The arguments of a forward pass besides the stream: layout, dropout, positions, documents, layer.
 
     Attributes:
-      tokens: which tokens the rows are.
-      key: dropout masks of this forward pass, inside a layer those of the layer; None: no dropout.
+      tokens: layout of the tokens in the rows of the stream.
+      key: of the dropout masks of this forward pass, inside a layer of the layer's; None: no dropout.
       positions: of each token; None: those of `tokens.position_ids`.
       documents: number of a token's document, if attention must stay within it; of whole sequences, also
         where a rank has a part of their positions.
       kind: of a layer, from the pattern of the model.
       layer: number of a layer in the model, from 1.
-      slots: which positions the slots of a cache hold on this rank, where one position after them is computed; None
-        in training, and for whole prompts.
+      slots: the positions in the slots of a cache on this rank, to decode one position after them; None in training,
+        and for whole prompts.
       loss_chunks: parts of the vocabulary, one after the other, in which the loss is computed (`Output.cross_entropy`).
     """
 
@@ -61,13 +62,13 @@ class Context:
         have the same."""
         return self.tokens.position_ids()[None] if self.positions is None else self.positions
 
-    def with_layer(self, number: Array | int, kind: LayerKind = PLAIN) -> Context:
+    def with_layer(self, number: Array | int, kind: LayerKind = PLAIN) -> ForwardContext:
         """The context of a layer, numbered from 1; 0 is the embedding."""
         key = None if self.key is None else self.key.fold_in(number)
         return replace(self, key=key, kind=kind, layer=number)
 
     def layer_key(self, site: int) -> DropoutKey | None:
-        """The masks of one of the sites of a layer (`parallel/random.py`)."""
+        """The dropout key of one of the sites of a layer (`parallel/random.py`)."""
         return None if self.key is None else self.key.fold_in(site)
 
     def dropout(self, x: Float[Array, "t h"], rate: float, site: int) -> Float[Array, "t h"]:
@@ -80,33 +81,30 @@ class Model(Protocol):
     """A language model, an `nnx.Module`.
 
     Outside `shard_map` it has whole weights with their PartitionSpecs (`weights.make_param`); inside `shard_map` the
-    same pytree has this device's shards, and its methods compute with those.
+    same pytree has this device's shards, and its methods compute with these.
 
     Attributes:
       config: the config it was built from.
       loss_weights: by name the weight of a mean in the loss; other names are metrics without a gradient.
-      blocks: the layers, as `stack.stack` gives them.
-
+      blocks: the layers, from `stack.stack`.
     """
 
     config: ModelConfig
     loss_weights: dict[str, float]
     blocks: Any
 
-    def embed(self, batch: Batch, context: Context) -> Float[Array, "t h"]:
+    def embed(self, batch: Batch, context: ForwardContext) -> Float[Array, "t h"]:
         """The stream before the first layer: this rank's rows."""
-        ...
 
     def counts(self, batch: Batch) -> dict[str, Array | int]:
         """The denominator of each sum by name, for this part [b, …] of a batch.
 
-        An int, or an array of NumPy, if it is the same for all parts, which are added up; an int32 array if it depends
-        on the batch, added up too, or if it is that of the whole batch already, the same on every device: with 1 the
-        mean is a sum.
+        An int, or an array of NumPy, if it is the same for all parts: the step adds them up. An int32 array if it
+        depends on the batch, added up too, or if it is that of the whole batch already, the same on every device: with
+        1 the mean is a sum.
         """
-        ...
 
-    def loss(self, x: Float[Array, "t h"], batch: Batch, context: Context) -> dict[str, Array]:
+    def loss(self, x: Float[Array, "t h"], batch: Batch, context: ForwardContext) -> dict[str, Array]:
         """The sums by name over this micro-batch, float32, replicated over `model`.
 
         Args:
@@ -114,37 +112,33 @@ class Model(Protocol):
           batch: the arrays of the micro-batch [b, …].
           context: of its tokens.
         """
-        ...
 
     def summary(self, means: dict[str, Array]) -> dict[str, Array]:
         """The means of the global batch as a run reports them, [] each.
 
-        A sum may be an array, whose count is one of the same shape; then this turns its mean into numbers. Arrays under
-        new names get to `Record.arrays` of a training step; evaluations leave them out.
+        A sum may be an array, with a count of the same shape; then this turns its mean into numbers. Arrays under new
+        names are in `Record.arrays` of a training step; evaluations omit them.
         """
-        ...
 
     def adjustments(self, means: dict[str, Array]) -> dict[str, Array]:
         """The amounts that a step adds to weights after the optimizer's update, unless it is skipped; from the means
         before their summary.
 
         By name of the weight, such as `blocks.mlp.router.bias`, its whole array, layers as [l, …], the same on every
-        device. So a weight can follow a rule rather than a gradient. Compute with its `stop_gradient`, and name it
-        `bias` or `scale`, which have no weight decay.
+        device. So a rule can set a weight instead of a gradient. Compute with its `stop_gradient`, and name it `bias`
+        or `scale`, which have no weight decay.
         """
-        ...
 
     @classmethod
     def scores_in_chunks(cls) -> bool:
-        """Whether the loss may go through the vocabulary in parts (`train.loss_chunks`, `Output.cross_entropy`)."""
-        ...
+        """True if the loss supports `train.loss_chunks` (`Output.cross_entropy`)."""
 
 
 class LanguageModel(nnx.Module):
-    """What most architectures leave as it is of a `Model`.
+    """The methods of a `Model` that most architectures do not override.
 
     Attributes:
-      after_layers: names of the parts behind the layers, whose gradients are the first of the backward pass.
+      after_layers: names of the parts after the layers, whose gradients are the first of the backward pass.
     """
 
     after_layers: ClassVar[tuple[str, ...]] = ("final_norm", "head")
@@ -161,6 +155,6 @@ class LanguageModel(nnx.Module):
 
 
 def build_model(seed: int | Array, config: ModelConfig, dtype=jnp.float32) -> Model:
-    """The model whose initial weights are a function of `seed` and `config`, whatever the mesh it is sharded over."""
+    """Build a model, whose initial weights are a function of `seed` and `config`, on every mesh."""
     model = config.build(jax.random.key(seed), dtype)
     return add_adapters(model, jax.random.key(seed), dtype) if config.lora_rank else model

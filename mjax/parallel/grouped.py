@@ -40,7 +40,7 @@ from mjax.parallel import mappings, named_scopes
 from mjax.parallel.autodiff import with_backward
 from mjax.parallel.reductions import accumulation_dtype
 
-ROWS = {"xla": 64, "pallas": 128}
+TILE_ROWS = {"xla": 64, "pallas": 128}
 """Rows of a tile. xla: the fewest that are about as fast as any on a CPU (`benchmarks/grouped.py`); pallas: enough for
 the tensor cores of an H100, not measured."""
 STAND_IN = "traced only"

@@ -1,6 +1,6 @@
 """Megatron's three parallel layers (arXiv 1909.08053, section 3).
 
-A weight is a whole matrix with a PartitionSpec. Inside `shard_map` the module sees only its own shard:
+A weight is a whole matrix with a PartitionSpec. Inside `shard_map` the module has only this device's shard:
 
     ColumnParallelLinear   A = [A_1 … A_p]            y_i = f(x) A_i            no communication forward
     RowParallelLinear      A = [A_1; …; A_p]          y = g(x_1 A_1 + … + x_p A_p) + b
@@ -21,15 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import MODEL
-from mjax.parallel import mappings
-from mjax.parallel.linear import (
-    column_parallel_input,
-    linear,
-    linear_with_bias,
-    row_parallel_input,
-    row_parallel_output,
-    vocab_parallel_logits,
-)
+from mjax.parallel import linear, mappings
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.reductions import add_bias, lookup
 from mjax.parallel.token_layout import TokenLayout
@@ -47,8 +39,7 @@ class ColumnParallelLinear(nnx.Module):
     The output may have several dims, such as (3, heads, head size) for a fused QKV. `split` is the number of the dim
     that is split; dims before it number separate matrices, which `parts` names. If the split dim has fewer columns than
     there are ranks, each rank computes one, the same as its neighbors. With `unfused` the parts along the first dim are
-    separate outputs (`apply_column_parallel`): each has its own matmul, so that none has to be copied out of a larger
-    output.
+    separate outputs (`apply_column_parallel`), each of a separate matmul, so that none is copied out of a larger one.
     """
 
     adapter: Any = None
@@ -101,13 +92,13 @@ def apply_column_parallel(
     A layer with `unfused` has one output for each of its parts, or with `whole` one for all.
     """
     kernels, biases = zip(*(layer.local_weights() for layer in layers), strict=True)
-    rows, kernels = column_parallel_input(x, kernels, tokens, layers[0].frozen)  # f
+    rows, kernels = linear.column_parallel_input(x, kernels, tokens, layers[0].frozen)  # f
     adapter = next((layer.adapter for layer in layers if layer.adapter is not None), None)
     adapter_rows = None if adapter is None else adapter.input(x, rows, tokens, key)
     outputs = []
     for layer, kernel, bias in zip(layers, kernels, biases, strict=True):
         by_part = layer.unfused and not whole
-        parts = linear_with_bias(rows, kernel, bias, 1, layer.frozen, by_part)  # x A_i + b_i
+        parts = linear.linear_with_bias(rows, kernel, bias, 1, layer.frozen, by_part)  # x A_i + b_i
         outputs += parts if layer.adapter is None else layer.adapter(parts, adapter_rows, layer)
     return tuple(outputs)
 
@@ -140,9 +131,10 @@ class RowParallelLinear(nnx.Module):
     def __call__(
         self, x: Float[Array, " bs *into"], tokens: TokenLayout, key: DropoutKey | None = None
     ) -> Float[Array, "t h"]:
-        y = linear(self.kernel[...], row_parallel_input(x, tokens), x.ndim - 1, is_frozen(self.kernel))  # x_i A_i
+        rows = linear.row_parallel_input(x, tokens)
+        y = linear.linear(self.kernel[...], rows, x.ndim - 1, is_frozen(self.kernel))  # x_i A_i
         y = y if self.adapter is None else y + self.adapter(x, tokens, key)
-        y = row_parallel_output(y, tokens)  # g
+        y = linear.row_parallel_output(y, tokens)  # g
         return y if self.bias is None else add_bias(y, self.bias[...])  # before the sum it would be added p times
 
 
@@ -171,7 +163,7 @@ class VocabParallelEmbedding(nnx.Module):
         """Score this rank's rows against every row of the table, plus `bias`; varies over `model`."""
         table = self.table[...]
         bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
-        logits = vocab_parallel_logits(x, table, bias, tokens, is_frozen(self.table))
+        logits = linear.vocab_parallel_logits(x, table, bias, tokens, is_frozen(self.table))
         return mask_padding(logits, self.local_vocabulary(table))
 
     def local_vocabulary(self, table: Float[Array, "v_local h"]) -> Int[Array, ""] | None:

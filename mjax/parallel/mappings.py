@@ -23,8 +23,8 @@ all-reduce is one of each, so the same number of bytes is sent. Megatron's funct
     reduce_scatter_tokens   g      reduce_scatter_to_sequence_parallel_region   reduce-scatter   all-gather
 
 For `data` and `pipe` there is one rule: weights are cast to varying, or gathered from shards, before differentiation,
-so that every device accumulates its own gradient, which is summed once afterwards. Activations move from stage to stage
-of the pipeline by `send_to_next_stage` and their gradients back by `send_to_previous_stage`.
+so that every device accumulates a gradient of its tokens, which is summed once afterwards. Activations are sent to the
+next stage of the pipeline by `send_to_next_stage`, and their gradients back by `send_to_previous_stage`.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Whole matrices from the shards of a weight, and their division among the ranks that hold them.
+"""Resharding of weights into whole matrices, one rank each, for Muon.
 
-An optimizer such as Muon is a function of a whole matrix, and a device has shards. A module says which dims of a weight
-are the rows and the columns of a matrix (the dims of `weights.make_param`); all other dims number matrices:
+Muon is a function of a whole matrix, and a device has shards. The dims of a weight (`weights.make_param`) say which are
+rows and which are columns of a matrix; all other dims number matrices:
 
     kernel of                    shape             rows       columns    matrices
-    q, k and v in one product    [l, h, 3, n, d]   h          n · d      3 l
+    q, k and v in one weight     [l, h, 3, n, d]   h          n · d      3 l
     attention's output           [l, n, d, h]      n · d      h          l
     a gated MLP                  [l, h, 2, f]      h          f          2 l
 
-Each mesh axis does one of three things to them:
+Each mesh axis is one of three cases:
 
-    it splits their number (layers over `pipe`)     its ranks have different matrices: nothing to do
+    it splits their number (layers over `pipe`)     its ranks have different matrices: no communication
     it splits rows or columns (`model`, ZeRO)       an all-to-all: shards of all matrices → some matrices, whole
-    it does neither (`data`)                        its ranks have the same: each takes some, and they share the results
+    it does neither (`data`)                        its ranks have the same: each computes some, and they all-gather
 
 So every matrix is whole on one rank, with its bytes sent once in each direction, and no rank repeats another's work.
 """
@@ -63,25 +63,25 @@ class MatrixLayout:
 
     @property
     def count(self) -> int:
-        """Matrices of which a device holds shards, or which it holds whole."""
+        """Matrices of which a device has a shard or all."""
         ranks = math.prod(axes.sizes(self.mesh)[axis] for dim in self.numbers for axis in self._splitting(dim))
         return math.prod(self.shape[dim] for dim in self.numbers) // ranks
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The axes that split the weight as it is stored."""
+        """The axes that split the stored weight."""
         return tuple(axis for dim in range(-len(self.shape), 0) for axis in self._splitting(dim))
 
     @cached_property
     def moves(self) -> tuple[tuple[str, int | None], ...]:
         """The axes that divide the work, in order: with the dim of [count, *rows, *columns] that the axis splits, or
-        None if its ranks hold the same."""
+        None if its ranks have the same matrices."""
         sizes = axes.sizes(self.mesh)
-        # One matrix of which all ranks have a copy cannot be shared.
+        # A single matrix that all ranks have cannot be divided.
         same = [axis for axis in axes.NAMES if axis not in self.splits and sizes[axis] > 1 and self.count > 1]
         split = [
-            (axis, place)
-            for place, dim in enumerate(self.rows + self.columns, start=1)
+            (axis, i)
+            for i, dim in enumerate(self.rows + self.columns, start=1)
             for axis in reversed(self._splitting(dim))  # the innermost part first
             if sizes[axis] > 1
         ]
@@ -103,7 +103,7 @@ class MatrixLayout:
         """Apply `function` to every matrix of the weight, inside `shard_map`.
 
         Args:
-          function: stacked whole matrices [k, rows, columns] → the same shape, each by itself.
+          function: stacked whole matrices [k, rows, columns] → the same shape, each independently.
           shard: this device's part of the weight, or of an array like it.
 
         Returns:
@@ -121,20 +121,20 @@ class MatrixLayout:
 
 
 def _apply_divided(function: Callable[[Array], Array], x: Array, moves: tuple[tuple[str, int | None], ...]) -> Array:
-    """`function` of `x` [count, …] by the ranks of the axes of `moves`, each on its part of the whole matrices."""
+    """Apply `function` to `x` [count, …]; the ranks of the axes of `moves` compute some whole matrices each."""
     if not moves:
         return function(x)
-    (axis, dim), others = moves[0], moves[1:]
+    (axis, dim), inner = moves[0], moves[1:]
     count, ranks = len(x), mappings.size(axis)
     per_rank = -(-count // ranks)
     padded = jnp.pad(x, [(0, per_rank * ranks - count)] + [(0, 0)] * (x.ndim - 1))
     if dim is not None:
-        done = _apply_divided(function, mappings.all_to_all(padded, axis, split=0, join=dim), others)
+        done = _apply_divided(function, mappings.all_to_all(padded, axis, split=0, join=dim), inner)
         return mappings.all_to_all(done, axis, split=dim, join=0)[:count]
     first = mappings.rank(axis) * per_rank
-    done = _apply_divided(function, jax.lax.dynamic_slice_in_dim(padded, first, per_rank), others)
+    done = _apply_divided(function, jax.lax.dynamic_slice_in_dim(padded, first, per_rank), inner)
     if ranks <= count:
         return mappings.all_gather_invariant(done, axis, 0)[:count]
-    # Most ranks have none: a sum of zeros and one result sends less than a gather of all that padding.
+    # Most ranks have none: a sum of zeros and one result sends less than an all-gather of all that padding.
     placed = jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(padded), done, first, 0)
     return mappings.psum(placed[:count], frozenset({axis}))

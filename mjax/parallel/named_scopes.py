@@ -14,7 +14,7 @@ WEIGHTS = "weights"  # gathered from their shards
 GRADIENT = "gradient"  # summed over replicas, and over stages
 OPTIMIZER = "optimizer"  # gradient norm, the update
 LOSS = "loss"  # reported metrics, and the number of labels
-PIPELINE = "pipeline"  # messages between stages
+PIPELINE = "pipeline"  # send/recv of stages
 
 ATTENTION = "attention"  # within a layer: scores, softmax and weighted sum, or the kernel that fuses them
 GROUPED = "grouped_products"  # within a layer: those of the experts

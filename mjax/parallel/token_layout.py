@@ -39,7 +39,8 @@ class TokenLayout:
       positions: s, tokens per sequence; with context parallelism those of this rank.
       sequence_parallel: whether the rows are split over `model` (sequence parallelism).
       float8: whether column- and row-parallel layers multiply these rows in float8 (`float8.py`).
-      context_attention: how attention reaches positions of other ranks of `context`; None if sequences are whole.
+      context_attention: how attention reaches the positions of other ranks of `context`; None: a rank has whole
+        sequences.
     """
 
     sequences: int

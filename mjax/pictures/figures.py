@@ -33,7 +33,7 @@ def add_heading(axes: Axes, title: str, about: str = "") -> None:
 
 
 def add_perplexity(axes: Axes) -> None:
-    """Perplexities at the right of an axis of losses in nats, whose limits are final."""
+    """Add perplexities to the right of an axis of losses in nats, whose limits are final."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = axes.get_ylim()
@@ -48,11 +48,11 @@ def add_perplexity(axes: Axes) -> None:
 
 
 def save(figure: Figure, file: Path | BinaryIO) -> None:
-    """Write a picture under a temporary name, then under its own, so that no reader sees half of it.
+    """Write a picture under a temporary name and rename it, so that no reader sees half of it.
 
     Args:
       figure: gets a margin, if its layout is constrained.
-      file: .png, .pdf or .svg; replaced if it exists. Or what a PNG is written to, such as a `BytesIO` in a notebook.
+      file: .png, .pdf or .svg; replaced if it exists. Or an open file for a PNG, such as a `BytesIO` in a notebook.
     """
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

@@ -20,10 +20,9 @@ from mjax.parallel.pipeline_schedules import PipelineSchedule, Slots
 from mjax.pictures.figures import INK, PALETTE, SOFT_INK, add_heading, save
 from mjax.utils.figures import GIB, human_bytes
 
-KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
 PARTS = (
     *(named_scopes.LAYER, named_scopes.EMBEDDING, named_scopes.HEAD, named_scopes.WEIGHTS, named_scopes.GRADIENT),
-    *(named_scopes.PIPELINE, named_scopes.OPTIMIZER, named_scopes.LOSS, ""),
+    *(named_scopes.PIPELINE, named_scopes.OPTIMIZER, named_scopes.LOSS, "other"),
 )
 HATCHES = {"": "", "forward": "", "backward": "///", "recomputation": "..."}
 TOO_MUCH = "#B00020"
@@ -37,7 +36,7 @@ def draw_memory(
     gpu: Gpu | None = None,
     headroom: float = 0.0,
 ) -> None:
-    """Bars of the bytes by kind, one for each recomputation mode, and their totals.
+    """Draw a bar for each recomputation mode: bytes by kind, and their total.
 
     Args:
       modes: bytes of a device, by mode and kind.
@@ -45,93 +44,85 @@ def draw_memory(
       heading, about: above the bars.
       gpu: its memory is drawn as a limit: the usable part, and of that the last `headroom`, in which a bar may not fit.
     """
-    rows, totals, colors = {}, [], dict(zip(KINDS, PALETTE, strict=False))
+    rows, totals = {}, []
     for mode, parts in modes.items():
-        rows[mode] = [(kind, parts[kind] / GIB, {"color": color}) for kind, color in colors.items()]
+        colors = zip(parts, PALETTE, strict=False)
+        rows[mode] = [(kind, parts[kind] / GIB, {"color": color}) for kind, color in colors]
         size = sum(parts.values())
         free = 1.0 if gpu is None else 1 - size / gpu.usable_bytes
-        verdict = ", too much" if free < 0 else f", {free:.1%} free" if free < headroom else ""
+        verdict = ", out of memory" if free < 0 else f", {free:.1%} free" if free < headroom else ""
         totals.append((f"{size / GIB:.1f}{verdict}", TOO_MUCH if verdict else INK))
     figure, axes = _bars(rows, totals, 0.4)
     if gpu is not None:
         limit = gpu.usable_bytes / GIB
-        words = f"{gpu.name.upper()}: {limit:.1f} of {gpu.memory_bytes / GIB:.1f} GiB usable"
-        axes.axvline(limit, color=INK, linestyle="--", label=words, zorder=3)
+        label = f"{gpu.name.upper()}: {limit:.1f} of {gpu.memory_bytes / GIB:.1f} GiB usable"
+        axes.axvline(limit, color=INK, linestyle="--", label=label, zorder=3)
         band = {"color": TOO_MUCH, "alpha": 0.12, "linewidth": 0, "label": f"less than {headroom:.0%} free"}
         axes.axvspan((1 - headroom) * limit, limit, zorder=1, **band)
         axes.set_xlim(0, max(axes.get_xlim()[1], 1.05 * limit))
     add_heading(axes, heading, about)
-    axes.set_xlabel("GiB on each device", color=SOFT_INK, loc="left")
+    axes.set_xlabel("GiB per device", color=SOFT_INK, loc="left")
     figure.legend(loc="outside lower left", ncols=4, frameon=False, fontsize=9, labelcolor=INK)
     save(figure, file)
 
 
-def draw_communication(
-    sources: Mapping[str, Mapping[tuple[str, str], float]], file: Path | BinaryIO, name: str = ""
-) -> None:
+def draw_communication(sources: Mapping[str, Mapping[str, float]], file: Path | BinaryIO, name: str = "") -> None:
     """Draw the ledger of a step.
 
     Each bar is the bytes that a device sends over an axis in one step, on the pipeline stage that sends most over it.
-    Bars have one scale; axes with less than a thousandth of the total are not drawn but listed.
+    Axes with less than a thousandth of the total are listed above the bars.
 
     Args:
-      sources: bytes by axes, and by part and phase (`Ledger.pieces`).
+      sources: bytes by axes and source (`Ledger.bytes_by_source`).
       file: .png, .pdf or .svg; or an open file, which gets a PNG.
       name: of the config, for the title.
     """
-    sent = {axes: sum(pieces.values()) for axes, pieces in sources.items()}
+    sent = {axes: sum(by_source.values()) for axes, by_source in sources.items()}
     drawn = sorted((axes for axes in sent if sent[axes] >= 1e-3 * sum(sent.values())), key=sent.get, reverse=True)
     longest = max(sent.values(), default=1.0)
     unit, scale = next((u, s) for u, s in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1)) if longest >= s)
+    styles = {f"{part} {phase}".strip(): _style(part, phase) for part in PARTS for phase in HATCHES}
     rows = {
-        axes: [
-            (_describe_piece(part, phase), sources[axes].get((part, phase), 0.0) / scale, _style(part, phase))
-            for part in PARTS
-            for phase in HATCHES
-        ]
+        axes: [(source, sources[axes].get(source, 0.0) / scale, style) for source, style in styles.items()]
         for axes in drawn
     }
     figure, bars = _bars(rows, [(human_bytes(sent[axes]), INK) for axes in drawn], 0.75)
-    few = [f"{axes} {human_bytes(sent[axes])}" for axes in sent if axes not in drawn]
-    about = f"too small to draw: {', '.join(few)}" if few else ""
-    add_heading(bars, f"Communication of a step{' of ' * bool(name)}{name}", about)
-    bars.set_xlabel(f"{unit} that a device sends in a step (ring algorithms)", color=SOFT_INK, loc="left")
+    small = [f"{axes} {human_bytes(sent[axes])}" for axes in sent if axes not in drawn]
+    about = f"not drawn: {', '.join(small)}" if small else ""
+    add_heading(bars, f"Communication per step{', ' * bool(name)}{name}", about)
+    bars.set_xlabel(f"{unit} sent per device and step (ring algorithms)", color=SOFT_INK, loc="left")
     figure.legend(loc="outside lower left", ncols=4, frameon=False, fontsize=9, labelcolor=INK)
     save(figure, file)
 
 
-Piece = tuple[str, float, dict[str, Any]]
-"""A part of a bar: its name in the legend, its length and its style."""
+Segment = tuple[str, float, dict[str, Any]]
+"""A segment of a bar: its name in the legend, its length and its style."""
 
 
-def _bars(rows: Mapping[str, Sequence[Piece]], totals: Sequence[tuple[str, str]], height: float) -> tuple[Figure, Axes]:
-    """Bars of pieces, one below the other; `totals` are the words behind each and their color."""
+def _bars(
+    rows: Mapping[str, Sequence[Segment]], totals: Sequence[tuple[str, str]], height: float
+) -> tuple[Figure, Axes]:
+    """Draw stacked horizontal bars; `totals` are the text after each bar and its color."""
     figure = Figure(figsize=(9, 2.3 + height * max(len(rows), 1)), dpi=150, layout="constrained")
     axes, labels = figure.add_subplot(), set()
-    longest = max((sum(size for _, size, _ in pieces) for pieces in rows.values()), default=0.0)
-    for row, pieces in enumerate(rows.values()):
+    longest = max((sum(size for _, size, _ in segments) for segments in rows.values()), default=0.0)
+    for row, segments in enumerate(rows.values()):
         left = 0.0
-        for label, size, style in pieces:
+        for label, size, style in segments:
             if size > 0:
                 style = style | {"label": None if label in labels else label}
-                # A thin piece has no border, which would hide it.
+                # A thin segment has no border, which would hide it.
                 axes.barh(row, size, left=left, zorder=2, linewidth=0.8 * (size > 0.005 * longest), **style)
                 labels.add(label)
                 left += size
-        words, color = totals[row]
+        total, color = totals[row]
         style = {"color": color, "weight": "bold", "size": 9}
-        axes.annotate(words, (left, row), (4, 0), textcoords="offset points", va="center", zorder=4, **style)
+        axes.annotate(total, (left, row), (4, 0), textcoords="offset points", va="center", zorder=4, **style)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
     axes.margins(x=0.16)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-def _describe_piece(part: str, phase: str) -> str:
-    if part == named_scopes.WEIGHTS and not phase:
-        return "weights, at the start of the step"
-    return ", ".join(filter(None, (part or "elsewhere", phase)))
 
 
 def _style(part: str, phase: str) -> dict[str, str]:
@@ -140,9 +131,9 @@ def _style(part: str, phase: str) -> dict[str, str]:
 
 
 # --- The schedule of a pipeline -------------------------------------------------------------------------------------
-# The form is that of figures 3 and 4 of arXiv 2104.04473: two tones for forward and backward, darker for a stage's
-# first chunk and lighter for its later ones, the micro-batch's number in the box, grey where a stage is idle. Time is
-# that of the lock-step table: a tick lasts as long on every stage, its forwards begin together and so do its backwards.
+# As in figures 3 and 4 of arXiv 2104.04473: two colors for forward and backward, lighter for later virtual stages of a
+# rank, the number of the micro-batch in the box, grey where a stage is idle. Time is that of the lock-step table: a
+# tick lasts as long on every stage, and all forward passes of a tick begin together, as do all backward passes.
 
 COLORS = {"forward": PALETTE[0], "backward": PALETTE[2]}
 IDLE = "#DCDCDC"
@@ -157,7 +148,7 @@ def draw_schedule(schedule: PipelineSchedule, file: Path | BinaryIO, forward: fl
       forward, backward: time of F and B of one micro-batch through one chunk, in any one unit.
     """
     kinds = zip(COLORS, (schedule.forward, schedule.backward), (forward, backward), strict=True)
-    passes = [each for each in kinds if each[1] is not None]
+    passes = [kind for kind in kinds if kind[1] is not None]
     lengths = np.stack([slots.on.any(axis=1) * time for _, slots, time in passes])  # [kinds, ticks]
     ticks, offsets = lengths.sum(axis=0), lengths.cumsum(axis=0) - lengths
     begin, span = ticks.cumsum() - ticks, ticks.sum()
@@ -171,26 +162,24 @@ def draw_schedule(schedule: PipelineSchedule, file: Path | BinaryIO, forward: fl
     for (kind, slots, time), offset in zip(passes, offsets, strict=True):
         _draw_boxes(rows, slots, _shades(kind, schedule.chunks), begin + offset, time, (inch * time, height))
 
-    every = -(-stages // 32)
-    rows.set_yticks(np.arange(0, stages, every) + 0.5, [f"stage {stage}" for stage in range(0, stages, every)])
+    stride = -(-stages // 32)
+    rows.set_yticks(np.arange(0, stages, stride) + 0.5, [f"stage {stage}" for stage in range(0, stages, stride)])
     rows.tick_params(length=0, labelcolor=INK)
     rows.xaxis.set_major_locator(MaxNLocator(12, integer=True))
-    unit = "forward passes" if schedule.chunks == 1 else "forward passes of one chunk"
-    rows.set_xlabel(f"time, in {unit}", color=SOFT_INK, loc="left")
+    unit = "forward passes" + " of a virtual stage" * (schedule.chunks > 1)
+    rows.set_xlabel(f"time ({unit})", color=SOFT_INK, loc="left")
     rows.spines[:].set_visible(False)
-    chunks = f"{schedule.chunks} chunk{'s' * (schedule.chunks > 1)}"
-    title = (
-        f"{display_name(schedule)}:  P = {stages} stages,  M = {schedule.micro_batches} micro-batches,  V = {chunks}"
-    )
-    bubble = describe_bubble(schedule, forward, backward)
-    add_heading(rows, title, f"bubble {bubble};  {schedule.ticks} ticks;  in flight: {describe_in_flight(schedule)}")
+    virtual = f",  V = {schedule.chunks} virtual stages per rank" if schedule.chunks > 1 else ""
+    title = f"{display_name(schedule)}:  P = {stages} stages,  M = {schedule.micro_batches} micro-batches{virtual}"
+    bubble, in_flight = describe_bubble(schedule, forward, backward), describe_in_flight(schedule)
+    add_heading(rows, title, f"bubble {bubble};  {schedule.ticks} ticks;  micro-batches in flight: {in_flight}")
     handles = [Patch(color=COLORS[kind], label=kind) for kind, *_ in passes]
     figure.legend(handles=[*handles, Patch(color=IDLE, label="idle")], loc="outside lower left", ncols=4, frameon=False)
     save(figure, file)
 
 
 def describe_bubble(schedule: PipelineSchedule, forward: float, backward: float) -> str:
-    """The bubble as computed from the table, with the formula that it equals, if there is one."""
+    """The bubble as computed from the table, with its closed form if the two are equal."""
     bubble = schedule.bubble(forward, backward)
     stages, micro_batches, chunks = schedule.stages, schedule.micro_batches, schedule.chunks
     formula = " = (P − 1) / M" if chunks == 1 else " = (P − 1) / (V M)"
@@ -199,7 +188,7 @@ def describe_bubble(schedule: PipelineSchedule, forward: float, backward: float)
 
 
 def describe_in_flight(schedule: PipelineSchedule) -> str:
-    """Micro-batches that the first and the last stage hold at most."""
+    """The largest numbers of micro-batches in flight on the first and the last stage."""
     last = schedule.stages - 1
     return f"{schedule.max_in_flight(0)} on stage 0, {schedule.max_in_flight(last)} on stage {last}"
 
@@ -213,11 +202,11 @@ def display_name(schedule: PipelineSchedule) -> str:
 def _draw_boxes(
     rows: Axes, slots: Slots, shades: np.ndarray, begin: np.ndarray, time: float, box: tuple[float, float]
 ) -> None:
-    """The boxes of one kind, `time` long, with their numbers where those fit.
+    """Draw the boxes of one kind, `time` long, with the number of the micro-batch where it fits.
 
     Args:
       shades: color of each chunk [V, 3].
-      begin: where the boxes of each tick begin [ticks].
+      begin: start of the boxes of each tick [ticks].
       box: width and height of a box, in inches.
     """
     ticks, stages = np.nonzero(slots.on)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # matplotlib takes a second to import
     from matplotlib.axes import Axes
 
 MAX_POINTS = 4096  # of a curve; a picture has about a thousand pixels
-WINDOW = 51  # steps that are averaged, at most
+MAX_WINDOW = 51  # steps in an average
 
 
 class Bins(NamedTuple):
@@ -64,7 +64,7 @@ class Curve:
         steps, values = np.array(self.steps), np.array(self.values)
         numbers, first = np.unique(steps // (width or self.width), return_index=True)
         counts = np.diff(first, append=len(steps))
-        means = (np.add.reduceat(each, first) / counts for each in (steps, values))
+        means = (np.add.reduceat(x, first) / counts for x in (steps, values))
         return Bins(numbers, *means, np.minimum.reduceat(values, first), np.maximum.reduceat(values, first))
 
     @property
@@ -75,8 +75,8 @@ class Curve:
 
 
 def smoothing_window(count: int) -> int:
-    """Values that are averaged: about a thirtieth of the run, `WINDOW` at most."""
-    return min(WINDOW, count // 30 + 1)
+    """Values that are averaged: about a thirtieth of the run, `MAX_WINDOW` at most."""
+    return min(MAX_WINDOW, count // 30 + 1)
 
 
 def smooth(values: Sequence[float], window: int) -> Sequence[float]:
@@ -197,8 +197,8 @@ def draw_runs(runs: Mapping[str, tuple[Curve, Curve]], file: Path, x: str = "ste
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    ((first, (reference, _)), *others) = runs.items()
-    distances = {name: _difference(training, reference) for name, (training, _) in others}
+    first, (reference, _) = next(iter(runs.items()))
+    distances = {name: _difference(training, reference) for name, (training, _) in runs.items() if name != first}
     panels = 2 if any(len(steps) for steps, _ in distances.values()) else 1
     figure = Figure(figsize=(8, 2.5 + 2 * panels), dpi=120, layout="constrained")
     axes, *below = figure.subplots(panels, 1, squeeze=False, sharex=True, height_ratios=(2, 1)[:panels])[:, 0]
@@ -258,9 +258,9 @@ def _draw_raw(axes: Axes, curve: Curve, **style: Any) -> None:
 
 
 def _draw_smoothed(axes: Axes, curve: Curve, **style: Any) -> None:
-    """The means of the bins, averaged over neighbors as far as bins are shorter than `WINDOW`."""
+    """The means of the bins, averaged over neighbors as far as bins are shorter than `MAX_WINDOW`."""
     bins = curve.bins()
-    window = min(WINDOW // curve.width, smoothing_window(len(bins.means)))
+    window = min(MAX_WINDOW // curve.width, smoothing_window(len(bins.means)))
     axes.plot(bins.steps, smooth(bins.means, window), **style)
 
 
@@ -269,11 +269,11 @@ def _difference(curve: Curve, reference: Curve) -> tuple[np.ndarray, np.ndarray]
     import numpy as np
 
     width = max(curve.width, reference.width)
-    bins, others = curve.bins(width), reference.bins(width)
-    common, ours, theirs = np.intersect1d(bins.numbers, others.numbers, return_indices=True)
-    end = min(bins.numbers[-1], others.numbers[-1]) + (width == 1)  # a last bin may have steps of one alone
-    ours, theirs = ours[common < end], theirs[common < end]
-    return bins.steps[ours], bins.means[ours] - others.means[theirs]
+    bins, base = curve.bins(width), reference.bins(width)
+    common, i, j = np.intersect1d(bins.numbers, base.numbers, return_indices=True)
+    end = min(bins.numbers[-1], base.numbers[-1]) + (width == 1)  # a last bin may have steps of one curve only
+    i, j = i[common < end], j[common < end]
+    return bins.steps[i], bins.means[i] - base.means[j]
 
 
 # --- Tasks ------------------------------------------------------------------------------------------------------------

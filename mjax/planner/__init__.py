@@ -29,6 +29,6 @@ class Section:
         return "\n".join([f"--- {self.title} ---", *self.lines])
 
 
-def good_to(error: float | None) -> str:
-    """An error bar in words: '±30%'."""
+def error_bar(error: float | None) -> str:
+    """'±30%', or 'no error bar'."""
     return "no error bar" if error is None else f"±{error:.0%}"

@@ -1,7 +1,7 @@
-"""What `mjax plan` finds and says: the search of --devices, --max-sequence-on, --days, and whether a config fits.
+"""The sections of `mjax plan` on search, longest sequence, budget, memory and ahead-of-time compilation.
 
-Each refusal of a number of GPUs names one that works; what does not fit is refused with the cheapest changes that make
-it fit (`search.changes_that_fit`), also before training.
+An error about a number of GPUs names one that works. A config that does not fit is rejected, also before training, with
+the cheapest changes that make it fit (`search.changes_that_fit`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -31,20 +31,18 @@ from mjax.config.checks import can_run_layers, validate
 from mjax.config.kernels import HOPPER, gpu_capability, is_unrolled, resolve_kernels, with_unrolling
 from mjax.errors import RunError, UsageError, suggestion
 from mjax.parallel.mesh import make_mesh
-from mjax.planner import Section, good_to, search
+from mjax.planner import Section, error_bar, search
 from mjax.planner.layer import layer_forward, layer_kinds
 from mjax.planner.memory import HEADROOM, Memory, predict_memory, usable_memory
 from mjax.planner.search import Budget, Candidate, MemoryOf, SearchResult, TrialResult, describe
-from mjax.planner.time import Calibration, run_tokens
+from mjax.planner.time import Calibration, part_names, run_tokens
 from mjax.step.precision import uses_float8
 from mjax.step.step import build_program
 from mjax.utils.figures import GIB, format_rows, table
 from mjax.utils.packages import cuda_build, list_versions
 
-# Candidates in the table of a search.
-SHOWN = 10
-# The largest number of GPUs tried when looking for how many are enough.
-MAX_DEVICES = 16_384
+MAX_ROWS = 10  # of the table of a search
+MAX_DEVICES = 16_384  # tried when looking for a number of GPUs that is enough
 
 
 def run_search(
@@ -63,32 +61,32 @@ def run_search(
       keep: fields that stay as they are.
 
     Raises:
-      UsageError: there is nothing to search, or nothing fits.
+      UsageError: there is no candidate, or none fits.
     """
     check_searchable(config, devices, gpu.gpus_per_node, keep)
-    result = search.find(config, devices, gpu, calibration, keep)
+    result = search.search_and_time(config, devices, gpu, calibration, keep)
     if not result.ranked:
-        refuse_too_big(result, config, name, gpu.name, search.predictions(gpu, calibration)[0], keep)
-    return result.ranked[0].config, report(result, name, config, gpu)
+        reject_out_of_memory(result, config, name, gpu.name, search.make_predictors(gpu, calibration)[0], keep)
+    return result.ranked[0].config, search_section(result, name, config, gpu)
 
 
 def describe_config(section: Section, name: str, config: Config) -> str:
-    """Docstring of the config that a search found: what it is and how it was chosen."""
+    """Docstring of the fastest config of a search: its settings, and the predictions that it was chosen by."""
     best, values = section.values["best"][0], section.values
     text = (
-        f"{describe(config)}: {best['seconds']:.3g} s a step ({good_to(best['error'])}), {best['mfu']:.1%} MFU, "
+        f"{describe(config)}: {best['seconds']:.3g} s a step ({error_bar(best['error'])}), {best['mfu']:.1%} MFU, "
         f"{best['memory']['total'] / GIB:.1f} of {values['usable_bytes'] / GIB:.1f} GiB a GPU; "
-        f"{values['tokens']:,} tokens in {best['days']:.3g} days. Model, batch and learning rate are its own."
+        f"{values['tokens']:,} tokens in {best['days']:.3g} days. Model, batch and learning rate are unchanged."
     )
-    title = f"{name} for {values['devices']:,} × {values['gpu']}, found by the planner.\n"
+    title = f"{name} for {values['devices']:,} × {values['gpu']}, from mjax plan --devices.\n"
     return f"{title}\n{textwrap.fill(text, 120)}"
 
 
-# --- Refusals ---------------------------------------------------------------------------------------------------------
+# --- Errors -----------------------------------------------------------------------------------------------------------
 
 
 def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Collection[str] = ()) -> None:
-    """Refuse a search without any candidate.
+    """Reject a search without any candidate.
 
     Raises:
       UsageError: one sentence, with numbers of GPUs that work.
@@ -99,42 +97,39 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
             raise UsageError(f"--fix {name} is not a field of the search; {near}")
     if devices > gpus_per_node and devices % gpus_per_node:
         below = devices // gpus_per_node * gpus_per_node
-        raise UsageError(
-            f"--devices {devices} is not a multiple of the {gpus_per_node} GPUs of a server; "
-            f"use {below} or {below + gpus_per_node}, or say with --devices-per-node how many a server has"
-        )
+        fix = f"use {below} or {below + gpus_per_node}, or say with --devices-per-node how many a server has"
+        raise UsageError(f"--devices {devices} is not a multiple of the {gpus_per_node} GPUs of a server; {fix}")
     # Without the fields that the search decides, and without data, which a plan does not need.
-    alone = replace(config.train, micro_batch=1, recompute="none")
-    validate(replace(config, mesh=MeshConfig(), data=replace(config.data, mock=True), train=alone))
+    train = replace(config.train, micro_batch=1, recompute="none")
+    validate(replace(config, mesh=MeshConfig(), data=replace(config.data, mock=True), train=train))
     if not any(search.candidates(config, devices, keep)):
         counts = (*search.divisors(gpus_per_node)[:-1], *range(gpus_per_node, MAX_DEVICES, gpus_per_node))
         counts = [n for n in counts if any(search.candidates(config, n, keep))]
-        sides = [n for n in counts if n < devices][-1:] + [n for n in counts if n > devices][:1]
-        use = f"use --devices {' or '.join(map(str, sides))}" if sides else "use another --train.global-batch"
-        model, fixed = config.model, f" with {', '.join(keep)} kept" if keep else ""
-        raise UsageError(
-            f"--devices {devices} cannot be divided among {model.layers} layers, {model.heads} heads and batches of "
-            f"multiples of {search.batch_unit(config)} sequences{fixed}; {use}"
-        )
+        nearest = [n for n in counts if n < devices][-1:] + [n for n in counts if n > devices][:1]
+        use = f"use --devices {' or '.join(map(str, nearest))}" if nearest else "use another --train.global-batch"
+        model, fixed = config.model, f" with fixed {', '.join(keep)}" if keep else ""
+        batches = f"batches of multiples of {search.batch_unit(config)} sequences"
+        parts = f"{model.layers} layers, {model.heads} heads and {batches}"
+        raise UsageError(f"--devices {devices} cannot be divided among {parts}{fixed}; {use}")
 
 
-def refuse_too_big(
+def reject_out_of_memory(
     result: SearchResult, config: Config, name: str, gpu: str, memory_of: MemoryOf, keep: Collection[str]
 ) -> None:
-    """Refuse a search in which nothing fits, with the closest candidate, and how many GPUs would be enough.
+    """Reject a search in which nothing fits, with the closest candidate, and how many GPUs would be enough.
 
     Raises:
       UsageError: always.
     """
-    nearest, least = min(result.too_big, key=lambda pair: pair[1])
+    smallest, size = min(result.out_of_memory, key=lambda pair: pair[1])
     enough = enough_devices(config, result.devices, memory_of, result.capacity, keep)
     advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {MAX_DEVICES:,} is enough either"
-    what = f"takes {least / GIB:.1f} GiB of {result.capacity / GIB:.1f}, of which {HEADROOM:.0%} stay free"
-    if 1 - least / result.capacity >= HEADROOM:
-        what, advice = "needs more host memory than there is", "leave out --fix train.recompute"
+    why = f"takes {size / GIB:.1f} GiB of {result.capacity / GIB:.1f}, of which {HEADROOM:.0%} must stay free"
+    if 1 - size / result.capacity >= HEADROOM:
+        why, advice = "needs more host memory than there is", "leave out --fix train.recompute"
     raise UsageError(
-        f"none of {result.tried:,} ways to run {name} on {result.devices} × {gpu} fits: the smallest, "
-        f"{describe(nearest)}, {what}; {advice}"
+        f"none of {result.tried:,} candidates to run {name} on {result.devices} × {gpu} fits: the smallest, "
+        f"{describe(smallest)}, {why}; {advice}"
     )
 
 
@@ -143,24 +138,22 @@ def enough_devices(
 ) -> int | None:
     """Twice, four times … as many GPUs, on which a candidate leaves HEADROOM free; None if `MAX_DEVICES` are too few.
 
-    Only candidates with one sequence per micro-batch, full recomputation and one chunk are tried: those that need least
-    memory.
+    Only the smallest candidates are tried: micro-batches of 1, full recomputation, one virtual stage.
     """
     thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.virtual_stages": 1}
     fixed = {name: value for name, value in thrifty.items() if name not in keep}
     small, count = search.with_values(config, fixed), 2 * devices
     while count <= MAX_DEVICES:
-        ways = search.candidates(small, count, {*keep, *fixed})
-        if any(memory_of(way).fits(capacity) for way in ways):
+        if any(memory_of(way).fits(capacity) for way in search.candidates(small, count, {*keep, *fixed})):
             return count
         count *= 2
     return None
 
 
-# --- The report: the fastest candidates and what holds them back ------------------------------------------------------
+# --- The fastest candidates and their bottlenecks ---------------------------------------------------------------------
 
 
-def report(result: SearchResult, name: str, config: Config, gpu: Gpu) -> Section:
+def search_section(result: SearchResult, name: str, config: Config, gpu: Gpu) -> Section:
     """The section `search` of a plan.
 
     Args:
@@ -168,7 +161,7 @@ def report(result: SearchResult, name: str, config: Config, gpu: Gpu) -> Section
       name, config: what was searched.
       gpu: each of the devices.
     """
-    best, shown = result.ranked[0], result.ranked[:SHOWN]
+    best, shown = result.ranked[0], result.ranked[:MAX_ROWS]
     values = {
         "gpu": gpu.name,
         "devices": result.devices,
@@ -178,20 +171,20 @@ def report(result: SearchResult, name: str, config: Config, gpu: Gpu) -> Section
         "network_bytes_per_second": gpu.network_bandwidth_per_node,
         "usable_bytes": result.capacity,
         "tried": result.tried,
-        "too_big": len(result.too_big),
-        "slower": result.slower,
+        "out_of_memory": len(result.out_of_memory),
+        "pruned_by_time": result.pruned_by_time,
         "best": [_values(candidate) for candidate in shown],
     }
     days, hours = _cost(best)
     lines = [
-        f"{result.tried:,} ways to run it: {len(result.too_big):,} leave less than {HEADROOM:.0%} of "
-        f"{result.capacity / GIB:.1f} GiB free or are too big for the host, {len(result.ranked):,} fit, and "
-        f"{result.slower:,} take {search.WITHIN - 1:.0%} longer or more",
+        f"{result.tried:,} candidates: {len(result.ranked):,} fit; {len(result.out_of_memory):,} out of memory "
+        f"(under {HEADROOM:.0%} of {result.capacity / GIB:.1f} GiB free, or host memory); "
+        f"{result.pruned_by_time:,} pruned (over {search.MAX_SLOWDOWN - 1:.0%} slower than the fastest)",
         "",
         *_table([{"": number, **_cells(candidate)} for number, candidate in enumerate(shown, 1)]),
         "",
-        f"{run_tokens(config):,} tokens in {config.train.steps:,} steps: {days:.3g} days, {hours:,.0f} GPU-hours; "
-        f"the prediction: {good_to(best.time.error)}",
+        f"{config.train.steps:,} steps, {run_tokens(config):,} tokens: {days:.3g} days, {hours:,.0f} GPU-hours "
+        f"({error_bar(best.time.error)})",
         *best.time.caveats,
     ]
     return Section(f"Search: {name} on {result.devices:,} × {gpu.name}", values, lines)
@@ -203,12 +196,13 @@ def _cost(candidate: Candidate) -> tuple[float, float]:
     return hours / 24, hours * candidate.config.mesh.devices
 
 
-# Columns that are left out where every row has this.
-OPTIONAL = {"groups": 1, "expert": 1, "context": "1", "loss chunks": "-", "host GiB": "-"}
+# Values of columns that are left out if all rows have them.
+OPTIONAL = {"replicate": 1, "expert": 1, "context": "1", "loss chunks": "-", "host GiB": "-"}
 
 
-def _table(rows: list[dict[str, Any]], left: int = 1) -> list[str]:
+def _table(rows: list[dict[str, Any]]) -> list[str]:
     header = [name for name in rows[0] if any(row[name] != OPTIONAL.get(name) for row in rows)]
+    left = {"", "parameters", "recompute", "bottlenecks"}
     return table(header, [[row[name] for name in header] for row in rows], left)
 
 
@@ -217,20 +211,22 @@ def _cells(candidate: Candidate) -> dict[str, Any]:
     config, memory, time = candidate
     mesh, train = config.mesh, config.train
     days, hours = _cost(candidate)
-    # The two slowest parts besides the matmuls.
-    parts = sorted((-seconds, name) for name, seconds in time.parts.items() if seconds > 0 and name != "matmul")
-    virtual = f" × {mesh.virtual_stages}" if mesh.virtual_stages > 1 else ""
-    over_context = f" ({config.context_attention})" if config.context_attention else ""
+    # The two longest parts besides the matmuls.
+    parts = sorted((-seconds, part) for part, seconds in time.parts.items() if seconds > 0 and part != "matmul")[:2]
+    names = part_names(mesh)
+    stages = f" × {mesh.virtual_stages}" if mesh.virtual_stages > 1 else ""
+    context = f" ({config.context_attention})" if config.context_attention else ""
     return {
-        "pipe": mesh.pipe, "data": mesh.data, "groups": mesh.replicate, "expert": mesh.expert,
-        "context": f"{mesh.context}{over_context}", "model": mesh.model,
-        "schedule": f"{mesh.schedule}{virtual}" if mesh.pipe > 1 else "-", "micro-batch": train.micro_batch,
-        "recompute": train.recompute, "seq. par.": "yes" if mesh.splits_tokens else "-", "ZeRO": mesh.zero or "-",
+        "pipe": mesh.pipe, "data": mesh.data, "replicate": mesh.replicate, "expert": mesh.expert,
+        "context": f"{mesh.context}{context}", "model": mesh.model,
+        "schedule": f"{mesh.schedule}{stages}" if mesh.pipe > 1 else "-", "micro-batch": train.micro_batch,
+        "recompute": train.recompute, "SP": "yes" if mesh.splits_tokens else "-", "ZeRO": mesh.zero or "-",
         "loss chunks": train.loss_chunks if train.loss_chunks > 1 else "-", "s/step": f"{time.mean:.3g}",
-        "TFLOP/s": f"{time.model_tflops:.0f}", "MFU": f"{time.mfu:.1%}",
+        "TFLOP/s/GPU": f"{time.model_tflops:.0f}", "MFU": f"{time.mfu:.1%}",
         "GiB": f"{memory.total / GIB:.1f}", "host GiB": f"{memory.host / GIB:.1f}" if memory.host else "-",
         "days": f"{days:.3g}", "GPU-hours": f"{hours:,.0f}",
-        "held back by": ", ".join(f"{name} {-seconds / time.total:.0%}" for seconds, name in parts[:2]),
+        "bottlenecks": ", ".join(f"{names[part]} {-seconds / time.total:.0%}" for seconds, part in parts)
+        .replace(" (exposed)", ""),
     }  # fmt: skip
 
 
@@ -255,24 +251,24 @@ def _values(candidate: Candidate) -> dict[str, Any]:
 # --- The longest sequences --------------------------------------------------------------------------------------------
 
 
-def run_longest(config: Config, name: str, devices: int, gpu: Gpu, calibration: Calibration | None) -> Section:
-    """The section of a plan on the longest sequence, with layer inputs on the device and in host memory.
+def longest_section(config: Config, name: str, devices: int, gpu: Gpu, calibration: Calibration | None) -> Section:
+    """The plan section on the longest sequence, with layer inputs on the device and in host memory.
 
     Raises:
       UsageError: layers differ from each other, or nothing fits.
     """
-    machine = gpu.gpus_per_node, *search.predictions(gpu, calibration), gpu.usable_bytes, gpu.host_bytes
-    tried = (search.longest(config, devices, recompute, *machine) for recompute in ("full", "offload"))
+    machine = gpu.gpus_per_node, *search.make_predictors(gpu, calibration), gpu.usable_bytes, gpu.host_bytes
+    tried = (search.longest_sequence(config, devices, recompute, *machine) for recompute in ("full", "offload"))
     values, rows = [], []
     for best in filter(None, tried):
         tokens, cells = best.config.train.global_batch * best.config.model.sequence, _cells(best)
         speed, positions = tokens / best.time.total / devices, best.config.model.sequence
         values.append({"sequence": positions, "tokens_per_second": speed, **_values(best)})
         shown = {column: cells[column] for column in ("recompute", "context", "model", "GiB", "MFU")}
-        rows.append(shown | {"positions": f"{positions:,}", "tokens/s a GPU": f"{speed:,.0f}"})
+        rows.append(shown | {"sequence": f"{positions:,}", "tokens/s/GPU": f"{speed:,.0f}"})
     if not values:
         raise UsageError(f"no sequence of {name} fits on {devices} × {gpu.name}; try --max-sequence-on {2 * devices}")
-    plan = {"gpu": gpu.name, "devices": devices, "found": values}
+    plan = {"gpu": gpu.name, "devices": devices, "best": values}
     return Section(f"Longest sequence on {devices:,} × {gpu.name}", plan, _table(rows))
 
 
@@ -282,8 +278,8 @@ def run_longest(config: Config, name: str, devices: int, gpu: Gpu, calibration: 
 def run_budget(
     config: Config, name: str, base: Config, budget: Budget, calibration: Calibration, keep: tuple[str, ...]
 ) -> tuple[Config, Section]:
-    """The config of the largest model that the budget trains, and the plan section on it: the model, those that were
-    tried, and the command to train it. Each model that is tried is told on stderr.
+    """The config of the largest model that the budget trains, and its plan section: the model, the tried sizes, and the
+    command to train it. Each trial is reported on stderr.
 
     Args:
       config: with the flags of the command line; valid except for its mesh.
@@ -295,19 +291,19 @@ def run_budget(
     Raises:
       UsageError: no model can be split, or none is trained in time.
     """
-    devices, gpu, rungs = budget.devices, budget.gpu, search.size_grid(config)
-    possible = [rung for rung in rungs if search.is_possible(rung.config, devices, keep)]
-    check_searchable((possible or rungs)[-1].config, devices, gpu.gpus_per_node, keep)
-    ways = search.search_known_settings(devices, gpu, calibration, keep)
-    best, tried = search.largest_model(possible, budget, ways, partial(print, file=sys.stderr))
+    devices, gpu, sizes = budget.devices, budget.gpu, search.size_grid(config)
+    possible = [size for size in sizes if search.has_candidates(size.config, devices, keep)]
+    check_searchable((possible or sizes)[-1].config, devices, gpu.gpus_per_node, keep)
+    search_config = search.search_known_settings(devices, gpu, calibration, keep)
+    best, tried = search.largest_model(possible, budget, search_config, partial(print, file=sys.stderr))
     flags = (to_flag(field, new) for field, (_, new) in differing_fields(base, best.best.config).items())
     command = f"mjax train --config {name} {' '.join(flags)} --data.path PREFIX"
     time = best.best.time
-    remarks = [f"* fits into {budget.days:g} days; the prediction: {good_to(time.error)}", *time.caveats]
+    remarks = [f"* fits in {budget.days:g} days ({error_bar(time.error)})", *time.caveats]
     if best.config.model != base.model:
-        remarks.append(f"batch and learning rate are those of {name}: a larger model usually takes a lower rate")
+        remarks.append(f"batch size and learning rate of {name}; a larger model usually needs a lower learning rate")
     if best is tried[-1]:
-        remarks.append("it is the largest of the ladder, so the budget would train a larger one too")
+        remarks.append("the largest model tried: the budget would train a larger one too")
     values = {
         "devices": devices,
         "days": budget.days,
@@ -317,7 +313,7 @@ def run_budget(
         "command": command,
     }
     lines = [
-        f"the largest within the budget, at {budget.tokens_per_parameter:g} tokens a parameter:",
+        f"largest model within the budget, {budget.tokens_per_parameter:g} tokens per parameter:",
         "",
         *_table([_trial_cells(trial, trial is best) for trial in tried]),
         "",
@@ -354,17 +350,15 @@ def _trial_values(trial: TrialResult) -> dict[str, Any]:
     }
 
 
-# --- Whether it fits --------------------------------------------------------------------------------------------------
+# --- Checks for a GPU -------------------------------------------------------------------------------------------------
 
 
-# Compute capability of the first GPUs with float8 products; Hopper's is 9.0.
-ADA = (8, 9)
-# cuBLAS multiplies float8 matrices whose sizes are multiples of this.
-MULTIPLE = 16
+ADA = (8, 9)  # compute capability of the first GPUs with float8 matmuls
+FP8_MULTIPLE = 16  # of the sizes of cuBLAS's float8 matrices
 
 
 def check_float8(config: Config, gpu: str, capability: tuple[int, ...]) -> None:
-    """Refuse float8 on a GPU without it, and sizes that its products do not take.
+    """Reject float8 on a GPU without it, and sizes that its matmuls do not support.
 
     Args:
       config: validated.
@@ -377,28 +371,23 @@ def check_float8(config: Config, gpu: str, capability: tuple[int, ...]) -> None:
     if not uses_float8(config.precision):
         return
     if capability < ADA:
-        raise UsageError(
-            f"--precision.compute fp8 needs a GPU with compute capability 8.9 or more, such as an H100, and {gpu} has "
-            f"{'.'.join(map(str, capability))}; use --precision.compute bf16"
-        )
+        needs = f"needs compute capability 8.9 or more, as an H100 has, and {gpu} has {'.'.join(map(str, capability))}"
+        raise UsageError(f"--precision.compute fp8 {needs}; use --precision.compute bf16")
     tokens = config.train.micro_batch * config.model.sequences * config.model.sequence
     sizes = {f"--train.micro-batch {config.train.micro_batch} has {tokens} tokens": (tokens,)}
     for _, of in layer_kinds(config):
         for weight in layer_forward(of).weights:
             sizes[f"a rank of --mesh.model {config.mesh.model} has a weight of {weight[0]} × {weight[1]}"] = weight
     for what, size in sizes.items():
-        if any(n % MULTIPLE for n in size):
-            raise UsageError(
-                f"--precision.compute fp8 multiplies matrices whose sizes are multiples of {MULTIPLE}, and {what}; "
-                "change that, or use --precision.compute bf16"
-            )
+        if any(n % FP8_MULTIPLE for n in size):
+            sizes = f"multiplies matrices whose sizes are multiples of {FP8_MULTIPLE}, and {what}"
+            raise UsageError(f"--precision.compute fp8 {sizes}; change that, or use --precision.compute bf16")
 
 
 def check_local_gpus(config: Config, name: str, force: bool, print_line: Callable[[str], None]) -> None:
-    """Refuse what does not fit on the GPUs of this process, and warn if it barely fits, before compiling.
+    """Reject a config that does not fit on the GPUs of this process, and warn if it barely fits, before compiling.
 
-    On a CPU nothing is refused: its memory is shared with other processes and may be swapped. A wrong number of devices
-    is refused elsewhere.
+    On a CPU nothing is rejected: its memory is shared with other processes and may be swapped.
 
     Args:
       config: validated.
@@ -409,7 +398,7 @@ def check_local_gpus(config: Config, name: str, force: bool, print_line: Callabl
     Raises:
       UsageError: the config does not fit, or needs an attention kernel or float8 products that are not available.
     """
-    from mjax.cluster.processes import local_rank_and_size  # with the driver's library, which no plan needs
+    from mjax.cluster.processes import local_rank_and_size  # imports the driver's library, which no plan needs
 
     device = jax.local_devices()[0]
     usable = usable_memory(device)
@@ -428,7 +417,7 @@ def check_local_gpus(config: Config, name: str, force: bool, print_line: Callabl
 
 
 def check_memory(config: Config, usable: float, gpu: str, name: str = "this config", host: float | None = None) -> str:
-    """Refuse what does not fit, with the numbers and changes that would fit.
+    """Reject a config that does not fit, with its memory and the changes that make it fit.
 
     Args:
       config: validated.
@@ -446,37 +435,37 @@ def check_memory(config: Config, usable: float, gpu: str, name: str = "this conf
     memory = predict_memory(config)
     if not memory.fits_host(host):
         raise UsageError(
-            f"{name} keeps {memory.host / GIB:.1f} GiB of activations in host memory for each GPU, and this machine "
+            f"{name} stores {memory.host / GIB:.1f} GiB of activations in host memory for each GPU, and this machine "
             f"has {host / GIB:.1f} GiB for each; use --train.recompute full, or a smaller --train.micro-batch"
         )
     free = memory.free(usable)
     if free >= HEADROOM:
         return ""
     changes = search.changes_that_fit(config, usable, host=host)
-    nearest = "; or ".join(f"{change.flags} ({change.needs(config)})" for change in changes)
-    advice = f"what fits, cheapest first: {nearest}" if changes else "no change of mesh or recomputation makes it fit"
+    options = "; or ".join(f"{change.flags} ({change.needs(config)})" for change in changes)
+    advice = f"to fit, cheapest first: {options}" if changes else "no change of mesh or recomputation makes it fit"
     largest_first = sorted(memory.parts.items(), key=lambda part: -part[1])
     kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in largest_first if size / GIB >= 0.05)
-    needs = f"{name} needs {memory.total / GIB:.1f} GiB on each GPU ({kinds}) and {usable / GIB:.1f} GiB of {gpu} are "
+    needs = f"{name} needs {memory.total / GIB:.1f} GiB per GPU ({kinds}), and {gpu} has {usable / GIB:.1f} GiB usable"
     if free < 0:
-        raise UsageError(f"{needs}usable; {advice}")
+        raise UsageError(f"{needs}; {advice}")
     margin = f"which leaves {free:.1%}; the prediction may be off by {HEADROOM:.0%}, so it may not fit"
-    return f"{needs}usable, {margin}; {advice}"
+    return f"{needs}, {margin}; {advice}"
 
 
 # --- The memory section of a plan, and its picture --------------------------------------------------------------------
 
 
-WHEN = {
-    "head": "with the logits of a micro-batch",
+PEAKS = {
+    "head": "in the loss, with the logits of a micro-batch",
     "backward": "in the backward pass of the layers",
-    "reduction": "when gradients are summed over data",
-    "update": "when Muon orthogonalises matrices",
+    "reduction": "in the gradient all-reduce",
+    "update": "in Muon's orthogonalization",
 }
 
 
 def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None = None, name: str = "") -> Section:
-    """The section of a plan.
+    """The plan section on the memory of a device.
 
     Args:
       gpu: the GPU it has to fit into.
@@ -491,12 +480,12 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         "unrolled": is_unrolled(config, on_gpu=True),
     }
     rows = {kind: f"{size / GIB:8.2f} GiB" for kind, size in memory.parts.items()}
-    rows["total"] = f"{memory.total / GIB:8.2f} GiB on each device, {WHEN[memory.moment]}"
+    rows["peak"] = f"{memory.total / GIB:8.2f} GiB per device, {PEAKS[memory.moment]}"
     if memory.host:
-        rows["host memory"] = f"{memory.host / GIB:8.2f} GiB for each device: the inputs of all layers"
-    rows["attention"], lines = f"by {values['attention']}", []
+        rows["host memory"] = f"{memory.host / GIB:8.2f} GiB per device: the inputs of all layers"
+    rows["attention"], lines = values["attention"], []
     if gpu is not None:
-        rows["layers"] = "one after the other, without a loop" if values["unrolled"] else "in a loop"
+        rows["layers"] = "unrolled" if values["unrolled"] else "scan"
         free, in_host = memory.free(gpu.usable_bytes), memory.fits_host(gpu.host_bytes)
         changes = [] if free >= HEADROOM else search.changes_that_fit(config, gpu.usable_bytes, host=gpu.host_bytes)
         values |= {"gpu": gpu.name, "usable": gpu.usable_bytes, "fits": free >= 0 and in_host, "free": free}
@@ -504,15 +493,15 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
             {"flags": change.flags, "total": change.memory.total, "devices": change.config.mesh.devices}
             for change in changes
         ]
-        verdict = "it fits" if free >= HEADROOM else "it may not fit" if free >= 0 else "it does not fit"
-        rows["verdict"] = f"{verdict} into the {gpu.usable_bytes / GIB:.1f} GiB that are usable on {gpu.name}"
+        verdict = "fits" if free >= HEADROOM else "may not fit" if free >= 0 else "does not fit"
+        rows["verdict"] = f"{verdict} in the {gpu.usable_bytes / GIB:.1f} GiB usable on {gpu.name}"
         if 0 <= free < HEADROOM:
-            rows["verdict"] += f": {free:.1%} are left free, and the prediction may be off by {HEADROOM:.0%}"
+            rows["verdict"] += f": {free:.1%} free, and the prediction may be off by {HEADROOM:.0%}"
         if not in_host:
-            each = gpu.host_bytes / GIB
-            rows["verdict"] += f", but not into the {each:.1f} GiB of host memory; use --train.recompute full"
+            size = gpu.host_bytes / GIB
+            rows["verdict"] += f", but not in the {size:.1f} GiB of host memory; use --train.recompute full"
         if free < HEADROOM:
-            lines = [f"what fits and leaves {HEADROOM:.0%}, cheapest first:" if changes else "no change of mesh fits"]
+            lines = ["changes that fit, cheapest first:" if changes else "no change of mesh or recomputation fits"]
             lines += [f"  {change.flags}  →  {change.needs(config)}" for change in changes]
     if figure is not None:
         draw_modes(config, figure, gpu, name)
@@ -520,7 +509,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
 
 
 def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, name: str = "") -> None:
-    """Draw the memory of a validated config and of the same with each recomputation mode; `name` is for the title."""
+    """Draw the memory of a validated config with each recomputation mode; `name` is for the title."""
     from mjax.pictures.plan import draw_memory  # matplotlib takes a second to import
 
     config = resolve_kernels(config, HOPPER if gpu is None else gpu.compute_capability)
@@ -530,26 +519,25 @@ def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, na
             changed = search.with_values(config, {"mesh.sequence_parallel": split, "train.recompute": recompute})
             if can_run_layers(changed):
                 modes[recompute + ", sequence parallel" * split] = predict_memory(changed).parts
-    heading = f"Memory of a device by recomputation mode{', for ' * bool(name)}{name}"
-    micro_batch, attention = config.train.micro_batch, config.model.attention
-    about = f"{describe_mesh(config.mesh, PIPE)}, micro-batches of {micro_batch}, attention by {attention}"
+    heading = f"Memory per device by recomputation mode{', ' * bool(name)}{name}"
+    micro_batch, kernel = config.train.micro_batch, config.model.attention
+    about = f"{describe_mesh(config.mesh, PIPE)}, micro-batches of {micro_batch}, attention kernel {kernel}"
     draw_memory(modes, file, heading, about, gpu, HEADROOM)
 
 
 # --- Compiling for absent NVIDIA GPUs ---------------------------------------------------------------------------------
 #
-# XLA needs no GPU to compile for one, only a description. `targets/` has a file for each GPU in XLA's own format
+# XLA needs no GPU to compile for one, only a description. `targets/` has a file for each GPU in XLA's format
 # (GpuTargetConfigProto), and a topology of servers gives a mesh of virtual devices. The step is the one that training
 # runs, from `build_program`, with the XLA flags of this process. The result is what a cluster would compile, with one
-# difference: nothing can be measured here, so XLA uses its default tiles for matrix products (Triton's) where on a GPU
-# it times several, including cuBLAS's. Collectives, their order and memory hardly depend on that; the speed of matrix
-# products does. `benchmarks/aot/` reads the compiled program.
+# difference: without a GPU XLA cannot autotune, so it uses its default tiles for matmuls (Triton's) where on a GPU it
+# times several, including cuBLAS's. Collectives, their order and memory hardly depend on that; the speed of matmuls
+# does. `benchmarks/aot/` reads the compiled program.
 
-SHEETS = Path(__file__).parent / "targets"
+TARGETS = Path(__file__).parent / "targets"
 
 
-@dataclass(frozen=True)
-class AllocatedMemory:
+class AllocatedMemory(NamedTuple):
     """Bytes on one device, as allocated by XLA.
 
     Attributes:
@@ -594,11 +582,11 @@ class Compilation(NamedTuple):
 
 def sheet_names() -> list[str]:
     """The GPUs with a target file."""
-    return sorted(file.stem for file in SHEETS.glob("*.txtpb"))
+    return sorted(file.stem for file in TARGETS.glob("*.txtpb"))
 
 
 def check_compile(config: Config, gpu: Gpu | None) -> None:
-    """Refuse what cannot be compiled.
+    """Reject a config or a GPU that cannot be compiled for.
 
     Raises:
       UsageError: there is no target file for the GPU, or the mesh does not fill its servers, or the CUDA wheels are
@@ -611,15 +599,11 @@ def check_compile(config: Config, gpu: Gpu | None) -> None:
         raise UsageError(f"--gpu {gpu.name} cannot be compiled for; use one of {names}")
     devices, per_server = config.mesh.devices, gpu.gpus_per_node
     if devices > per_server and devices % per_server:
-        raise UsageError(
-            f"a mesh of {devices} devices does not fill servers of {per_server}; change --mesh.data, or use "
-            f"--devices-per-node {max(n for n in range(1, per_server + 1) if devices % n == 0)}"
-        )
+        fix = f"--devices-per-node {max(n for n in range(1, per_server + 1) if devices % n == 0)}"
+        raise UsageError(f"{devices} devices do not fill servers of {per_server}; change --mesh.data, or type {fix}")
     if cuda_build() is None:
-        raise UsageError(
-            "--compile needs the compiler for NVIDIA GPUs, which is in JAX's CUDA wheels (no GPU and no driver is "
-            "needed); type: pip install 'jax[cuda13]'"
-        )
+        fix = "type: pip install 'jax[cuda13]' (no GPU and no driver is needed)"
+        raise UsageError(f"--compile needs the compiler for NVIDIA GPUs, which is in JAX's CUDA wheels; {fix}")
 
 
 def compile_step(
@@ -633,7 +617,7 @@ def compile_step(
       config: validated; `model.attention` auto is resolved as on a GPU.
       gpu: name of a target file.
       per_server: GPUs per server.
-      options: of XLA, by name, besides the flags of this process.
+      options: of XLA, by name, in addition to the flags of this process.
       quiet: without a line on stderr for each phase.
 
     Raises:
@@ -645,7 +629,7 @@ def compile_step(
     topology = get_topology_desc(
         platform="cuda",
         topology=f"1x{max(1, devices // per_server)}x{min(devices, per_server)}",  # slices × servers × GPUs of a server
-        target_config=(SHEETS / f"{gpu}.txtpb").read_text(),
+        target_config=(TARGETS / f"{gpu}.txtpb").read_text(),
     )
     device_kind, began = topology.devices[0].device_kind, time.perf_counter()
     if not quiet:
@@ -654,7 +638,7 @@ def compile_step(
     try:
         lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     except NotImplementedError as error:
-        # JAX asks its GPU what cuDNN supports. Here it finds none, and assumes the oldest.
+        # JAX queries its GPU for what cuDNN supports. Without a GPU it assumes the oldest.
         raise UsageError(
             f"JAX does not lower cuDNN's attention here: {str(error).splitlines()[0]} Without a GPU it assumes "
             "one older than Hopper; add --model.attention xla"
@@ -666,13 +650,8 @@ def compile_step(
     except jax.errors.JaxRuntimeError as error:
         raise RunError(f"XLA cannot compile this step for {gpu}: {str(error).splitlines()[0]}") from error
     seconds, stats = {"tracing": traced - began, "compiling": time.perf_counter() - traced}, compiled.memory_analysis()
-    memory = AllocatedMemory(
-        stats.argument_size_in_bytes,
-        stats.output_size_in_bytes,
-        stats.alias_size_in_bytes,
-        stats.temp_size_in_bytes,
-        stats.host_temp_size_in_bytes,
-    )
+    names = ("argument", "output", "alias", "temp", "host_temp")
+    memory = AllocatedMemory(*(getattr(stats, f"{name}_size_in_bytes") for name in names))
     return Compilation(device_kind, config, program, seconds, memory, compiled.as_text())
 
 
@@ -689,7 +668,7 @@ def compiler_versions() -> dict[str, str]:
 
 
 def compile_section(compiled: Compilation, formula: Memory) -> Section:
-    """The section of a plan: memory as allocated and as predicted by `formula`, and the program's collectives."""
+    """The plan section on the compiled step: memory as allocated and as predicted by `formula`, and collectives."""
     memory, versions = compiled.memory, compiler_versions()
     operations = r" (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
     collectives = Counter(re.findall(operations, compiled.text))
@@ -697,7 +676,7 @@ def compile_section(compiled: Compilation, formula: Memory) -> Section:
     values = {
         "device_kind": compiled.device_kind,
         "seconds": compiled.seconds,
-        "memory": asdict(memory) | predicted,
+        "memory": memory._asdict() | predicted,
         "collectives": dict(collectives),
         "versions": versions,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -705,13 +684,13 @@ def compile_section(compiled: Compilation, formula: Memory) -> Section:
     rows = {
         "compiled by": ", ".join(f"{package} {number}" for package, number in versions.items()),
         "XLA flags": values["xla_flags"] or "none",
-        "took": ", ".join(f"{seconds:.1f} s {phase}" for phase, seconds in compiled.seconds.items()),
-        "memory": f"{memory.total / GIB:.2f} GiB on each device, {memory.temporaries / GIB:.2f} of them temporaries; "
-        f"the formula predicts {formula.total / GIB:.2f} GiB, {formula.total / memory.total - 1:+.1%}",
+        "compile time": ", ".join(f"{seconds:.1f} s {phase}" for phase, seconds in compiled.seconds.items()),
+        "memory": f"{memory.total / GIB:.2f} GiB per device, {memory.temporaries / GIB:.2f} of it temporaries; "
+        f"predicted {formula.total / GIB:.2f} GiB ({formula.total / memory.total - 1:+.1%})",
         "collectives": ", ".join(f"{count:,} × {name}" for name, count in sorted(collectives.items())) or "none",
     }
     if memory.host or formula.host:
-        rows["host memory"] = f"{memory.host / GIB:.2f} GiB; the formula predicts {formula.host / GIB:.2f} GiB"
+        rows["host memory"] = f"{memory.host / GIB:.2f} GiB; predicted {formula.host / GIB:.2f} GiB"
     return Section(f"Compiled for {compiled.device_kind}", values, format_rows(rows))
 
 

@@ -1,16 +1,15 @@
 """One traced layer and the traced head of a model, from which FLOPs, plans and predictions are derived.
 
-A model states itself once, in its modules. Every size comes from the traced program: how many matrix products a layer
-has and of which shapes, what it keeps for its backward pass, what its head reads and writes. So a new architecture gets
-its FLOPs, its plan and its MFU without further code.
+Every size comes from the traced program: number and shapes of a layer's matmuls, its saved activations, the reads and
+writes of the head. So a new architecture gets its FLOPs, its plan and its MFU without further code.
 
 One layer is traced for one sample on one rank of `model`, or for this rank of `context`'s positions of it: everything
 is proportional to the samples of a micro-batch (but for `expert_rows`). Where layers differ, one of each kind is traced
-(`layer_kinds`). Dropout is left out, since its masks are recomputed and never kept.
+(`layer_kinds`). Dropout is left out, since its masks are recomputed and never saved.
 
     layer_forward    products and collectives of a layer; the time of a step follows from them
-    layer_backward   what a layer keeps, and the largest arrays of its backward pass, for the memory of a step
-    head             products of the head, and what it keeps
+    layer_backward   saved activations of a layer, and the largest arrays of its backward pass, for the memory of a step
+    head             products of the head, and its saved activations
 
 A trace is a few numbers, which `earlier_traces` keeps for the next command.
 
@@ -56,13 +55,13 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.cluster.hardware import find_gpu
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
-from mjax.config.kernels import FUSED, with_grouped
+from mjax.config.kernels import FUSED, with_moe_kernel
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import layer_stacks
 from mjax.models.parts.flash import FLASH_STAND_IN
-from mjax.models.stack import run_blocks, runs_in
-from mjax.parallel.grouped import ROWS, max_tiles
+from mjax.models.stack import layer_runs, run_blocks
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
+from mjax.parallel.grouped import TILE_ROWS, max_tiles
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.weights import are_stacked, combine, partition_trainable, weight_metadata
 from mjax.parallel.zero import gather_weights
@@ -84,14 +83,14 @@ class Layer(NamedTuple):
       elements: of the residual stream on all ranks of `model`.
       branches: the products with weights before each sum over `model`, those of the same input as one; the last of a
         branch is row-parallel.
-      of_activations: products of two activations, as in attention.
+      activation_products: products of two activations, as in attention.
       collectives: those over one axis: the axis, the name, and bytes of the larger of input and output.
       weights: inner and outer size of each weight.
     """
 
     elements: int
     branches: tuple[tuple[Product, ...], ...]
-    of_activations: tuple[Product, ...]
+    activation_products: tuple[Product, ...]
     collectives: tuple[tuple[str, str, int], ...]
     weights: tuple[tuple[int, int], ...]
 
@@ -115,18 +114,18 @@ class Backward(NamedTuple):
     """The backward pass of a layer, for one sample on one rank of `model`: bytes of its arrays.
 
     Attributes:
-      kept: that the forward pass keeps for it on the device, without weights: of the stacks of a loop.
-      kept_unrolled: the same without a loop, where two views of one array are kept once.
-      kept_rows: of `kept`, arrays with the rows of experts.
+      saved: activations saved by the forward pass on the device, in the stacks of a loop over layers.
+      saved_unrolled: the same without a loop, where two views of one array are saved once.
+      saved_rows: of `saved`, arrays with the rows of experts.
       stream: this rank's rows of the residual stream.
       largest: the largest array that a kernel writes, without scores.
       scores: the largest scores of attention that a kernel writes.
       gathered: the largest result of a collective that is larger than its operand.
     """
 
-    kept: int
-    kept_unrolled: int
-    kept_rows: int
+    saved: int
+    saved_unrolled: int
+    saved_rows: int
     stream: int
     largest: int
     scores: int
@@ -138,13 +137,13 @@ class Head(NamedTuple):
 
     Attributes:
       products: of all tokens with a weight, in order; those of a few tokens, such as a pooler's, are in `flops` only.
-      kept: bytes of what its forward pass keeps for its backward pass, and of the largest array again; without logits.
+      saved: bytes saved for the backward pass, and of the largest array again; without logits.
       flops: of its forward pass.
       trained: True if its weights are.
     """
 
     products: tuple[Product, ...]
-    kept: int
+    saved: int
     flops: float
     trained: bool
 
@@ -154,18 +153,18 @@ class Head(NamedTuple):
         return self.products[-1].m * self.products[-1].n if self.products else 0
 
     @classmethod
-    def from_json(cls, products: tuple, *others) -> Head:
+    def from_json(cls, products: tuple, *values) -> Head:
         """The head of plain values."""
-        return cls(_products(products), *others)
+        return cls(_products(products), *values)
 
 
 def _products(plain: Iterable) -> tuple[Product, ...]:
-    return tuple(Product(*each) for each in plain)
+    return tuple(Product(*fields) for fields in plain)
 
 
 @dataclass(frozen=True)
-class Traced:
-    """Everything that a layer and the head depend on. Configs that share it share their traces.
+class TraceSpec:
+    """The part of a config that the traces of a layer and the head depend on.
 
     Attributes:
       model: without dropout, with stand-ins for its kernels, and with one layer if all are equal.
@@ -182,7 +181,7 @@ class Traced:
     kind: int | None = None
 
     @classmethod
-    def from_config(cls, config: Config) -> Traced:
+    def from_config(cls, config: Config) -> TraceSpec:
         """The traced part of a config."""
         mesh = MeshConfig(
             data=config.mesh.expert,
@@ -211,13 +210,13 @@ class Traced:
         )
 
 
-def expert_rows(of: Traced, samples: int) -> int:
+def expert_rows(spec: TraceSpec, samples: int) -> int:
     """Rows of the tiles of a layer's experts for a micro-batch, enough for any distribution; 0 without experts."""
-    if not (experts := of.model.experts):
+    if not (experts := spec.model.experts):
         return 0
-    tokens = of.mesh.expert * samples * of.model.sequence // of.mesh.context
-    tiles = max_tiles(of.model.experts_per_token * tokens, experts // of.mesh.expert, ROWS["pallas"], tokens)
-    return tiles * ROWS["pallas"]
+    tokens = spec.mesh.expert * samples * spec.model.sequence // spec.mesh.context
+    tiles = max_tiles(spec.model.experts_per_token * tokens, experts // spec.mesh.expert, TILE_ROWS["pallas"], tokens)
+    return tiles * TILE_ROWS["pallas"]
 
 
 @lru_cache(maxsize=64)
@@ -228,26 +227,26 @@ def _list_arrays(data: DataConfig) -> DataConfig:
 
 @lru_cache(maxsize=64)
 def _drop_dropout_and_barriers(model: ModelConfig) -> ModelConfig:
-    model = replace(with_grouped(model.without_dropout(), GROUPED_STAND_IN), attention="xla")
+    model = replace(with_moe_kernel(model.without_dropout(), GROUPED_STAND_IN), attention="xla")
     return model if len(layer_stacks(model)) > 1 else replace(model, layers=1)
 
 
-def layer_kinds(config: Config) -> list[tuple[int, Traced]]:
+def layer_kinds(config: Config) -> list[tuple[int, TraceSpec]]:
     """For each stack how many layers it has, in order, and what a layer of it depends on."""
-    of, stacks = Traced.from_config(config), layer_stacks(config.model)
+    spec, stacks = TraceSpec.from_config(config), layer_stacks(config.model)
     if len(stacks) == 1:
-        return [(config.model.layers, of)]
-    return [(len(stack.numbers), replace(of, kind=number)) for number, stack in enumerate(stacks)]
+        return [(config.model.layers, spec)]
+    return [(len(stack.numbers), replace(spec, kind=number)) for number, stack in enumerate(stacks)]
 
 
-def layer_forward(of: Traced) -> Layer:
+def layer_forward(spec: TraceSpec) -> Layer:
     """The forward pass of a layer, with attention written out.
 
     Float8 has the products of bf16, and those are traced, without what rounds their operands."""
-    return _record(replace(of, compute="bf16" if of.compute == "fp8" else of.compute), Layer)
+    return _record(replace(spec, compute="bf16" if spec.compute == "fp8" else spec.compute), Layer)
 
 
-def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
+def layer_backward(spec: TraceSpec, kernel: str, recompute: str) -> Backward:
     """The backward pass of a layer, including recomputation.
 
     Args:
@@ -256,49 +255,47 @@ def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
     """
     kernel = FLASH_STAND_IN if kernel in FUSED else kernel
     if recompute != "offload":
-        return _record(of, Backward, kernel, recompute)
-    full = _record(of, Backward, kernel, "full")  # only the layer's input is kept elsewhere
-    return full._replace(kept=full.kept - full.stream, kept_unrolled=full.kept_unrolled - full.stream)
+        return _record(spec, Backward, kernel, recompute)
+    full = _record(spec, Backward, kernel, "full")  # with the layer's input in host memory
+    return full._replace(saved=full.saved - full.stream, saved_unrolled=full.saved_unrolled - full.stream)
 
 
-def head(of: Traced) -> Head:
+def head(spec: TraceSpec) -> Head:
     """The trace of the head, which follows the last layer."""
-    mesh = replace(of.mesh, data=1, expert=1, context_attention="auto")
-    return _record(replace(of, kind=None, mesh=mesh), Head)
+    mesh = replace(spec.mesh, data=1, expert=1, context_attention="auto")
+    return _record(replace(spec, kind=None, mesh=mesh), Head)
 
 
 @lru_cache(maxsize=4096)
-def _record(of: Traced, kind: type, kernel: str = "xla", recompute: str = "none") -> Any:
-    """A `Layer`, a `Backward` or a `Head`, traced or kept from an earlier command; arguments as for `Traced.config`."""
-    key = of, kind.__name__, kernel, recompute
-    trace = lambda: _trace(of, of.config(kernel, recompute), _TRACERS[kind])  # noqa: E731
-    return trace_once(key, of.model, trace, lambda *plain: getattr(kind, "from_json", kind)(*plain))
+def _record(spec: TraceSpec, kind: type, kernel: str = "xla", recompute: str = "none") -> Any:
+    """A `Layer`, a `Backward` or a `Head`, traced now or by an earlier command; arguments as for `TraceSpec.config`."""
+    key = spec, kind.__name__, kernel, recompute
+    trace = lambda: _trace(spec, spec.config(kernel, recompute), _TRACERS[kind])  # noqa: E731
+    return trace_once(key, spec.model, trace, lambda *plain: getattr(kind, "from_json", kind)(*plain))
 
 
-def trace_once(key: Any, model: ModelConfig, trace: Callable[[], Any], of_plain: Callable[..., Any]) -> Any:
-    """The result of `trace`, or `from_json` of what an earlier command has left of it under `key`, with tuples for
-    lists."""
-    if not _STORES or not type(model).__module__.startswith("mjax."):  # the sources of others are not in a file's name
+def trace_once(key: Any, model: ModelConfig, trace: Callable[[], Any], from_json: Callable[..., Any]) -> Any:
+    """Return the result of `trace`, or of `from_json` on the values that an earlier command has stored under `key`."""
+    if not _STORES or not type(model).__module__.startswith("mjax."):  # the store depends on mjax's sources only
         return trace()
     digest = hashlib.sha256(repr(key).encode()).hexdigest()
-    if digest not in _STORES[-1]:
-        _STORES[-1][digest] = trace()
-        return _STORES[-1][digest]
-    return of_plain(*_to_tuples(_STORES[-1][digest]))
+    if digest in _STORES[-1]:
+        return from_json(*_to_tuples(_STORES[-1][digest]))
+    return _STORES[-1].setdefault(digest, trace())
 
 
 def _to_tuples(plain: Any) -> Any:
     return tuple(map(_to_tuples, plain)) if isinstance(plain, list | tuple) else plain
 
 
-# Of `earlier_traces`: plain values of traces by a digest of what they depend on.
+# Of `earlier_traces`: plain values of traces, by a digest of their key.
 _STORES: list[dict[str, Any]] = []
 
 
 @contextmanager
 def earlier_traces(folder: Path) -> Iterator[None]:
-    """Within it, traces are those that a command of the same sources of mjax and version of jax has left in `folder`.
-    New ones are left there too, the last `MAX_TRACES`, if nobody else can write there."""
+    """Read traces from `folder`, if stored with the same sources of mjax and version of jax, and store the last
+    `MAX_TRACES` new ones there, if only this user can write there."""
     software = json.dumps([jax.__version__, source_hashes()])
     file, store = folder / f"{hashlib.sha256(software.encode()).hexdigest()[:16]}.json", {}
     private = False
@@ -319,8 +316,8 @@ def earlier_traces(folder: Path) -> Iterator[None]:
             write_whole(file, json.dumps(dict(list(store.items())[-MAX_TRACES:])))
 
 
-def _trace(of: Traced, config: Config, part: Callable) -> Any:
-    """The result of `part`, called inside the `shard_map` with `of`, the forward pass, weights, a micro-batch and the
+def _trace(spec: TraceSpec, config: Config, part: Callable) -> Any:
+    """The result of `part`, called inside the `shard_map` with `spec`, the forward pass, weights, a micro-batch and the
     stream; the blocks among the weights are those of the traced kind."""
     mesh, arrays, results = abstract_mesh(config.mesh), config.batch_arrays(), []
     rows = config.train.global_batch
@@ -331,10 +328,10 @@ def _trace(of: Traced, config: Config, part: Callable) -> Any:
         forward = Forward(config, layout.plan, dict.fromkeys(model.counts(batch), 1.0), np.int32(0))
         micro_batch = jax.tree.map(lambda rows: rows[0], split_micro_batches(config, batch))
         x = forward.embed(weights, micro_batch)
-        if of.kind is not None:
-            weights.blocks = [stack for stacks in runs_in(weights.blocks) for stack in stacks][of.kind]
+        if spec.kind is not None:
+            weights.blocks = [stack for stacks in layer_runs(weights.blocks) for stack in stacks][spec.kind]
             weights.blocks.kinds = weights.blocks.kinds[:1]  # a window changes no size
-        results.append(part(of, forward, weights, micro_batch, x))
+        results.append(part(spec, forward, weights, micro_batch, x))
         return jnp.zeros(())
 
     with jax.enable_x64(config.precision.compute == "fp64"):
@@ -357,7 +354,7 @@ def _run(forward: Forward, blocks, x: Array, micro_batch) -> Array:
     return run_blocks(blocks, x, forward.layer_context(micro_batch), forward.config.train.recompute)[0]
 
 
-def _forward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> Layer:
+def _forward(spec: TraceSpec, forward: Forward, weights, micro_batch, x: Array) -> Layer:
     jaxpr = jax.make_jaxpr(lambda blocks, x: _run(forward, blocks, x, micro_batch))(weights.blocks, x).jaxpr
     (scan,) = _scans(jaxpr)
     stored = zip(jaxpr.invars[:-1], weight_metadata(weights.blocks, "frozen"), strict=True)
@@ -373,59 +370,59 @@ def _forward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> La
             collectives.append((operation.axes[0], operation.name, whole))
         if operation.is_collective and program.shape(operation.outputs[0]) == x.shape:
             branches.append([])
-        elif product is not None and not product.of_weight:
+        elif product is not None and not product.has_weight:
             activations.append(product)
         elif product is not None:
             weights.append((product.k, product.n))
-            product = _scale_to_assignments(of, product)
-            factors = operation.inputs[0], program.source(operation.inputs[1]) not in frozen
-            if factors == last:  # such as queries, keys and values: the backward pass has them as one
+            product = _scale_to_assignments(spec, product)
+            operands = operation.inputs[0], program.source(operation.inputs[1]) not in frozen
+            if operands == last:  # such as queries, keys and values: the backward pass has them as one
                 product = product._replace(n=product.n + branches[-1].pop().n)
-            branches[-1].append(product._replace(trained=factors[1]))
-            last = factors
+            branches[-1].append(product._replace(trained=operands[1]))
+            last = operands
     return Layer(
-        elements=x.size * (of.mesh.model if of.mesh.sequence_parallel else 1),
+        elements=x.size * (spec.mesh.model if spec.mesh.sequence_parallel else 1),
         branches=tuple(tuple(branch) for branch in branches if branch),
-        of_activations=tuple(activations),
+        activation_products=tuple(activations),
         collectives=tuple(collectives),
         weights=tuple(weights),
     )
 
 
-def _scale_to_assignments(of: Traced, product: Product) -> Product:
+def _scale_to_assignments(spec: TraceSpec, product: Product) -> Product:
     """A product with the rows of all tiles as that of the rows that assignments need, as many for each group: of all
     experts of a rank, or of fewer if their number does not divide the rows."""
     if not product.grouped:
         return product
-    assignments = of.model.experts_per_token * of.model.sequences * of.model.sequence // of.mesh.context
-    groups = math.gcd(assignments, of.model.experts // of.mesh.expert)
+    assignments = spec.model.experts_per_token * spec.model.sequences * spec.model.sequence // spec.mesh.context
+    groups = math.gcd(assignments, spec.model.experts // spec.mesh.expert)
     return product._replace(m=assignments // groups, batch=groups)
 
 
-def _backward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> Backward:
-    """The stacked layers run in a scan: its body is one layer, and what it stacks is what a layer keeps."""
+def _backward(spec: TraceSpec, forward: Forward, weights, micro_batch, x: Array) -> Backward:
+    """The stacked layers run in a scan: its body is one layer, and its stacked outputs are the saved activations."""
 
     def gradients(blocks, x, gradient):
-        own, frozen = partition_trainable(blocks)
-        y, backward = jax.vjp(lambda own, x: _run(forward, combine(own, frozen), x, micro_batch), own, x)
+        trained, frozen = partition_trainable(blocks)
+        y, backward = jax.vjp(lambda trained, x: _run(forward, combine(trained, frozen), x, micro_batch), trained, x)
         return y, backward(gradient)
 
     first, backward = _scans(jax.make_jaxpr(gradients)(weights.blocks, x, x).jaxpr)
-    begin, kept = _constants_and_carried(first)
+    begin, carried = _constants_and_carried(first)
     layer, program = Program(first.params["jaxpr"]), Program(backward.params["jaxpr"])
-    stacked = [value for value in layer.outputs[kept:] if value is not None]
+    stacked = [value for value in layer.outputs[carried:] if value is not None]
     kernels = [operation for operation in program.operations if operation.is_kernel]
     written = {value for operation in kernels for value in operation.outputs}
-    scores = {value for value in range(len(program.values)) if program.ends_with(value, of.scores)}
+    scores = {v for v, x in enumerate(program.values) if len(x.shape) > 2 and x.shape[-2:] == spec.scores}
     collectives = [(op.inputs[0], op.outputs[0]) for op in kernels if op.is_collective]
 
     def largest(values: Iterable[int]) -> int:
         return max(map(program.bytes, values), default=0)
 
     return Backward(
-        kept=sum(map(layer.bytes, stacked)),
-        kept_unrolled=sum(map(layer.bytes, set(stacked))),
-        kept_rows=sum(layer.bytes(value) for value in stacked if expert_rows(of, 1) in layer.shape(value)),
+        saved=sum(map(layer.bytes, stacked)),
+        saved_unrolled=sum(map(layer.bytes, set(stacked))),
+        saved_rows=sum(layer.bytes(value) for value in stacked if expert_rows(spec, 1) in layer.shape(value)),
         stream=layer.bytes(layer.inputs[begin]),
         largest=largest(written - scores),
         scores=largest(written & scores),
@@ -433,37 +430,36 @@ def _backward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> B
     )
 
 
-def _head(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> Head:
-    own, frozen = partition_trainable(weights)
+def _head(spec: TraceSpec, forward: Forward, weights, micro_batch, x: Array) -> Head:
+    trained, frozen = partition_trainable(weights)
 
-    def loss(trained, frozen, x):
+    def differentiate(trained, frozen, x):
         loss = lambda trained, x: sum(forward.loss(combine(trained, frozen), x, micro_batch).values())  # noqa: E731
         return jax.vjp(loss, trained, x)
 
-    jaxpr = jax.make_jaxpr(loss)(own, frozen, x).jaxpr
-    # One array may be kept for several backward passes; inputs are kept by whoever made them.
-    kept = [v for v in dict.fromkeys(jaxpr.outvars[1:]) if not isinstance(v, Literal) and v not in jaxpr.invars]
-    every, tokens = [op.product for op in Program(jaxpr).operations if op.product is not None], micro_batch["tokens"]
-    products = tuple(product for product in every if product.of_weight and product.m == tokens.size)
+    jaxpr = jax.make_jaxpr(differentiate)(trained, frozen, x).jaxpr
+    # One array may be saved for several backward passes; inputs count where they are computed.
+    saved = [v for v in dict.fromkeys(jaxpr.outvars[1:]) if not isinstance(v, Literal) and v not in jaxpr.invars]
+    matmuls, tokens = [op.product for op in Program(jaxpr).operations if op.product is not None], micro_batch["tokens"]
+    products = tuple(product for product in matmuls if product.has_weight and product.m == tokens.size)
     logits = products[-1].m * products[-1].n if products else 0
-    others = [array_bytes(variable.aval) for variable in kept if variable.aval.size != logits]
-    trained = not all(are_stacked(own))
-    return Head(products, sum(others) + max(others, default=0), sum(product.flops for product in every), trained)
+    sizes = [array_bytes(variable.aval) for variable in saved if variable.aval.size != logits]
+    flops = sum(product.flops for product in matmuls)
+    return Head(products, sum(sizes) + max(sizes, default=0), flops, trained=not all(are_stacked(trained)))
 
 
 _TRACERS = {Layer: _forward, Backward: _backward, Head: _head}
 
 
 def _constants_and_carried(scan) -> tuple[int, int]:
-    """The numbers of inputs of a scan that are the same in every turn, and that are passed from turn to turn.
+    """The numbers of constants and of carried inputs of a scan, whose names differ between versions of jax.
 
-    The others are stacks, whose arrays have one more dim outside. (No two versions of jax give these numbers the same
-    names.)
+    All other inputs are stacks, whose arrays have one more dim outside.
     """
     body = getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"])
 
     def stacks(outside, inside) -> int:
-        return sum(one.aval.ndim != other.aval.ndim for one, other in zip(outside, inside, strict=True))
+        return sum(x.aval.ndim != y.aval.ndim for x, y in zip(outside, inside, strict=True))
 
     carried = len(scan.outvars) - stacks(scan.outvars, body.outvars)
     return len(scan.invars) - stacks(scan.invars, body.invars) - carried, carried
@@ -488,36 +484,40 @@ def model_flops(config: Config, causal: bool = False) -> float:
       config: validated.
       causal: count the half of the attention that a causal model needs; a model that is not causal needs all of it.
     """
-    end, (weights, frozen, attention) = head(_whole(Traced.from_config(config))), _layers(config, causal)
+    end, (weights, frozen, attention) = _whole_head(config), _layers(config, causal)
     forward = weights + attention + end.flops
     frozen += 0.0 if end.trained else end.flops
     return config.train.global_batch * (3 * forward - frozen)
 
 
 def hardware_flops(config: Config, causal: bool = False) -> float:
-    """FLOPs of a step: `model_flops` and the forward products that `train.recompute` and `train.loss_chunks` do
-    again."""
+    """FLOPs of a step: `model_flops`, and the forward products that `train.recompute` and `train.loss_chunks`
+    repeat."""
     train, (weights, _, attention) = config.train, _layers(config, causal)
-    again = {"none": 0.0, "selective": attention}.get(train.recompute, weights + attention)
-    scores = head(_whole(Traced.from_config(config))).products[-1].flops if train.loss_chunks > 1 else 0.0
-    return model_flops(config, causal) + train.global_batch * (again + scores)
+    repeated = {"none": 0.0, "selective": attention}.get(train.recompute, weights + attention)
+    if train.loss_chunks > 1:
+        repeated += _whole_head(config).products[-1].flops
+    return model_flops(config, causal) + train.global_batch * repeated
 
 
 def _layers(config: Config, causal: bool) -> tuple[float, float, float]:
     """Forward FLOPs of the layers per sample: of all weights, of frozen weights, and of scores and weighted sums."""
-    products = [(n, p) for n, of in layer_kinds(config) for p in layer_forward(_whole(of)).weight_products]
-    attention = sum(n * p.flops for n, of in layer_kinds(config) for p in layer_forward(_whole(of)).of_activations)
-    weights, frozen = (sum(n * p.flops for n, p in products if not (only and p.trained)) for only in (False, True))
-    return weights, frozen, attention / (2 if causal and config.model.causal else 1)
+    whole = replace(config, mesh=MeshConfig())
+    layers = [(count, layer_forward(spec)) for count, spec in layer_kinds(whole)]
+    products = [(count, product) for count, layer in layers for product in layer.weight_products]
+    frozen = sum(count * product.flops for count, product in products if not product.trained)
+    attention = sum(count * product.flops for count, layer in layers for product in layer.activation_products)
+    masked = 2 if causal and config.model.causal else 1
+    return sum(count * product.flops for count, product in products), frozen, attention / masked
 
 
-def _whole(of: Traced) -> Traced:
-    """The traced model without any split."""
-    return replace(of, mesh=MeshConfig())
+def _whole_head(config: Config) -> Head:
+    """The head on one device."""
+    return head(TraceSpec.from_config(replace(config, mesh=MeshConfig())))
 
 
 def peak_tflops(device_kind: str, compute: str) -> float | None:
-    """Dense peak of one device that an MFU is a share of, in TFLOP/s, or None if it is unknown: then no MFU is printed.
+    """Dense peak of one device for the MFU, in TFLOP/s; None if it is unknown.
 
     Args:
       device_kind: as named by JAX. `mjax/cluster/hardware.py` has the table, and describes how to add a device.

@@ -1,10 +1,10 @@
 """The communication ledger: every collective of a training step, read from the traced program, without a device.
 
 The step is one `shard_map` in which all communication is written by hand, so its jaxpr lists every collective: none is
-added by a partitioner. The reader walks it. The body of a scan counts as often as the scan is long. A conditional of
-the pipeline counts as often as the schedule's table says, stage by stage. Unused results are left out, as in XLA: the
-pipeline's backward pass traces the embedding once more, but needs only its derivative. A loop of unknown length with a
-collective in it is refused.
+added by a partitioner. The body of a scan counts once per iteration. A conditional of the pipeline counts by the
+schedule's table, stage by stage. Unused results are left out, as in XLA: the pipeline's backward pass traces the
+embedding once more, but needs only its derivative. A loop of unknown length with a
+collective in it is an error.
 
 The source of a collective is read from the names that the step puts on its equations (`parallel/named_scopes.py`),
 which JAX carries through differentiation; `find_source` does the same with a name in the metadata of a compiled
@@ -49,12 +49,12 @@ OPERATIONS = {
     "all_to_all": "all-to-all",
 }
 # Primitives that name an axis but send nothing over it.
-SILENT = {"axis_index", "pvary", "pcast", "shard_map"}
+NO_COMMUNICATION = {"axis_index", "pvary", "pcast", "shard_map"}
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective in a step, from one part of the model.
+    """The calls of one collective in a step, from one part of the model.
 
     Attributes:
       operation: all-reduce, all-gather, reduce-scatter, all-to-all or permute.
@@ -65,8 +65,8 @@ class Collective:
       part: its source, one of `named_scopes.PARTS`; empty if unknown.
       phase: forward, backward or recomputation; empty outside differentiation.
       loops: lengths of the loops around it, outermost first.
-      counts: how often a step runs it on a device, for each pipeline stage.
-      calls: how often a step would run it if every conditional were taken: the count in the text of a program.
+      counts: calls of a device in a step, for each pipeline stage.
+      calls: calls in the text of a program, with every branch of a conditional.
     """
 
     operation: str
@@ -82,13 +82,13 @@ class Collective:
 
     @property
     def count(self) -> int:
-        """Times that a step runs it, on the stage that runs it most."""
+        """Calls in a step, on the stage with most."""
         return max(self.counts)
 
     @property
     def source(self) -> str:
-        """Its part of the model and phase, in words."""
-        return " ".join(filter(None, (self.part or "elsewhere", self.phase)))
+        """Its part of the model and phase, such as 'layer forward'."""
+        return " ".join(filter(None, (self.part or "other", self.phase)))
 
     @property
     def operand_bytes(self) -> int:
@@ -96,15 +96,11 @@ class Collective:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property
-    def payload(self) -> int:
-        """Bytes of the whole tensor that is summed or gathered."""
-        return self.operand_bytes * (self.ranks if self.operation == "all-gather" else 1)
-
-    @property
     def wire(self) -> float:
         """Bytes that a device sends in one call, on a ring."""
         shares = {"all-reduce": 2 * (self.ranks - 1), "permute": self.ranks}
-        return self.payload * shares.get(self.operation, self.ranks - 1) / self.ranks
+        whole = self.operand_bytes * (self.ranks if self.operation == "all-gather" else 1)
+        return whole * shares.get(self.operation, self.ranks - 1) / self.ranks
 
     @property
     def sent(self) -> np.ndarray:
@@ -131,51 +127,42 @@ class Ledger:
         return Ledger(tuple(record for record in self.records if set(record.axes) == set(axes)))
 
     def group_by(self, *names: str) -> dict[Any, Ledger]:
-        """A ledger for each value of these attributes of its records, in the order of the program."""
+        """A ledger for each value of these attributes, in the order of the program."""
         groups: dict[Any, list[Collective]] = {}
         for record in self.records:
             groups.setdefault(attrgetter(*names)(record), []).append(record)
         return {value: Ledger(tuple(records)) for value, records in groups.items()}
 
     def bytes_by_axis(self) -> dict[tuple[str, ...], float]:
-        """Bytes a device sends in a step over each axis, or axes together, on the stage that sends most."""
+        """Bytes that a device sends in a step by axes, on the stage that sends most."""
         return {axes: part.sent for axes, part in self.group_by("axes").items()}
 
-    def count_in_program(self) -> dict[tuple[tuple[str, ...], str, str], tuple[int, int]]:
-        """Calls and bytes as in the text of a program, with every branch taken, by (axes, operation, dtype)."""
-        return {
-            key: (sum(one.calls for one in part.records), sum(one.calls * one.operand_bytes for one in part.records))
-            for key, part in self.group_by("axes", "operation", "dtype").items()
-        }
-
-    def pieces(self) -> dict[str, dict[tuple[str, str], float]]:
-        """Bytes by axes in words, and by part and phase, on the stage that sends most over these axes."""
+    def bytes_by_source(self) -> dict[str, dict[str, float]]:
+        """Bytes by name of the axes and by source, on the stage that sends most over these axes."""
         by_axes = {}
-        for axes, those in self.group_by("axes").items():
-            sent = {
-                key: sum(one.sent for one in group.records) for key, group in those.group_by("part", "phase").items()
-            }
+        for axes, ledger in self.group_by("axes").items():
+            groups = ledger.group_by("source").items()
+            sent = {source: sum(record.sent for record in group.records) for source, group in groups}
             stage = int(np.argmax(sum(sent.values())))
-            by_axes[axes_name(axes)] = {key: float(size[stage]) for key, size in sent.items()}
+            by_axes[axes_name(axes)] = {source: float(size[stage]) for source, size in sent.items()}
         return by_axes
 
     @property
     def count(self) -> int:
-        """Collectives that a device runs in a step, on the stage that runs most."""
+        """Calls of a device in a step, on the stage with most."""
         return max(map(sum, zip(*(record.counts for record in self.records), strict=True)), default=0)
 
     @property
     def sent(self) -> float:
-        """Bytes a device sends in a step, on the stage that sends most."""
+        """Bytes that a device sends in a step, on the stage that sends most."""
         return float(np.max(sum(record.sent for record in self.records), initial=0.0))
 
 
 def ledger(config: Config) -> Ledger:
     """The ledger of a training step of `config`, which must be validated. No device is used.
 
-    Two things are traced in another form, because they do not communicate and the ledger is the same: attention with
-      XLA's
-    kernel, which every machine can trace, and no dropout, whose masks are a third of the equations.
+    Traced with XLA's attention, which every machine can trace, and without dropout, whose masks are a third of the
+    equations: neither communicates.
     """
     config = replace(config, model=replace(config.model.without_dropout(), attention="xla"))
 
@@ -191,8 +178,7 @@ def ledger(config: Config) -> Ledger:
 
 
 def read_collectives(jaxpr, schedule: PipelineSchedule | None = None) -> tuple[Collective, ...]:
-    """The collectives of a traced program, with equal ones counted together; those over one rank only, which send
-    nothing, are left out.
+    """The collectives of a traced program over more than one rank; equal ones are counted together.
 
     Args:
       jaxpr: of a function that contains a `shard_map`.
@@ -205,24 +191,20 @@ def read_collectives(jaxpr, schedule: PipelineSchedule | None = None) -> tuple[C
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     runs, stages = ({}, 1) if schedule is None else (schedule.runs(), schedule.stages)
-    alike: dict[Collective, list[Collective]] = {}
+    merged: dict[Collective, Collective] = {}
     for record in _read(used, runs, _ProgramPosition("", {}, np.ones(stages, np.int64), 1)):
         if record.ranks > 1:
-            alike.setdefault(replace(record, counts=(), calls=0), []).append(record)
-    return tuple(
-        replace(
-            like,
-            counts=tuple(sum(counts) for counts in zip(*(record.counts for record in same), strict=True)),
-            calls=sum(record.calls for record in same),
-        )
-        for like, same in alike.items()
-    )
+            key = replace(record, counts=(), calls=0)
+            counts, calls = (merged[key].counts, merged[key].calls) if key in merged else ((0,) * stages, 0)
+            counts = tuple(map(sum, zip(counts, record.counts, strict=True)))
+            merged[key] = replace(record, counts=counts, calls=calls + record.calls)
+    return tuple(merged.values())
 
 
 def find_source(name_stack: str) -> tuple[str, str]:
     """Part of the model and phase from a name: a JAX name stack, or `op_name` in a compiled program.
 
-    >>> source_of("jit(step)/transpose(jvp(layer))/while/body/rematted_computation/psum")
+    >>> find_source("jit(step)/transpose(jvp(layer))/while/body/rematted_computation/psum")
     ('layer', 'recomputation')
     """
     names = re.findall(r"[^/()]+", name_stack)
@@ -248,7 +230,7 @@ def axes_name(axes: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _ProgramPosition:
-    """A place in the program: names so far, loops, and how often it runs."""
+    """A position in the program: its names, loops, and number of runs."""
 
     stack: str
     sizes: dict[str, int]
@@ -258,57 +240,55 @@ class _ProgramPosition:
     outside: np.ndarray = field(default_factory=lambda: np.ones(1, np.int64))  # counts before the innermost loop
 
 
-def _read(jaxpr, runs: dict[str, np.ndarray], place: _ProgramPosition) -> Iterator[Collective]:
-    """The collectives of a program at `place`; `runs` says how often the schedule takes each of its conditionals."""
+def _read(jaxpr, runs: dict[str, np.ndarray], start: _ProgramPosition) -> Iterator[Collective]:
+    """The collectives of a program at `start`; `runs` has the schedule's count of each conditional."""
     for equation in jaxpr.eqns:
         name, inner = equation.primitive.name, list(inner_jaxprs(equation))
-        here = replace(place, stack=f"{place.stack}/{equation.source_info.name_stack}")
+        position = replace(start, stack=f"{start.stack}/{equation.source_info.name_stack}")
         if name in OPERATIONS:
-            yield from _records(equation, here)
+            yield from _records(equation, position)
         elif not inner:
-            if name not in SILENT and collective_axes(equation):
-                raise ValueError(f"the ledger does not know what {name} sends over {collective_axes(equation)}")
+            if name not in NO_COMMUNICATION and collective_axes(equation):
+                raise ValueError(f"{name} over {collective_axes(equation)} is not a known collective")
         elif name == "while":
-            if any(True for body in inner for _ in _read(body, runs, here)):
-                raise ValueError(f"a collective is in a loop of unknown length, at {here.stack}")
+            if any(True for body in inner for _ in _read(body, runs, position)):
+                raise ValueError(f"a collective is in a loop of unknown length, at {position.stack}")
         elif name == "cond":
-            yield from _conditional(equation, inner, runs, here)
+            yield from _conditional(equation, inner, runs, position)
         else:
             if name == "scan":
                 times = equation.params["length"]
-                repeated = {"counts": here.counts * times, "calls": here.calls * times}
-                here = replace(here, **repeated, loops=(*here.loops, times), outside=here.counts)
+                repeated = {"counts": position.counts * times, "calls": position.calls * times}
+                position = replace(position, **repeated, loops=(*position.loops, times), outside=position.counts)
             if name == "shard_map":
-                here = replace(here, sizes=dict(equation.params["mesh"].shape))
+                position = replace(position, sizes=dict(equation.params["mesh"].shape))
             for body in inner:
-                yield from _read(body, runs, here)
+                yield from _read(body, runs, position)
 
 
-def _conditional(
-    equation, branches: list, runs: dict[str, np.ndarray], place: _ProgramPosition
-) -> Iterator[Collective]:
+def _conditional(equation, branches: list, runs: dict, position: _ProgramPosition) -> Iterator[Collective]:
     """A conditional of the pipeline counts by the schedule's table; all branches of any other must be equal."""
     name = str(equation.source_info.name_stack).rsplit("/", 1)[-1]
     if name in runs:
-        place = replace(place, counts=place.outside * runs[name])
-    records = [list(_read(branch, runs, place)) for branch in branches]
+        position = replace(position, counts=position.outside * runs[name])
+    records = [list(_read(branch, runs, position)) for branch in branches]
     if name in runs:
         yield from (record for branch in records for record in branch)
     elif all(branch == records[0] for branch in records):
         yield from records[0]
     else:
-        raise ValueError(f"a collective is in a conditional that runs an unknown number of times: {place.stack}")
+        raise ValueError(f"a collective is in a conditional that runs an unknown number of times: {position.stack}")
 
 
-def _records(equation, place: _ProgramPosition) -> Iterator[Collective]:
+def _records(equation, position: _ProgramPosition) -> Iterator[Collective]:
     """A record for each operand of a collective."""
     # An axis of one rank has no communication, and is not in a compiled program.
-    names = [axis for axis in collective_axes(equation) if place.sizes[axis] > 1]
+    names = [axis for axis in collective_axes(equation) if position.sizes[axis] > 1]
     axes = tuple(sorted(names, key=lambda axis: NAMES.index(axis) if axis in NAMES else len(NAMES)))
     groups = equation.params.get("axis_index_groups")
-    ranks = len(groups[0]) if groups else math.prod(place.sizes[axis] for axis in axes)
-    part, phase = find_source(place.stack)
-    operation, counts = OPERATIONS[equation.primitive.name], tuple(place.counts.tolist())
+    ranks = len(groups[0]) if groups else math.prod(position.sizes[axis] for axis in axes)
+    part, phase = find_source(position.stack)
+    operation, counts = OPERATIONS[equation.primitive.name], tuple(position.counts.tolist())
     for operand in equation.invars:
         shape, dtype = tuple(operand.aval.shape), str(operand.aval.dtype)
-        yield Collective(operation, axes, ranks, shape, dtype, part, phase, place.loops, counts, place.calls)
+        yield Collective(operation, axes, ranks, shape, dtype, part, phase, position.loops, counts, position.calls)

@@ -1,27 +1,27 @@
 """Memory of a device, before anything is compiled: a sum in which every term names its arrays.
 
-    masters, moments       float32: 12 bytes per element (8 of a matrix with Muon), sharded by `parallel/zero.py`;
-                           frozen weights are stored in the compute dtype, and have no moments and no gradients
-    weights to compute     a copy in the compute dtype, cast at the start of the step, gathered if sharded
-    kept activations       kept for the backward pass, for every layer and micro-batch in flight; with `train.recompute
-                           offload` those in host memory are counted apart
-    gradients              of each weight in the compute dtype; float32 accumulators with several micro-batches
-    logits                 [b s, v / p] of one micro-batch
-    work                   temporaries of one layer's backward pass at its peak
+    master weights, moments  float32: 12 bytes per element (8 of a matrix with Muon), sharded by `parallel/zero.py`;
+                             frozen weights are stored in the compute dtype, and have no moments and no gradients
+    compute weights          a copy in the compute dtype, cast at the start of the step, gathered if sharded
+    saved activations        for the backward pass, of every layer and micro-batch in flight; with `train.recompute
+                             offload` the layer inputs count as host memory
+    gradients                of each weight in the compute dtype; float32 accumulators with several micro-batches
+    logits                   [b s, v / p] of one micro-batch
+    workspace                temporaries of one layer's backward pass at its peak
 
 A layer's saved activations are read from the traced layer (`layer.py`) and multiplied by layers, micro-batches
-and stages; the temporaries of its backward pass are so many times the largest array that one of its kernels writes
+and stages; the temporaries of its backward pass are a multiple of the largest array that one of its kernels writes
 (`ARRAY_TEMPORARIES`). Memory can peak at four points in a step, and the largest of them determines the step:
 
-    head        every kept activation, and the logits
-    backward    every kept activation, the gradients of all layers, the temporaries of one layer
+    head        every saved activation, and the logits
+    backward    every saved activation, the gradients of all layers, the temporaries of one layer
     reduction   no activation, but float32 copies of the gradients while they are summed over `data`
     update      with Muon: the momentum of all weights in the dtype of its iteration, the temporaries of one weight
 
 `tests/planner/compiled_memory.json` has XLA's allocations for the same configs; `benchmarks/memory.py` compiles them
 again. The counting follows arXiv 2205.05198, section 4, with JAX's residuals instead of PyTorch's.
 
-Letters as everywhere: b, s, v; c bytes of the compute dtype, p devices along `model`.
+Letters: b sequences, s positions, v vocabulary, p devices along `model`.
 
 The storage of weights on a mesh (`parallel/zero.py`) is arithmetic on the shapes of a model that is traced once. Muon's
 matrices have the shapes of the weights (`parallel/muon_resharding.py`); its matmuls are those of the traced iteration
@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -59,27 +58,27 @@ from mjax.planner.program import Product, Program
 from mjax.step.muon import ITERATE_IN, newton_schulz
 
 # Bytes per element of each dtype.
-WIDTHS = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+DTYPE_BYTES = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 # Share of a GPU's memory that has to stay free: predictions are off by up to this.
 HEADROOM = 0.05
 # Live copies of this rank's rows of the residual stream while a layer is differentiated: the layer's input and the
-# stream after attention, sliced from what is kept; the incoming gradient, and those of the branches.
+# stream after attention, sliced from the saved activations; the incoming gradient, and those of the branches.
 LIVE_RESIDUAL_STREAMS = 6
 # Live temporaries of a layer's backward pass, as multiples of the largest array that a kernel writes, and of the
 # scores of attention. Fitted to every second row of `compiled_memory.json`.
 ARRAY_TEMPORARIES, SCORE_TEMPORARIES = 3.5, 2.5
-# Kinds of memory, in display order.
-KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
+# Kinds of memory as displayed, in the order of the fields of `Memory`.
+KINDS = ("weights", "optimizer state", "gradients", "activations", "logits", "workspace")
 
 
 class Memory(NamedTuple):
     """Bytes at the peak of a training step, on the device that needs most.
 
     Attributes:
-      parameters: float32 masters, and the step's copy in the compute dtype.
+      parameters: float32 master weights, and the step's copy in the compute dtype.
       optimizer: Adam's two moments; of a matrix with Muon one.
       gradients: of all layers in the compute dtype, and float32 sums over micro-batches.
-      activations: kept for the backward pass.
+      activations: saved for the backward pass.
       logits: vocabulary scores; 0 if the peak is at another point.
       workspace: everything else, mostly the temporaries of one layer.
       host: in host memory, for this device: the inputs of all layers with `train.recompute offload`. Not in `total`.
@@ -110,7 +109,7 @@ class Memory(NamedTuple):
         return 1 - self.total / usable
 
     def fits(self, usable: float, host: float | None = None) -> bool:
-        """True if it leaves HEADROOM of `usable` bytes, and fits into `host` bytes of a device; None: not known."""
+        """True if it leaves HEADROOM of `usable` bytes, and fits in `host` bytes of a device; None: not known."""
         return self.free(usable) >= HEADROOM and self.fits_host(host)
 
     def fits_host(self, host: float | None) -> bool:
@@ -149,11 +148,11 @@ class _Sizes:
     Attributes:
       config, unrolled: the config, and whether its layers are compiled without a loop on a GPU.
       weights, trained: the weights of a device, and those of them that are trained.
-      width: c, bytes of the compute dtype.
+      width: bytes of the compute dtype.
       master: bytes of a master weight and of a gradient accumulator.
-      layers: of a chunk, those of one forward pass, by kind.
+      layers: of a virtual stage, by kind.
       stream: this rank's rows of the residual stream.
-      kept: residuals of a chunk's layers on the device.
+      saved: activations of a virtual stage's layers on the device.
       host: the same in host memory.
       work: temporaries of a layer's backward pass, without its weights; of the kind that needs most.
       logits: vocabulary scores, of a chunk of the loss.
@@ -161,31 +160,30 @@ class _Sizes:
       batch: the device's part of a batch.
       accumulates: gradients are accumulated over micro-batches, in float32.
       sharded: weights are gathered from shards.
-      masters, computed, sums, activations, messages: of all points (`_memory`, `_compute_copies`, `_sums`, …).
+      master_weights, computed, activations, messages: of all points (`_memory`, `_compute_copies`).
+      sums: float32 accumulators of gradients over micro-batches.
     """
 
     def __init__(self, config: Config, kernel: str):
         mesh, train, model, recompute = config.mesh, config.train, config.model, config.train.recompute
         self.config, self.unrolled = config, is_unrolled(config, on_gpu=True)
         self.weights, self.trained = (device_weights(model, mesh, trained=trained) for trained in (False, True))
-        self.width = WIDTHS[config.precision.compute]
+        self.width = DTYPE_BYTES[config.precision.compute]
         self.master = max(4, self.width)
         self.layers = []
-        for count, of in trace.layer_kinds(config):
-            of_kind = (device_weights(model, mesh, of.kind, trained) for trained in (False, True))
-            sample = _measure_sizes(of, kernel, recompute, train.micro_batch)
-            self.layers.append(
-                _LayerGroup(of.kind, count // (mesh.pipe * mesh.virtual_stages), mesh.virtual_stages, *of_kind, sample)
-            )
-        of_kinds = [kind.sample for kind in self.layers]
+        for count, spec in trace.layer_kinds(config):
+            weights = (device_weights(model, mesh, spec.kind, trained) for trained in (False, True))
+            sample = _measure_sizes(spec, kernel, recompute, train.micro_batch)
+            layers = count // (mesh.pipe * mesh.virtual_stages)
+            self.layers.append(_LayerGroup(spec.kind, layers, mesh.virtual_stages, *weights, sample))
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it during one of them, so its probabilities exist twice.
         twice = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and shards(mesh) > 1))
         masks = (config.model.attention_dropout > 0) + self.width * twice
-        sample = max(of_kinds, key=lambda sample: sample.work + masks * sample.scores)
+        sample = max((kind.sample for kind in self.layers), key=lambda sample: sample.work + masks * sample.scores)
         self.stream = sample.stream
-        self.kept = self.sum_layers(self._residual_bytes)
-        self.host = self.sum_layers(lambda kind: kind.sample.offloaded)
+        self.saved = sum(kind.layers * self._layer_bytes(kind) for kind in self.layers)
+        self.host = sum(kind.layers * kind.sample.offloaded for kind in self.layers)
         self.work = sample.work + masks * sample.scores
         rows = config.model.padded_vocabulary // mesh.model
         self.logits = sample.logits * split_rows(rows, config.train.loss_chunks)[0].stop / rows
@@ -194,44 +192,39 @@ class _Sizes:
         self.batch = arrays * train.global_batch / copies(mesh)
         self.accumulates = mesh.pipe > 1 or config.micro_batches > 1
         self.sharded = mesh.pipe > 1 or (mesh.zero > 0 and shards(mesh) > 1)
-        self.masters = self.bytes_in_storage(self.weights.stored, self.trained.stored)
-        self.computed, self.sums = _compute_copies(self), _sums(self)
-        self.activations = _activations(self)
+        self.master_weights = self.bytes_in_storage(self.weights.stored, self.trained.stored)
+        self.computed, trained = _compute_copies(self), self.trained
+        # Of weights gathered in the loop only the shard is accumulated.
+        accumulated = trained.layers - trained.gathered + trained.gathered_shards + trained.shared
+        self.sums = self.master * accumulated if self.accumulates else 0.0
+        # The backward pass of a pipeline reads its slot of the ring buffer into a separate array.
+        self.activations = self.saved * (1 if mesh.pipe == 1 else _chunks_in_flight(config) + 1)
         # Buffers of a pipeline: activations and gradients that have arrived and are sent, streams for the head.
         self.messages = 8 * self.stream if mesh.pipe > 1 else 0.0
 
-    def sum_layers(self, bytes_of: Callable[[_LayerGroup], float]) -> float:
-        """The sum of something over the layers of a chunk."""
-        return sum(kind.layers * bytes_of(kind) for kind in self.layers)
-
-    def _residual_bytes(self, kind: _LayerGroup) -> float:
-        """Residuals of a layer on the device."""
+    def _layer_bytes(self, kind: _LayerGroup) -> float:
+        """Saved activations of a layer on the device."""
         mesh, train = self.config.mesh, self.config.train
         if not self.unrolled:
-            return kind.sample.kept
-        kept = kind.sample.kept_unrolled
+            return kind.sample.saved
+        saved = kind.sample.saved_unrolled
         if mesh.splits_tokens and train.recompute != "none":
-            kept += kind.sample.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
-        # Without a loop the shards of a layer that are gathered again are kept from the forward pass.
-        kept += self.bytes_in_storage(kind.weights.gathered_shards, kind.trained.gathered_shards) / kind.device_layers
+            saved += kind.sample.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
+        # Without a loop the shards of a layer that are gathered again are saved by the forward pass.
+        saved += self.bytes_in_storage(kind.weights.gathered_shards, kind.trained.gathered_shards) / kind.device_layers
         if mesh.zero == 0 and mesh.model == 1 and copies(mesh) > 1:
-            # XLA computes the gradients of weights after those of all streams, beside the sums over `data`.
-            kept = max(kept, kind.sample.factors)
-        return kept
+            # XLA computes the gradients of weights after those of all streams, during the all-reduces over `data`.
+            saved = max(saved, kind.sample.factors)
+        return saved
 
     def bytes_in_storage(self, weights: float, trained: float) -> float:
-        """Bytes of these elements, of which some are trained, as they are stored."""
+        """Bytes of weights as stored, of which `trained` elements are trained."""
         return self.master * trained + self.width * (weights - trained)
-
-    @property
-    def layer_elements(self) -> float:
-        """Elements of the trained weights of one layer, as used in the computation; of the kind with most."""
-        return max(kind.trained.layers / kind.device_layers for kind in self.layers)
 
 
 class _LayerGroup(NamedTuple):
-    """Layers of one kind (`trace.layer_kinds`) on a device: how many in each of its chunks, the weights of all, those
-    that are trained, and sizes of one layer."""
+    """Layers of one kind (`trace.layer_kinds`) on a device: number in a virtual stage, weights of all, trained weights,
+    sizes of one layer."""
 
     kind: int | None
     layers: int
@@ -242,7 +235,7 @@ class _LayerGroup(NamedTuple):
 
     @property
     def device_layers(self) -> int:
-        """Layers in all chunks."""
+        """Layers in all virtual stages."""
         return self.layers * self.chunks
 
 
@@ -250,9 +243,9 @@ class _PerSample(NamedTuple):
     """For some samples: attributes of `_Sizes`, and elements of attention's scores."""
 
     stream: float
-    kept: float
+    saved: float
     offloaded: float
-    kept_unrolled: float
+    saved_unrolled: float
     factors: float
     work: float
     scores: float
@@ -261,30 +254,30 @@ class _PerSample(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _measure_sizes(of: trace.Traced, kernel: str, recompute: str, samples: int) -> _PerSample:
+def _measure_sizes(spec: trace.TraceSpec, kernel: str, recompute: str, samples: int) -> _PerSample:
     """The sizes of a layer and the head for the samples of a micro-batch."""
-    layer, backward, head = trace.layer_forward(of), trace.layer_backward(of, kernel, recompute), trace.head(of)
-    width, rows = WIDTHS[of.compute], trace.expert_rows(of, samples)
-    more_rows = rows * backward.kept_rows / max(trace.expert_rows(of, 1), 1) - samples * backward.kept_rows
-    scores = (product.batch * product.m * product.n for product in layer.of_activations if kernel not in FUSED)
+    layer, backward, head = trace.layer_forward(spec), trace.layer_backward(spec, kernel, recompute), trace.head(spec)
+    width, rows = DTYPE_BYTES[spec.compute], trace.expert_rows(spec, samples)
+    more_rows = rows * backward.saved_rows / max(trace.expert_rows(spec, 1), 1) - samples * backward.saved_rows
+    scores = (product.batch * product.m * product.n for product in layer.activation_products if kernel not in FUSED)
     temporaries = samples * max(ARRAY_TEMPORARIES * backward.largest, SCORE_TEMPORARIES * backward.scores)
     if experts := [product for product in layer.weight_products if product.grouped]:
         # Of each product the dispatched rows and their gradients, and one more array between them or at their end: XLA
         # dispatches tokens and gradients together, and computes gradients of weights after those of rows.
         up, down = experts
-        temporaries = width * rows * (up.k + up.n + down.n + up.n + max(down.k, up.k))
+        temporaries = width * rows * (up.k + 2 * up.n + down.n + max(down.k, up.k))
     # The stream, or keys and values of all positions, whose gradients are whole too.
-    gathered = (4 if of.mesh.context_attention == "allgather" else 2) * backward.gathered
+    gathered = (4 if spec.mesh.context_attention == "allgather" else 2) * backward.gathered
     return _PerSample(
         stream=samples * backward.stream,
-        kept=samples * backward.kept + more_rows,
+        saved=samples * backward.saved + more_rows,
         offloaded=samples * backward.stream if recompute == "offload" else 0,
-        kept_unrolled=samples * backward.kept_unrolled + more_rows,
+        saved_unrolled=samples * backward.saved_unrolled + more_rows,
         factors=samples * width * sum(p.batch * p.m * (p.k + p.n) for p in layer.trained_products),
         work=samples * (LIVE_RESIDUAL_STREAMS * backward.stream + gathered) + temporaries,
         scores=samples * max(scores, default=0),
         logits=samples * width * head.logits,
-        heads=samples * head.kept,
+        heads=samples * head.saved,
     )
 
 
@@ -292,85 +285,62 @@ def _measure_sizes(of: trace.Traced, kernel: str, recompute: str, samples: int) 
 
 
 def layer_residual_bytes(config: Config) -> float:
-    """Bytes that a layer keeps on the device for one micro-batch from its forward to its backward pass; their mean,
-    where layers differ."""
+    """Mean bytes per layer of the saved activations of one micro-batch on the device."""
     sizes = _Sizes(config, attention_on_gpu(config))
-    return sizes.kept / sum(kind.layers for kind in sizes.layers)
+    return sizes.saved / sum(kind.layers for kind in sizes.layers)
 
 
 def _chunks_in_flight(config: Config) -> int:
-    """Chunks' activations waiting for their backward pass on the stage with most.
+    """Micro-batches in flight, one for each virtual stage, on the stage with most.
 
     The slots of `pipeline_schedules.build_schedule`, in closed form.
     """
     mesh, m = config.mesh, config.micro_batches
-    most, chunks, stages = m * mesh.virtual_stages, mesh.virtual_stages, mesh.pipe
-    return most if mesh.schedule == "gpipe" else min(most, 2 * stages - 1 + (chunks - 1) * stages)
+    passes, stages = m * mesh.virtual_stages, mesh.pipe
+    return passes if mesh.schedule == "gpipe" else min(passes, 2 * stages - 1 + (mesh.virtual_stages - 1) * stages)
 
 
-# --- The three points -------------------------------------------------------------------------------------------------
+# --- Points in a step -------------------------------------------------------------------------------------------------
 
 
 def _compute_copies(sizes: _Sizes) -> tuple[float, float]:
-    """Bytes of the copies used in the computation: of the layers, and of everything else."""
-    mesh, weights, own = sizes.config.mesh, sizes.weights, sizes.trained
+    """Bytes of the compute weights: of the layers, and of everything else."""
+    mesh, weights, trained = sizes.config.mesh, sizes.weights, sizes.trained
     if sizes.width == sizes.master and not sizes.sharded:
-        return 0.0, 0.0  # the masters themselves
-    layers = own.layers - own.gathered if sizes.width != sizes.master or mesh.zero else 0
+        return 0.0, 0.0  # the master weights themselves
+    layers = trained.layers - trained.gathered if sizes.width != sizes.master or mesh.zero else 0
     # Frozen weights are stored as they are used: copied where they are gathered; and where layers without a loop are
-    # computed again, whose slices of the stacks XLA writes before them and keeps.
-    train = sizes.config.train
-    if (mesh.zero and shards(mesh) > 1) or (sizes.unrolled and train.recompute != "none"):
-        layers += weights.layers - weights.gathered - (own.layers - own.gathered)
-    return sizes.width * layers, sizes.width * (weights.shared if sizes.sharded else own.shared)
-
-
-def _sums(sizes: _Sizes) -> float:
-    """Bytes of the float32 accumulators over micro-batches; for weights gathered in the loop only the shard."""
-    weights = sizes.trained
-    if not sizes.accumulates:
-        return 0.0
-    return sizes.master * (weights.layers - weights.gathered + weights.gathered_shards + weights.shared)
+    # recomputed, whose slices of the stacks XLA writes before them and leaves alive.
+    if (mesh.zero and shards(mesh) > 1) or (sizes.unrolled and sizes.config.train.recompute != "none"):
+        layers += weights.layers - weights.gathered - (trained.layers - trained.gathered)
+    return sizes.width * layers, sizes.width * (weights.shared if sizes.sharded else trained.shared)
 
 
 def _layer_gradients(sizes: _Sizes) -> float:
-    """Bytes of the gradients that one backward pass through a chunk's layers stacks."""
+    """Bytes of the gradients that one backward pass through a virtual stage stacks."""
     weights, chunks = sizes.trained, sizes.config.mesh.virtual_stages
     if sizes.unrolled and weights.gathered:  # those of the layer that is last there
         return sizes.master * sizes.layers[0].trained.gathered_shards / sizes.layers[0].device_layers
     return (sizes.width * (weights.layers - weights.gathered) + sizes.master * weights.gathered_shards) / chunks
 
 
-def _activations(sizes: _Sizes) -> float:
-    if sizes.config.mesh.pipe == 1:
-        return sizes.kept
-    # The backward pass reads its slot of the ring buffer into a separate array.
-    return sizes.kept * (_chunks_in_flight(sizes.config) + 1)
-
-
 def _live_weights(sizes: _Sizes) -> float:
-    """Bytes of the weights that a turn of a scan has sliced from the stack, or gathered, and of their gradients; and of
-    the copy of a chunk's weights, if a stage has several."""
-    chunks = sizes.config.mesh.virtual_stages
-
-    def live_layer_weights(kind: _LayerGroup) -> float:
-        weights, own, narrow, wide = kind.weights, kind.trained, sizes.width, sizes.master
-        # Reduce-scatter of float32 gradients whose shards are not contiguous: a copy in another order.
-        return (
-            narrow * (weights.layers + weights.gathered) + wide * (own.gathered + own.transposed)
-        ) / kind.device_layers
-
-    of_loops = Counter()
+    """Bytes of the weights that an iteration of a scan has sliced from the stack, or gathered, and of their gradients;
+    and of the copy of a virtual stage's weights, if a rank has several."""
+    chunks, loops = sizes.config.mesh.virtual_stages, Counter()
     for kind, stack in zip(sizes.layers, layer_stacks(sizes.config.model), strict=True):
-        of_loops[stack.run] += live_layer_weights(kind)
-    return max(of_loops.values()) + (sizes.width * sizes.weights.layers / chunks if chunks > 1 else 0.0)
+        # Reduce-scatter of float32 gradients whose shards are not contiguous: a copy in another order.
+        weights = sizes.width * (kind.weights.layers + kind.weights.gathered)
+        gradients = sizes.master * (kind.trained.gathered + kind.trained.transposed)
+        loops[stack.run] += (weights + gradients) / kind.device_layers
+    return max(loops.values()) + (sizes.width * sizes.weights.layers / chunks if chunks > 1 else 0.0)
 
 
-def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **others: float) -> Memory:
-    """Adds masters and moments, which always exist; `computed` are the copies used in the computation."""
-    with_one = sizes.trained.matrices if sizes.config.optimizer.name == "muon" else 0
-    moments = sizes.master * (2 * sizes.trained.stored - with_one)
-    return Memory(sizes.masters + computed, moments, gradients, **others, host=sizes.host, moment=moment)
+def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **kinds: float) -> Memory:
+    """The memory at a point, with master weights and moments; `computed` are bytes of the compute weights."""
+    single = sizes.trained.matrices if sizes.config.optimizer.name == "muon" else 0
+    moments = sizes.master * (2 * sizes.trained.stored - single)
+    return Memory(sizes.master_weights + computed, moments, gradients, **kinds, host=sizes.host, moment=moment)
 
 
 def _backward(sizes: _Sizes) -> Memory:
@@ -378,12 +348,11 @@ def _backward(sizes: _Sizes) -> Memory:
     layers, shared = sizes.computed
     # The gradient of the embedding as output layer waits for that as input; in a pipeline it is accumulated at once.
     waiting = sizes.width * sizes.trained.table if sizes.config.mesh.pipe == 1 else 0.0
-    layer_mesh = _layer_gradients(sizes)
+    stacked = _layer_gradients(sizes)
     if sizes.unrolled and copies(sizes.config.mesh) == 1 and not sizes.accumulates:
-        layer_mesh = (
-            sizes.width * sizes.layer_elements
-        )  # in no stack: each takes less than what its layer kept, free then
-    gradients = layer_mesh + sizes.sums + waiting
+        # Not stacked: those of a layer take less than its saved activations, which are free then.
+        stacked = sizes.width * max(kind.trained.layers / kind.device_layers for kind in sizes.layers)
+    gradients = stacked + sizes.sums + waiting
     work = sizes.work + _live_weights(sizes) + sizes.messages + sizes.batch
     computed = layers + (shared if sizes.accumulates else 0.0)  # the next micro-batch needs the embedding
     return _memory(sizes, "backward", computed, gradients, activations=sizes.activations, workspace=work)
@@ -399,8 +368,8 @@ def _head(sizes: _Sizes) -> Memory:
         work += sizes.width * sizes.weights.table  # cut into chunks
     # It does so where their product is Triton's, as in the loops compiled for the table; not where it is cuBLAS's.
     logits = sizes.logits * (2 if sizes.unrolled else 1)
-    kept = {"activations": sizes.activations, "logits": logits}
-    return _memory(sizes, "head", layers + shared, gradients, **kept, workspace=work)
+    computed, activations = layers + shared, sizes.activations
+    return _memory(sizes, "head", computed, gradients, activations=activations, logits=logits, workspace=work)
 
 
 def _reduction(sizes: _Sizes) -> Memory:
@@ -414,12 +383,12 @@ def _reduction(sizes: _Sizes) -> Memory:
 
 
 def _update(sizes: _Sizes) -> Memory:
-    """While Muon orthogonalises the matrices of the largest weight, and those of the others wait in the same dtype."""
+    """While Muon orthogonalizes the matrices of the largest weight; all other matrices wait in the same dtype."""
     waiting = muon_width(sizes.config) * sizes.trained.stored
     return _memory(sizes, "update", 0.0, waiting, workspace=muon_workspace(sizes.config) + sizes.batch)
 
 
-# --- Weights that one device stores and computes with -----------------------------------------------------------------
+# --- Weights on one device --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -457,16 +426,16 @@ def device_weights(
 ) -> DeviceWeights:
     """Elements of `model` that one device of `mesh` holds, or of those that are `trained`; with `kind`
     (`trace.layer_kinds`) of the layers of that kind alone."""
-    return _elements(model, STORED_BY(mesh), kind, trained and _has_frozen(model))
+    return _elements(model, STORAGE_FIELDS(mesh), kind, trained and _has_frozen(model))
 
 
 def muon_matrices(model: ModelConfig, mesh: MeshConfig) -> tuple[MatrixLayout, ...]:
     """The matrices of `model` on `mesh`, one entry a weight."""
-    return _matrices(model, STORED_BY(mesh))
+    return _matrices(model, STORAGE_FIELDS(mesh))
 
 
-# Everything of a mesh that the storage of weights depends on, but for the shape that chunks give them.
-STORED_BY = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replicate")
+# The fields of a mesh that the storage of weights depends on, except for the shape that virtual stages give them.
+STORAGE_FIELDS = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replicate")
 
 
 def _mesh(pipe: int, data: int, model: int, expert: int, context: int, zero: int, replicate: int) -> MeshConfig:
@@ -485,13 +454,13 @@ class Weight(NamedTuple):
     trained: bool
 
     def storage(self, mesh: MeshConfig) -> Storage:
-        """How it is stored on a mesh."""
+        """The storage of the weight on a mesh."""
         return plan_weight_storage(LAYER in self.dims, self.shape, P(*self.spec), mesh)
 
 
 @lru_cache(maxsize=64)
 def measure_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """All weights of a model, traced or kept from an earlier command."""
+    """All weights of a model, traced now or by an earlier command."""
 
     def trace() -> tuple[Weight, ...]:
         frozen, dims, matrices = frozen_weights(model), weight_dims(model), matrix_dims(model)
@@ -500,7 +469,7 @@ def measure_weights(model: ModelConfig) -> tuple[Weight, ...]:
             for name, (shape, spec) in abstract_weights(model).items()
         )
 
-    return trace_once(("weights", model), model, trace, lambda *weights: tuple(Weight(*each) for each in weights))
+    return trace_once(("weights", model), model, trace, lambda *weights: tuple(Weight(*fields) for fields in weights))
 
 
 @lru_cache(maxsize=64)
@@ -514,8 +483,8 @@ def count_weights(model: ModelConfig) -> int:
 
 
 @lru_cache(maxsize=8192)
-def _elements(model: ModelConfig, stored_by: tuple[int, ...], kind: int | None, trained: bool) -> DeviceWeights:
-    mesh = _mesh(*stored_by)
+def _elements(model: ModelConfig, storage: tuple[int, ...], kind: int | None, trained: bool) -> DeviceWeights:
+    mesh = _mesh(*storage)
     total: Counter[str] = Counter()
     for weight in measure_weights(model):
         if (trained and not weight.trained) or (
@@ -544,8 +513,8 @@ def _elements(model: ModelConfig, stored_by: tuple[int, ...], kind: int | None, 
 
 
 @lru_cache(maxsize=4096)
-def _matrices(model: ModelConfig, stored_by: tuple[int, ...]) -> tuple[MatrixLayout, ...]:
-    mesh = _mesh(*stored_by)
+def _matrices(model: ModelConfig, storage: tuple[int, ...]) -> tuple[MatrixLayout, ...]:
+    mesh = _mesh(*storage)
     return tuple(
         MatrixLayout(weight.shape, weight.storage(mesh).spec, *weight.matrix, mesh)
         for weight in measure_weights(model)
@@ -564,7 +533,7 @@ def _local(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> int:
 
 def muon_width(config: Config) -> int:
     """Bytes of an element in the iteration."""
-    return WIDTHS[ITERATE_IN[config.precision.compute]]
+    return DTYPE_BYTES[ITERATE_IN[config.precision.compute]]
 
 
 def muon_workspace(config: Config) -> float:

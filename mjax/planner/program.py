@@ -18,7 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from mjax.parallel.named_scopes import GROUPED
 
 # The same bytes under another shape or name: a compiler moves nothing for them, or folds them into the next product.
-# A copy between device and host is not a kernel either: an engine of its own makes it.
+# A copy between device and host is not a kernel either: a copy engine makes it.
 VIEWS = {
     "reshape", "squeeze", "expand_dims", "transpose", "pvary", "name", "copy", "stop_gradient", "reduce_precision",
     "device_put",
@@ -94,10 +94,6 @@ class Program:
         """Shape of a value."""
         return self.values[value].shape
 
-    def ends_with(self, value: int, dims: tuple[int, int]) -> bool:
-        """True if a value has these last dims, after others, as the scores of attention have."""
-        return len(self.shape(value)) > 2 and self.shape(value)[-2:] == dims
-
     def _new(self, variable) -> int:
         self.values.append(variable.aval)
         return len(self.values) - 1
@@ -164,7 +160,7 @@ def array_bytes(value) -> int:
 class Product(NamedTuple):
     """[m, k] × [k, n], `batch` times.
 
-    `of_weight` is True for a product with a weight, `grouped` for one of experts (`grouped.STAND_IN`): m rows for each
+    `has_weight` is True for a product with a weight, `grouped` for one of experts (`grouped.STAND_IN`): m rows for each
     of `batch` weights. Of other products with a weight there is one. `trained` is False if the weight is frozen.
     """
 
@@ -172,7 +168,7 @@ class Product(NamedTuple):
     n: int
     k: int
     batch: int = 1
-    of_weight: bool = True
+    has_weight: bool = True
     grouped: bool = False
     trained: bool = True
 

@@ -1,30 +1,29 @@
 """The planner's search for the mesh, micro-batch and recomputation that run a config fastest on a number of GPUs.
 
 A candidate is the config with another mesh, micro-batch and recomputation, never another model: all have the same loss
-curve. Candidates that `mjax.config.checks` would refuse are never made, because sizes are taken from divisors:
+curve. Sizes are divisors, so `mjax.config.checks` accepts every candidate:
 
     model         divides devices, heads, feed-forward width and padded vocabulary
     pipe          divides the remaining devices, and the layers
-    context       divides the remaining devices and the positions, of which a rank keeps `MIN_POSITIONS`
+    context       divides the remaining devices and the positions; a rank has at least `MIN_POSITIONS`
     data          is the rest, and divides the global batch
     replicate     divides `data`; a group fills servers
     micro-batch   divides a replica's share of the global batch
     virtual stages  divide the layers of a stage; several take micro-batches in groups of `pipe`
 
-With a ramp-up of the batch, each of these holds for each of its sizes, so for their greatest common
-divisor.
+With a batch ramp-up, this holds for the greatest common divisor of its sizes.
 
 Of settings that do the same, only the simplest is a candidate: no schedule and no virtual stages without a pipeline, no
 sequence parallelism on one rank of `model`, no ZeRO on one rank of `data` and `context`, no groups of replicas without
 FSDP. Several ranks of `model` have sequence parallelism where tokens divide: as many bytes, and less memory. The
 schedule stays that of the config: gpipe has the bubble of 1f1b and at least its memory.
 
-The time of all candidates is predicted, and in this order their memory, until the rest is slower than what is ranked;
-one that lacks memory where the logits are the peak is tried with the loss in chunks too. Candidates that do not fit are
-dropped. The time is that of the whole run: with a batch ramp-up, its small batches count too.
+The time of all candidates is predicted, and in this order their memory, until the rest is slower than the ranked ones.
+A candidate that runs out of memory at the logits is tried with the loss in chunks too. The time is the mean over the
+run: with a batch ramp-up, its small batches count too.
 
 Predictions are off by a few percent. So two times that agree in four digits are a tie, and the simpler one wins; and
-candidates that leave less than HEADROOM of the memory free count as too big.
+candidates that leave less than HEADROOM of the memory free count as out of memory.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from mjax.config import Config, MeshConfig, axes, marks
 from mjax.config.axes import shards
 from mjax.config.batch_size import BatchSizes, format_tokens
 from mjax.config.checks import can_run_layers, clip_warmup, validate
-from mjax.config.kernels import is_unrolled, ways_across
+from mjax.config.kernels import context_attention_choices, is_unrolled
 from mjax.config.marks import fields_with
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stage_unit
@@ -61,18 +60,18 @@ RECOMPUTE = get_args(Recompute)
 MemoryOf = Callable[[Config], Memory]
 TimeOf = Callable[[Config], StepTime]
 
-# Candidates that take longer than so many times the fastest that fits are counted, not ranked.
-WITHIN = 1.1
+# Candidates that take longer than this multiple of the fastest that fits are counted, not ranked.
+MAX_SLOWDOWN = 1.1
 
 # Ranks of `expert` and `model` together, at most, unless the config has more: they communicate in every layer.
-SERVER = 8
+SERVER_GPUS = 8
 
 # Positions of a rank of `context`, at least: with fewer, its products and collectives are small.
 MIN_POSITIONS = 4096
 
 # Chunks of the loss that are proposed. The logits then take less than the gradient of the table that scores them; more
 # chunks save little.
-CHUNKS = 8
+LOSS_CHUNKS = 8
 
 # --- Candidates -------------------------------------------------------------------------------------------------------
 
@@ -87,18 +86,18 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
     """
     fixed = {name: field_value(config, name) for name in keep}
     zeros = (1, 3) if "mesh.replicate" in fixed else (3,)  # ZeRO-1 gathers once a step: groups save it little
-    mesh_of = cache(MeshConfig)  # what depends on a mesh is found again sooner if it is the same object
+    mesh_of = cache(MeshConfig)  # caches by mesh are faster if it is the same object
     train_of, recomputations = cache(partial(replace, config.train)), cache(partial(_recomputations, config))
     for layout in meshes(config, devices, fixed.get("mesh.context")):
         for possible in _possible_values(config, *layout, fixed):
             possible["train.recompute"] = recomputations(layout[0])
             options = [[value for value in possible[name] if fixed.get(name, value) == value] for name in SEARCHED]
-            for *mesh, micro_batch, recompute, chunks in product(*options):
-                made = mesh_of(*mesh)
-                are_whole = made.data // made.expert % made.replicate == 0
-                if made.replicate == 1 or (made.zero in zeros and are_whole and shards(made) > 1):
+            for *sizes, micro_batch, recompute, chunks in product(*options):
+                mesh = mesh_of(*sizes)
+                are_whole = mesh.data // mesh.expert % mesh.replicate == 0
+                if mesh.replicate == 1 or (mesh.zero in zeros and are_whole and shards(mesh) > 1):
                     train = train_of(micro_batch=micro_batch, recompute=recompute, loss_chunks=chunks)
-                    yield replace(config, mesh=made, train=train)
+                    yield replace(config, mesh=mesh, train=train)
 
 
 def _recomputations(config: Config, pipe: int) -> list[str]:
@@ -111,22 +110,20 @@ def _attentions_across(config: Config, context: int, tensor: int, fixed: str | N
     """The possible values of `mesh.context_attention`."""
     if context == 1:
         return [fixed or "auto"]  # even if it has no effect on this mesh
-    ways = ways_across(replace(config, mesh=MeshConfig(context=context, model=tensor)))
+    ways = context_attention_choices(replace(config, mesh=MeshConfig(context=context, model=tensor)))
     return ["auto"] * bool(ways) if fixed == "auto" else ways
 
 
 def _possible_values(
     config: Config, pipe: int, data: int, context: int, tensor: int, fixed: dict[str, Any]
 ) -> Iterator[dict[str, Collection]]:
-    """For each micro-batch on a mesh, the possible values of each field of `SEARCHED` but the recomputation.
-
-    Of `fixed` fields, some have their value even if it has no effect on this mesh.
-    """
+    """For each micro-batch on a mesh, the possible values of each field of `SEARCHED` but the recomputation; some
+    `fixed` fields have their value even if it has no effect on this mesh."""
     model, share = config.model, batch_unit(config) // data
     across = _attentions_across(config, context, tensor, fixed.get("mesh.context_attention"))
-    most = max(SERVER, tensor * config.mesh.expert)
-    expert = [ranks for ranks in divisors(math.gcd(data, model.experts or 1)) if ranks * tensor <= most]
-    groups = [n for n in divisors(data) if n == 1 or data * context * tensor // n % SERVER == 0]
+    limit = max(SERVER_GPUS, tensor * config.mesh.expert)
+    expert = [ranks for ranks in divisors(math.gcd(data, model.experts or 1)) if ranks * tensor <= limit]
+    groups = [n for n in divisors(data) if n == 1 or data * context * tensor // n % SERVER_GPUS == 0]
     for micro_batch in divisors(share):
         tokens = micro_batch * model.sequences * model.sequence // context
         splits = tokens % tensor == 0 and (tensor > 1 or "mesh.sequence_parallel" in fixed)
@@ -150,11 +147,11 @@ def _possible_values(
 
 def meshes(config: Config, devices: int, context: int | None = None) -> Iterator[tuple[int, int, int, int]]:
     """(pipe, data, context, model) whose product is `devices` and which divide the model and the global batch; with
-    this `context`, or with those that leave a rank `MIN_POSITIONS`; with at most `SERVER` ranks of `model`, or as
+    this `context`, or with those that leave a rank `MIN_POSITIONS`; with at most `SERVER_GPUS` ranks of `model`, or as
     many as the config has."""
-    model, unit, most = config.model, batch_unit(config), max(SERVER, config.mesh.model)
+    model, unit, limit = config.model, batch_unit(config), max(SERVER_GPUS, config.mesh.model)
     matrices = math.gcd(*model.columns().values())
-    for tensor in (n for n in divisors(math.gcd(devices, matrices)) if n <= most and model.splits(n)):
+    for tensor in (n for n in divisors(math.gcd(devices, matrices)) if n <= limit and model.splits(n)):
         for pipe in divisors(math.gcd(devices // tensor, model.layers // stage_unit(model))):
             rest = devices // (tensor * pipe)
             for part in _sequence_splits(model) if context is None else [context]:
@@ -163,8 +160,8 @@ def meshes(config: Config, devices: int, context: int | None = None) -> Iterator
 
 
 def _sequence_splits(model: ModelConfig) -> Iterator[int]:
-    """Ranks of `context` that leave each `MIN_POSITIONS`."""
-    yield 1  # the others need a trace of the model
+    """Possible numbers of ranks of `context`."""
+    yield 1  # all others need a trace of the model
     if model.sequence >= 2 * MIN_POSITIONS and not mixing_class(model):
         yield from (n for n in divisors(model.sequence)[1:] if n * MIN_POSITIONS <= model.sequence)
 
@@ -173,7 +170,7 @@ def with_loss_chunks(config: Config, memory: Memory) -> list[Config]:
     """`config` with the loss in CHUNKS chunks, if its memory peaks with the logits and the model supports chunks."""
     if memory.moment != "head" or config.train.loss_chunks > 1 or not scores_in_chunks(config.model):
         return []
-    return [replace(config, train=replace(config.train, loss_chunks=CHUNKS))]
+    return [replace(config, train=replace(config.train, loss_chunks=LOSS_CHUNKS))]
 
 
 def batch_unit(config: Config) -> int:
@@ -191,35 +188,34 @@ def divisors(n: int) -> list[int]:
 
 
 class Candidate(NamedTuple):
-    """A way to run the config that fits, with its memory in bytes on the fullest device and its seconds per step."""
+    """A config that fits, with its memory in bytes on the fullest device and its seconds per step."""
 
     config: Config
     memory: Memory
     time: StepTime
 
 
-@dataclass(frozen=True)
-class SearchResult:
+class SearchResult(NamedTuple):
     """The result of a search.
 
     Attributes:
       devices: number of devices of the candidates.
       capacity: bytes of a device for the program.
-      ranked: those that fit and leave HEADROOM of that free, fastest first.
-      too_big: those that do not, or do not fit into the memory of the host, with their bytes.
-      slower: number of those whose memory was not predicted, since they take longer than `WITHIN` times the fastest.
+      ranked: candidates that fit and leave HEADROOM of that free, fastest first.
+      out_of_memory: candidates that exceed it, or the memory of the host, with their bytes.
+      pruned_by_time: number of candidates over `MAX_SLOWDOWN` times the fastest, whose memory was not predicted.
     """
 
     devices: int
     capacity: float
     ranked: list[Candidate]
-    too_big: list[tuple[Config, float]]
-    slower: int = 0
+    out_of_memory: list[tuple[Config, float]]
+    pruned_by_time: int = 0
 
     @property
     def tried(self) -> int:
         """Number of candidates."""
-        return len(self.ranked) + len(self.too_big) + self.slower
+        return len(self.ranked) + len(self.out_of_memory) + self.pruned_by_time
 
 
 def search(
@@ -234,7 +230,7 @@ def search(
     among: Collection[Config] | None = None,
     mean_of: Callable[[Config], float] | None = None,
 ) -> SearchResult:
-    """Rank the candidates that fit: at least the `top` fastest, and all within `WITHIN` times the fastest.
+    """Rank the candidates that fit: at least the `top` fastest, and all within `MAX_SLOWDOWN` times the fastest.
 
     Args:
       config: valid except for its mesh, its micro-batch and its recomputation (`command.check_searchable`).
@@ -243,21 +239,21 @@ def search(
       time_of: seconds of its step, and their mean over the run.
       capacity: bytes of a device for the program.
       keep: fields of `SEARCHED` that stay as in `config`.
-      host: bytes of host memory for each device, more than which no candidate may need; None if they are not known.
-      top: see above.
-      among: of candidates; by default all.
+      host: limit of host memory for each device in bytes; None if it is not known.
+      top: number of candidates to rank at least.
+      among: the candidates; by default all.
       mean_of: the mean of `time_of` alone, which is called for all candidates.
     """
     mean_of, timed = mean_of or (lambda config: time_of(config).mean), []
-    every = list(candidates(config, devices, keep) if among is None else among)
-    with progress("searching", len(every), transient=True) as advance:
-        for candidate in every:
+    among = list(candidates(config, devices, keep) if among is None else among)
+    with progress("searching", len(among), transient=True) as advance:
+        for candidate in among:
             timed.append((candidate, mean_of(candidate)))
             advance(1)
     timed.sort(key=itemgetter(1))
-    ranked, too_big, fastest, tried = [], [], [], 0
+    ranked, out_of_memory, fastest, tried = [], [], [], 0
     for candidate, mean in timed:
-        if len(fastest) >= top and mean > max(WITHIN * fastest[0], 1.001 * fastest[top - 1]):
+        if len(fastest) >= top and mean > max(MAX_SLOWDOWN * fastest[0], 1.001 * fastest[top - 1]):
             break
         tried, options = tried + 1, [(candidate, memory_of(candidate))]
         if not options[0][1].fits(capacity) and "train.loss_chunks" not in keep:
@@ -267,12 +263,12 @@ def search(
                 ranked.append(Candidate(option, memory, time_of(option)))
                 insort(fastest, ranked[-1].time.mean)
             else:
-                too_big.append((option, memory.total))
-    return SearchResult(devices, capacity, sorted(ranked, key=rank), too_big, len(timed) - tried)
+                out_of_memory.append((option, memory.total))
+    return SearchResult(devices, capacity, sorted(ranked, key=sort_key), out_of_memory, len(timed) - tried)
 
 
 @lru_cache(maxsize=8)
-def find(
+def search_and_time(
     config: Config,
     devices: int,
     gpu: Gpu,
@@ -280,19 +276,19 @@ def find(
     keep: tuple[str, ...] = (),
     among: tuple[Config, ...] | None = None,
 ) -> SearchResult:
-    """`search` on this many GPUs with the planner's predictions."""
-    memory_of, time_of = predictions(gpu, calibration)
+    """`search` with the planner's predictions of memory and time."""
+    memory_of, time_of = make_predictors(gpu, calibration)
     usable, host = gpu.usable_bytes, gpu.host_bytes
     return search(config, devices, memory_of, time_of, usable, keep, host, among=among, mean_of=time_of.mean)
 
 
 @lru_cache(maxsize=4)
-def predictions(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, TimePredictor]:
+def make_predictors(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, TimePredictor]:
     """The functions that predict the memory and the time of a config on a GPU."""
     return partial(predict_memory, capability=gpu.compute_capability), TimePredictor(gpu, calibration)
 
 
-def rank(candidate: Candidate) -> tuple:
+def sort_key(candidate: Candidate) -> tuple:
     """The sort key of candidates: seconds of the run to four digits, then the simplest first."""
     mesh, train = candidate.config.mesh, candidate.config.train
     # The most important fields for a reader of the config come first.
@@ -323,11 +319,11 @@ def with_values(config: Config, values: dict[str, Any]) -> Config:
 PRICES = {
     "mesh.sequence_parallel": {False: 0, True: 1},
     "mesh.zero": {0: 0, 1: 2, 3: 24},
-    "train.loss_chunks": {1: 0, CHUNKS: 3},
+    "train.loss_chunks": {1: 0, LOSS_CHUNKS: 3},
     "train.recompute": {"none": 0, "selective": 4, "full": 16, "offload": 20},
     "train.unroll": {"auto": 0, "on": 0, "off": 6},
 }
-SMALLER_MICRO_BATCH, OTHER_MESH, MORE_GPUS = 8, 32, 128
+MICRO_BATCH_PRICE, OTHER_MESH_PRICE, MORE_GPUS_PRICE = 8, 32, 128
 FACTORS = (1, 2, 4, 8, 16, 32, 64)  # times as many GPUs
 
 
@@ -355,8 +351,7 @@ class Change:
         )
 
     def needs(self, config: Config) -> str:
-        """Its memory: `20.2 GiB`, or `20.2 GiB on each of 16` if it uses another number of devices than `config`; and
-        host memory, if it needs some."""
+        """'20.2 GiB', or '20.2 GiB on each of 16' on another number of devices than `config`; and its host memory."""
         devices = self.config.mesh.devices
         more = f" on each of {devices:,}" if devices != config.mesh.devices else ""
         host = f" and {self.memory.host / GIB:.1f} GiB of host memory" if self.memory.host else ""
@@ -364,10 +359,10 @@ class Change:
 
 
 def changes_that_fit(config: Config, usable: float, count: int = 3, host: float | None = None) -> list[Change]:
-    """The cheapest changes with which `config` leaves HEADROOM of `usable` bytes free and needs at most `host` bytes of
-    host memory for each device (None if these are not known), cheapest first.
+    """The cheapest changes with which `config` leaves HEADROOM of `usable` bytes free, cheapest first.
 
-    No proposal contains another. The global batch, the model and its numbers do not change.
+    No proposal contains another. The global batch and the results do not change. `host` limits the bytes of host memory
+    for each device; None if they are not known.
     """
     proposed: list[Change] = []
     unused = set() if with_loss_chunks(config, predict_memory(config)) else {"train.loss_chunks"}
@@ -386,10 +381,10 @@ def changes_that_fit(config: Config, usable: float, count: int = 3, host: float 
 
 
 def _changes(config: Config, factor: int, unused: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The changed fields of configs that take less memory, on `factor` times as many GPUs, with their prices: one axis
-    has more ranks at most, besides `data`."""
+    """The changed fields of configs that take less memory, on `factor` times as many GPUs, with their prices; besides
+    `data`, at most one axis has more ranks."""
     mesh, size, replicas = config.mesh, config.train.micro_batch, factor * config.mesh.data
-    smaller = [(SMALLER_MICRO_BATCH * int(math.log2(size // n)), {"train.micro_batch": n}) for n in divisors(size)]
+    smaller = [(MICRO_BATCH_PRICE * int(math.log2(size // n)), {"train.micro_batch": n}) for n in divisors(size)]
     options = []
     for name in (name for name in PRICES if name not in unused):
         now = PRICES[name].get(field_value(config, name), math.inf)
@@ -399,16 +394,16 @@ def _changes(config: Config, factor: int, unused: Collection[str]) -> Iterator[t
     for times, axis in [(1, "data"), *wider]:
         layout = {"mesh.data": replicas // times} if replicas // times != mesh.data else {}
         layout |= {f"mesh.{axis}": getattr(mesh, axis) * times} if times > 1 else {}
-        cost = OTHER_MESH * (times > 1) + MORE_GPUS * factor * (factor > 1)
+        cost = OTHER_MESH_PRICE * (times > 1) + MORE_GPUS_PRICE * factor * (factor > 1)
         for prices, values in (zip(*choice, strict=True) for choice in product(*options)):
-            if changed := dict(chain(layout.items(), *(each.items() for each in values))):
+            if changed := dict(chain(layout.items(), *(option.items() for option in values))):
                 yield cost + sum(prices), changed
 
 
 def _can_run(changed: Config, config: Config, values: Collection[str]) -> bool:
     """True if a config with these `values` changed can run as in a search."""
     mesh, sequence = changed.mesh, config.model.sequence
-    if "mesh.model" in values and mesh.model > max(SERVER, config.mesh.model):
+    if "mesh.model" in values and mesh.model > max(SERVER_GPUS, config.mesh.model):
         return False
     if "mesh.context" in values and sequence // mesh.context < MIN_POSITIONS:
         return False
@@ -430,11 +425,11 @@ def _includes(values: dict[str, Any], proposed: dict[str, Any]) -> bool:
 
 # --- The longest sequence ---------------------------------------------------------------------------------------------
 
-# Positions of a GPU come in multiples of this; multiples to try first.
-STEP, FIRST = 1024, 16
+# Unit of the positions per GPU; the multiple to try first.
+SEQUENCE_STEP, FIRST_GUESS = 1024, 16
 
 
-def longest(
+def longest_sequence(
     config: Config,
     devices: int,
     recompute: str,
@@ -444,11 +439,11 @@ def longest(
     capacity: float,
     host: float | None = None,
 ) -> Candidate | None:
-    """The longest sequence that fits on this many GPUs, which share it over `context` and `model`; None: not even
-    `STEP` positions a GPU fit.
+    """The longest sequence that fits on this many GPUs, which share it over `context` and `model`; None if not even
+    `SEQUENCE_STEP` positions per GPU fit.
 
     Weights and optimizer are sharded over all ranks (ZeRO-3), layers are recomputed, the loss is in chunks. Memory
-    grows with the length almost in proportion: two lengths of each mesh tell which one goes furthest.
+    grows almost in proportion to the length: two lengths of each mesh show which mesh has the longest.
 
     Args:
       config: its model and training; length, mesh, micro-batch and recomputation are replaced.
@@ -465,47 +460,47 @@ def longest(
         batch_history=(),
         recompute=recompute,
         unroll="off" if recompute == "offload" else config.train.unroll,
-        loss_chunks=max(CHUNKS, config.train.loss_chunks) if scores_in_chunks(config.model) else 1,
+        loss_chunks=max(LOSS_CHUNKS, config.train.loss_chunks) if scores_in_chunks(config.model) else 1,
     )
 
     def make_config(steps: int, mesh: MeshConfig) -> Config:
-        model = replace(config.model, sequence=steps * STEP * devices)
+        model = replace(config.model, sequence=steps * SEQUENCE_STEP * devices)
         return replace(config, model=model, mesh=mesh, train=train)
 
-    def share(mesh: MeshConfig, steps: int) -> float:
+    def memory_share(mesh: MeshConfig, steps: int) -> float:
         """The share of the memory of device and host that a sequence needs."""
         memory = memory_of(make_config(steps, mesh))
         return max(memory.total / ((1 - HEADROOM) * capacity), memory.host / host if host else 0.0)
 
-    def reach(mesh: MeshConfig) -> float:
+    def extrapolate(mesh: MeshConfig) -> float:
         """The length at the limit, on the line through two."""
-        near, far = share(mesh, FIRST), share(mesh, 2 * FIRST)
-        return FIRST * (1 + (1 - near) / (far - near)) if far > near else FIRST
+        near, far = memory_share(mesh, FIRST_GUESS), memory_share(mesh, 2 * FIRST_GUESS)
+        return FIRST_GUESS * (1 + (1 - near) / (far - near)) if far > near else FIRST_GUESS
 
     keep = set(SEARCHED) - {"mesh.model", "mesh.sequence_parallel", "mesh.context", "mesh.context_attention"}
-    ways = dict.fromkeys(way.mesh for way in candidates(make_config(FIRST, MeshConfig(zero=3)), devices, keep))
-    reaches = {way: reach(way) for way in ways if way.data == 1 and way.model <= gpus_per_node}
-    if not reaches:
+    start = make_config(FIRST_GUESS, MeshConfig(zero=3))
+    layouts = dict.fromkeys(candidate.mesh for candidate in candidates(start, devices, keep))
+    guesses = {mesh: extrapolate(mesh) for mesh in layouts if mesh.data == 1 and mesh.model <= gpus_per_node}
+    if not guesses:
         return None
-    best = max(reaches, key=lambda mesh: (int(reaches[mesh]), -time_of(make_config(FIRST, mesh)).mean))
-    steps = largest(partial(share, best), 1.0, max(int(reaches[best]), 1))
+    best = max(guesses, key=lambda mesh: (int(guesses[mesh]), -time_of(make_config(FIRST_GUESS, mesh)).mean))
+    steps = largest_within(partial(memory_share, best), 1.0, max(int(guesses[best]), 1))
     if not steps:
         return None
-    longest_run = make_config(steps, best)
-    return Candidate(longest_run, memory_of(longest_run), time_of(longest_run))
+    config = make_config(steps, best)
+    return Candidate(config, memory_of(config), time_of(config))
 
 
-def largest(size: Callable[[int], float], limit: float, first: int = FIRST, most: int | None = None) -> int:
-    """The largest number, of `most`, whose size is at most `limit`; 0 if there is none.
+def largest_within(size: Callable[[int], float], limit: float, first: int = FIRST_GUESS, end: int | None = None) -> int:
+    """The largest number up to `end` whose size is at most `limit`; 0 if there is none.
 
-    Sizes grow with the number, best in proportion: each guess, but for the `first`, is read off a line through the two
-    last.
+    Sizes grow with the number. Each guess after the `first` is on the line through the last two points.
     """
-    low, high, guess, points = 0, None if most is None else most + 1, first, []
+    low, high, guess, points = 0, None if end is None else end + 1, first, []
     while high is None or high - low > 1:
         points.append((guess, size(guess)))
         low, high = (guess, high) if points[-1][1] <= limit else (low, guess)
-        if most is not None:
+        if end is not None:
             guess += guess == low  # a neighbor of the first
         else:
             guess = 2 * guess if high is None else (low + high) // 2
@@ -514,19 +509,18 @@ def largest(size: Callable[[int], float], limit: float, first: int = FIRST, most
             if large > small:
                 guess = int(first + (limit - small) * (second - first) / (large - small))
         guess = max(guess, low + 1)
-        guess = min(guess, 8 * max(low, FIRST) if high is None else max(high - 1, 1))
+        guess = min(guess, 8 * max(low, FIRST_GUESS) if high is None else max(high - 1, 1))
     return low
 
 
 # --- The largest model of a budget ------------------------------------------------------------------------------------
 #
-# The models are a ladder: those of the config in other widths and depths. Each is trained on `tokens_per_parameter`
-# tokens for each of its parameters (20 are compute-optimal: arXiv 2203.15556, section 3.4). The fastest ways to run the
-# first are searched as with --devices alone, and the others are tried in these ways; where none fits, they are searched
-# too.
+# The models are those of the config in other widths and depths (`size_grid`). Each is trained on `tokens_per_parameter`
+# tokens for each of its parameters (20 are compute-optimal: arXiv 2203.15556, section 3.4). The first is searched as
+# with --devices alone, all others among its fastest settings; a model that fits with none of them is searched too.
 
 
-MAX_WIDTH_FACTOR = 4  # times the width of the config: 64 times its parameters, and more with the deeper rungs
+MAX_WIDTH_FACTOR = 4  # times the width of the config: 64 times its parameters, and more with the deeper models
 
 
 class Budget(NamedTuple):
@@ -543,18 +537,18 @@ class Budget(NamedTuple):
 
 
 class ModelSize(NamedTuple):
-    """A model of the ladder: its config, of any length, and its parameters."""
+    """A model of `size_grid`: its config, of any number of steps, and its parameters."""
 
     config: Config
     parameters: int
 
 
 class TrialResult(NamedTuple):
-    """A rung with the length of its training, and the fastest way to run it; None if none fits or divides.
+    """A model size with the length of its training, and its fastest candidate; None if none fits or divides.
 
     Attributes:
       flops: of the model, in all steps.
-      days_at_peak: duration at the peak speed of the devices; a rung for which it is too long is not searched.
+      days_at_peak: duration at the peak speed of the devices; a size that exceeds the days at peak is not searched.
     """
 
     config: Config
@@ -572,19 +566,16 @@ class TrialResult(NamedTuple):
     @property
     def duration(self) -> str:
         """'34.5 days', or why there is no prediction."""
-        return (
-            f"{self.days_at_peak:,.3g} days at peak speed, or too large"
-            if self.best is None
-            else f"{self.days:.3g} days"
-        )
+        if self.best is None:
+            return f"out of memory, or {self.days_at_peak:,.3g} days at peak speed"
+        return f"{self.days:.3g} days"
 
 
 def size_grid(config: Config) -> list[ModelSize]:
     """The model of `config` in other sizes, smallest first, with its head size, ratio of widths and vocabulary.
 
-    The number of heads is a multiple of that of key-value heads, or of 8 where each head has its own; for each number
-    the depth goes from the config's ratio of depth to width to three quarters more, so that rungs are close to each
-    other.
+    The number of heads is a multiple of the key-value heads, or of 8 for multi-head attention. For each number the
+    depth goes from the config's ratio of depth to width to three quarters more, for a fine grid.
     """
     model = config.model
     unit = getattr(model, "kv_heads", None) or math.gcd(model.heads, 8)
@@ -601,7 +592,7 @@ def size_grid(config: Config) -> list[ModelSize]:
     return [ModelSize(replace(config, model=scaled), sizes[scaled]) for scaled in sorted(sizes, key=sizes.__getitem__)]
 
 
-def is_possible(config: Config, devices: int, keep: Collection[str]) -> bool:
+def has_candidates(config: Config, devices: int, keep: Collection[str]) -> bool:
     """True if the model is valid and can be divided among the devices."""
     try:
         config.model.check(config)
@@ -613,66 +604,66 @@ def is_possible(config: Config, devices: int, keep: Collection[str]) -> bool:
 def search_known_settings(
     devices: int, gpu: Gpu, calibration: Calibration, keep: tuple[str, ...] = ()
 ) -> Callable[[Config], SearchResult]:
-    """A search for one rung after the other, among the settings that were the fastest for the first."""
+    """A search of a config among the fastest settings of the last full search, or in full if none of them fits."""
     fastest: list[dict[str, Any]] = []
 
-    def ways(config: Config) -> SearchResult:
-        known = (way for values in fastest for way in candidates(with_values(config, values), devices, SEARCHED))
-        result = find(config, devices, gpu, calibration, SEARCHED, among=tuple(known))
+    def search_config(config: Config) -> SearchResult:
+        known = (known for values in fastest for known in candidates(with_values(config, values), devices, SEARCHED))
+        result = search_and_time(config, devices, gpu, calibration, SEARCHED, among=tuple(known))
         if not result.ranked:
-            result = find(config, devices, gpu, calibration, keep)
-            fastest[:] = [{name: field_value(way.config, name) for name in SEARCHED} for way in result.ranked[:10]]
+            result = search_and_time(config, devices, gpu, calibration, keep)
+            fastest[:] = [{name: field_value(best.config, name) for name in SEARCHED} for best in result.ranked[:10]]
         return result
 
-    return ways
+    return search_config
 
 
 def largest_model(
-    rungs: list[ModelSize], budget: Budget, search: Callable[[Config], SearchResult], print_line: Callable[[str], None]
+    sizes: list[ModelSize], budget: Budget, search: Callable[[Config], SearchResult], print_line: Callable[[str], None]
 ) -> tuple[TrialResult, list[TrialResult]]:
-    """The largest rung that is trained within the days, and all that were tried, smallest first.
+    """The largest model that is trained within the days, and all that were tried, smallest first.
 
     Args:
-      rungs: smallest first.
+      sizes: smallest first.
       budget: devices and days.
-      search: all ways to run a config.
-      print_line: told about each trial.
+      search: ranks the candidates of a config.
+      print_line: called with a line about each trial.
 
     Raises:
       UsageError: not even the smallest is.
     """
     tried: dict[int, TrialResult] = {}
 
-    def order(number: int) -> float:
-        """The logarithm of the days of a rung, counted from 1: about proportional to the number."""
-        tried[number] = trial = attempt(rungs[number - 1], budget, search)
+    def log_days(number: int) -> float:
+        """The logarithm of the days of a size, counted from 1: about proportional to the number."""
+        tried[number] = trial = try_size(sizes[number - 1], budget, search)
         print_line(
             f"{format_tokens(trial.parameters)} parameters on {format_tokens(trial.tokens)} tokens: {trial.duration}"
         )
         return math.log(trial.days if trial.best else max(2 * trial.days_at_peak, 1.01 * budget.days))
 
     # Tokens grow with parameters, so days with their square: at first as by arXiv 2203.15556 at half of the peak.
-    flops = budget.days * 86_400 * budget.peak(rungs[0].config) / 2
-    first = bisect_right(rungs, math.sqrt(flops / (6 * budget.tokens_per_parameter)), key=attrgetter("parameters"))
-    best = largest(order, math.log(budget.days), min(max(first, 1), len(rungs)), len(rungs))
+    flops = budget.days * 86_400 * budget.peak(sizes[0].config) / 2
+    first = bisect_right(sizes, math.sqrt(flops / (6 * budget.tokens_per_parameter)), key=attrgetter("parameters"))
+    best = largest_within(log_days, math.log(budget.days), min(max(first, 1), len(sizes)), len(sizes))
     if not best:
         raise UsageError(
-            f"{budget.devices} × {budget.gpu.name} in {budget.days:g} days train no model of this ladder: the least, "
+            f"{budget.devices} × {budget.gpu.name} in {budget.days:g} days train none of these models: the smallest, "
             f"{format_tokens(tried[1].parameters)} parameters on {format_tokens(tried[1].tokens)} tokens, takes "
             f"{tried[1].duration}; give more --days or --devices, or fewer --tokens-per-parameter"
         )
     return tried[best], [tried[number] for number in sorted(tried)]
 
 
-def attempt(rung: ModelSize, budget: Budget, search: Callable[[Config], SearchResult]) -> TrialResult:
-    """A rung with its length and the fastest way to run it; not searched if peak speed would not be enough."""
-    config = with_tokens(rung.config, math.ceil(budget.tokens_per_parameter * rung.parameters))
+def try_size(size: ModelSize, budget: Budget, search: Callable[[Config], SearchResult]) -> TrialResult:
+    """A model size with its length and fastest candidate; not searched if peak speed would not be enough."""
+    config = with_tokens(size.config, math.ceil(budget.tokens_per_parameter * size.parameters))
     samples = BatchSizes.from_config(config).samples_before(config.train.steps)
     flops = model_flops(config) * samples / config.train.global_batch
     days_at_peak = flops / budget.peak(config) / 86_400
     ranked = search(config).ranked if days_at_peak <= budget.days else []
     tokens = samples * config.model.sequences * config.model.sequence
-    return TrialResult(config, rung.parameters, tokens, flops, days_at_peak, ranked[0] if ranked else None)
+    return TrialResult(config, size.parameters, tokens, flops, days_at_peak, ranked[0] if ranked else None)
 
 
 def with_tokens(config: Config, tokens: int) -> Config:
@@ -684,17 +675,15 @@ def with_tokens(config: Config, tokens: int) -> Config:
     return shorter if warmup is None else replace(shorter, optimizer=replace(optimizer, warmup_steps=warmup))
 
 
-# --- In words ---------------------------------------------------------------------------------------------------------
-
-
 def describe(config: Config) -> str:
     """A candidate in words: 'pipe 4 × data 16 × model 8, …'."""
     mesh, train = config.mesh, config.train
+    stages = f" with {mesh.virtual_stages} virtual stages" * (mesh.virtual_stages > 1)
     words = (
         axes.describe_mesh(mesh, axes.PIPE),
-        f"{mesh.schedule} with {mesh.virtual_stages} virtual stages" if mesh.pipe > 1 else "",
+        f"{mesh.schedule}{stages}" * (mesh.pipe > 1),
         f"micro-batches of {train.micro_batch}",
-        f"recomputation {train.recompute}",
+        f"{train.recompute.replace('none', 'no')} recomputation",
         "sequence parallelism" if mesh.splits_tokens else "",
         f"ZeRO-{mesh.zero}" if mesh.zero else "",
         f"the loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else "",

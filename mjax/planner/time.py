@@ -1,39 +1,40 @@
 """Predicted seconds of a step: an analytic model of the GPU, of the program, and of how efficient it is.
 
-Three things are kept apart:
+The model has three independent parts:
 
     hardware     `Gpu`: data-sheet values (`mjax/cluster/hardware.py`).
-    software     `FrameworkModel`: properties of the program that no config contains: what it sends in addition, in
-                 which dtype, and what it hides. Read from the code and from compiled programs, never fitted.
+    software     `FrameworkModel`: properties of the program that no config contains: additional collectives, their
+                 dtypes and their overlap. Read from the code and from compiled programs, never fitted.
     calibration  `Calibration`: the share of the data-sheet rates that kernels reach: a few numbers of one GPU, measured
                  there kernel by kernel (`benchmarks/calibrate.py`), or taken from published runs
-                 (`benchmarks/published.py`; a test repeats the fit), from one product on an H100, and assumed.
+                 (`benchmarks/published.py`; a test repeats the fit), from one matmul on an H100, and assumed.
 
-The parts of a step, and how each is modelled:
+The model of each part of a step:
 
-    matrix products   the FLOPs at `matmul` × peak, less if tiles leave multiprocessors idle or the inner dim is short;
+    layer matmuls     the FLOPs at `matmul` × peak, less if tiles leave multiprocessors idle or the inner dim is short;
                       or the bytes, if those take longer
     attention         flash: the FLOPs of unmasked scores, by head size, length and direction. Else: two products over
                       s × s, and the scores' bytes
-    memory-bound      LayerNorm, residual sums, GELU: passes over the stream and over the outputs of column-parallel and
-                      the inputs of row-parallel products (`mjax_traffic`) over `memory` × bandwidth, and launches; with
-                      a loop over layers also what it fills and copies
-    float8            the layers' products at `float8` × its peak; passes that round their operands
-    context           attention's collectives, which nothing hides
-    experts           products of a mixture: as many rows for each expert, in whole tiles. Their tokens' way over
-                      `expert` and back is not hidden
+    elementwise       LayerNorm, residual sums, GELU: passes over the stream and over the outputs of column-parallel and
+                      the inputs of row-parallel matmuls (`mjax_traffic`) over `memory` × bandwidth, and launches; with
+                      a loop over layers also the stacks that it fills and copies
+    float8            the layers' matmuls at `float8` × its peak; passes that round their operands
+    context           attention's collectives, not overlapped
+    experts           matmuls of a mixture: as many rows for each expert, in whole tiles; collectives over `expert`, not
+                      overlapped
     collectives       a ring: bytes sent over its slowest link, which the rings that leave a server together share, and
-                      a message's latency for each rank. What a product hides (`Overlap`) counts only beyond
-                      the product's time
-    host memory       a layer's input over the link between GPU and server, at its nominal rate: out beside the whole
-                      forward pass of the layer, back beside nothing
+                      a message's latency for each rank. If a matmul overlaps it (`Overlap`), only the time beyond that
+                      of the matmul counts
+    host memory       a layer's input over the link between GPU and server, at its nominal rate: out during the whole
+                      forward pass of the layer, back not overlapped
     pipeline          work of all micro-batches, then fill and drain as in the schedule (`pipeline_schedules.py`), in
-                      lock-step; the head is on the last stage, for which all others wait
-    once per step     sums over `data`, gathers of weights, the bytes of the optimizer; Muon's products (`memory.py`)
+                      lock-step; the head is on the last stage, for which all other stages wait
+    once per step     gradient all-reduce, parameter all-gather, the bytes of the optimizer; Muon's matmuls
+                      (`memory.py`)
 
-The products of a layer and of the head, their shapes, and the number of sums over `model` are read from the traced
-model (`layer.py`), once for each model and size of that axis; the rest is arithmetic. The pieces are those of
-arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198, section 4.
+The matmuls of a layer and of the head, their shapes, and the number of all-reduces over `model` are read from the
+traced model (`layer.py`), once for each model and size of that axis; the rest is arithmetic, as in arXiv 2104.04473,
+sections 2.2 and 3, and in 2205.05198, section 4.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ from mjax.config.bounds import Bounds, check_bounds
 from mjax.config.kernels import FUSED, attention_on_gpu, is_unrolled
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, either
-from mjax.parallel.grouped import ROWS
-from mjax.planner import Section, good_to
+from mjax.parallel.grouped import TILE_ROWS
+from mjax.planner import Section, error_bar
 from mjax.planner import layer as trace
 from mjax.planner.layer import hardware_flops, model_flops
-from mjax.planner.memory import WIDTHS, device_weights, muon_matrices, muon_products, muon_width
+from mjax.planner.memory import DTYPE_BYTES, device_weights, muon_matrices, muon_products, muon_width
 from mjax.planner.program import Product
 from mjax.step.muon import ITERATE_IN
 from mjax.step.precision import uses_float8
@@ -71,7 +72,7 @@ from mjax.utils.figures import format_rows, table
 from mjax.utils.files import read_json, write_whole
 
 # Rows of a tile of experts' products.
-TILE = ROWS["pallas"]
+TILE = TILE_ROWS["pallas"]
 
 
 # --- Calibration ------------------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ RateOrZero = Annotated[float, Bounds(ge=0, le=MAX_VALUE)]
 
 @dataclass(frozen=True)
 class Calibration:
-    """Rates that kernels of a GPU reach, and the error of a step that is predicted with them.
+    """Rates that kernels of a GPU reach, and the error of a predicted step.
 
     Attributes:
       gpu: name of the GPU they apply to (`mjax/cluster/hardware.py`).
@@ -104,8 +105,8 @@ class Calibration:
       float8: fraction of the float8 peak that such a product reaches; read with `precision.compute fp8` only.
       error: relative error bar of the time of a step on this GPU.
       error_elsewhere: the same on any other GPU.
-      sequences: shortest and longest of the runs that the error was found on; beyond them there is no error bar.
-      source: these runs, in words.
+      sequences: shortest and longest sequence of the runs behind the error bar; beyond them there is no error bar.
+      source: description of these runs.
       measured: rates that were measured on this GPU, as kernels.
       date, versions: when it was measured and with which packages; empty if it was not.
     """
@@ -129,36 +130,28 @@ class Calibration:
     versions: dict[str, str] = field(default_factory=dict, hash=False)
 
     def relative_error(self, config: Config, gpu: Gpu) -> tuple[float | None, tuple[str, ...]]:
-        """The error bar of a prediction, and what is outside the calibration.
+        """The error bar of a prediction, and its caveats.
 
-        Beyond the lengths that the error bar was found on, and for float8, there is no error bar: None.
+        Outside the calibrated sequence lengths, and for float8, there is no error bar: None.
         """
         bar = self.error if gpu.name == self.gpu else self.error_elsewhere
-        low, high = self.sequences
-        positions, caveats = config.model.sequence, []
-        if config.precision.compute == "fp8":
-            rate = f"{self.float8:.0%} of their peak, is {'measured' if 'float8' in self.measured else 'assumed'}"
-            caveats.append(
-                f"no error bar for fp8: ±{bar:.0%} was found in bf16; the rate of products in float8, {rate}"
-            )
+        (low, high), length, fp8 = self.sequences, config.model.sequence, config.precision.compute == "fp8"
+        in_range, caveats = low <= length <= high, []
+        if fp8:
+            rate = f"{self.float8:.0%} of their peak ({'measured' if 'float8' in self.measured else 'assumed'})"
+            caveats.append(f"no error bar for fp8: ±{bar:.0%} is for bf16; float8 matmuls at {rate}")
         if gpu.name != self.gpu:
             caveats.append(f"calibrated on {self.gpu}, not on {gpu.name}")
-        if not low <= positions <= high:
-            caveats.append(f"no error bar at {positions:,} positions: it was found on runs of {low:,} to {high:,}")
-        has_bar = low <= positions <= high and config.precision.compute != "fp8"
-        return bar if has_bar else None, tuple(caveats)
-
-    def not_measured(self, gpu: Gpu, compute: str = "bf16") -> list[str]:
-        """The rates of a prediction that were not measured on `gpu`."""
-        rates = (*RATES, "float8") if compute == "fp8" else RATES
-        return [name for name in rates if gpu.name != self.gpu or name not in self.measured]
+        if not in_range:
+            caveats.append(f"no error bar at sequence length {length:,}: calibrated on {low:,} to {high:,}")
+        return bar if in_range and not fp8 else None, tuple(caveats)
 
 
 _NOT_MJAX = "mjax itself has not been measured on a GPU"
 
 # `matmul` and `inner` are fitted to 18 runs of Megatron-LM (arXiv 2104.04473, table 1, and 2205.05198, table 5), and
-# the errors of the other rates have gone into these two. Rates of kernels are properties of the hardware and its
-# libraries, so mjax starts from those of Megatron-LM. `attention` is 50 to 73% of the peak of an A100 (arXiv
+# absorb the errors of all other rates. Rates of kernels are properties of the hardware and its libraries, so mjax
+# starts from those of Megatron-LM. `attention` is 50 to 73% of the peak of an A100 (arXiv
 # 2307.08691): its lower end; `collective` the base latency of NCCL's ring, protocol Simple (NVIDIA/nccl,
 # src/graph/tuning.cc); 77% of NVLink, about 230 GB/s on an A100, 85% of the network cards, `memory` and `launch` are
 # assumed.
@@ -207,9 +200,8 @@ def read_calibration(file: Path) -> Calibration:
     fractions = [fraction for row in rows for fraction in row[2:]]
     if not (rows and min(map(min, rows)) > 0 and max(fractions) <= MAX_FRACTION and 0 < low <= high <= MAX_VALUE):
         raise UsageError(
-            f"{file}: attention has rows of a head size, positions, and two fractions of the peak of at most "
-            f"{MAX_FRACTION}, sequences the shortest and the longest, all above 0; they are {list(map(list, rows))} "
-            f"and {[low, high]}"
+            f"{file}: attention takes rows of head size, positions and two fractions of the peak up to {MAX_FRACTION}, "
+            f"sequences the shortest and the longest, all above 0; they are {list(map(list, rows))} and {[low, high]}"
         )
     if calibration.gpu not in [gpu.name for gpu in GPUS]:
         raise UsageError(
@@ -226,7 +218,7 @@ TILES = (
     (128, 256, 1.0), (256, 128, 1.0), (192, 128, 1.0), (128, 192, 1.0), (256, 192, 1.0), (192, 256, 1.0),
     (128, 128, 0.92), (64, 256, 0.88), (64, 128, 0.75),
 )  # fmt: skip
-HEADS = 64  # attention runs on heads that are multiples of this
+HEAD_MULTIPLE = 64  # attention runs on heads that are multiples of this
 
 
 class Rates:
@@ -234,9 +226,9 @@ class Rates:
 
     Attributes:
       gpu, calibration: the two factors.
-      compute: dtype of the products, but of those in float8.
+      compute: dtype of the matmuls that are not in float8.
       peak: FLOP/s in this dtype.
-      float8_peak: the same of products in float8; None if the GPU has none.
+      float8_peak: FLOP/s of float8 matmuls; None if the GPU has none.
 
     Raises:
       UsageError: no peak is known for this dtype.
@@ -248,21 +240,19 @@ class Rates:
         self.peak, self.float8_peak = gpu.peak(self.compute), gpu.peak("fp8")
         if gpu.peak(compute) is None:
             known = either([dtype for dtype in gpu.peak_tflops if dtype != "fp8"])
-            raise UsageError(
-                f"no {compute} peak is known for {gpu.name}, so its time cannot be predicted; "
-                f"use --precision.compute {known}, or add the peak in mjax/cluster/hardware.py"
-            )
+            fix = f"use --precision.compute {known}, or add the peak in mjax/cluster/hardware.py"
+            raise UsageError(f"no {compute} peak is known for {gpu.name}, so its time cannot be predicted; {fix}")
 
     def product(self, m: float, n: float, k: float, batch: float = 1.0, float8: bool = False) -> float:
         """[m, k] × [k, n], `batch` times in one kernel; in float8 or not, the result has the compute dtype."""
-        width = WIDTHS[self.compute]
+        width = DTYPE_BYTES[self.compute]
         moved = batch * ((1 if float8 else width) * (m * k + k * n) + width * m * n)
         seconds = 2 * batch * m * n * k / self.product_rate(batch * m, n, k, float8)
         return max(seconds, self.bytes(moved)) + self.calibration.launch
 
     def product_rate(self, m: float, n: float, k: float, float8: bool = False) -> float:
-        """FLOP/s of a product with m rows in all that is not bound by memory: less if its tiles leave multiprocessors
-        idle, or its inner dim is short."""
+        """FLOP/s of a compute-bound product with m rows in all: less if its tiles leave multiprocessors idle, or its
+        inner dim is short."""
         filled, calibration = tile_efficiency(m, n, self.gpu.multiprocessors), self.calibration
         largest = self.float8_peak * calibration.float8 if float8 else self.peak * calibration.matmul
         return largest * filled * k / (k + calibration.inner)
@@ -283,7 +273,7 @@ class Rates:
         return self.bytes(moved) + kernels * self.calibration.launch
 
     def gather(self, ranks: int, stride: int, whole: float) -> float:
-        """All-gather or reduce-scatter of `whole` bytes on a ring of `ranks` devices, `stride` apart."""
+        """All-gather or reduce-scatter of `whole` bytes on a ring of `ranks` devices with this stride."""
         if ranks == 1:
             return 0.0
         sent = (ranks - 1) / ranks * whole
@@ -320,8 +310,7 @@ class Rates:
         return min(inside, gpu.network_bandwidth_per_node * self.calibration.network / rings)
 
     def _steps(self, ranks: int, stride: int) -> float:
-        """Latency of the ranks - 1 messages of a ring one after the other, those between servers apart (NVIDIA/nccl,
-        src/graph/tuning.cc)."""
+        """Latency of the ranks - 1 messages of a ring, in and between servers (NVIDIA/nccl, src/graph/tuning.cc)."""
         in_server = max(1, min(ranks, self.gpu.gpus_per_node // stride))
         between = math.ceil(ranks / in_server) - 1
         return between * self.gpu.network_latency + (ranks - 1 - between) * self.gpu.node_latency
@@ -341,7 +330,7 @@ def tile_efficiency(m: float, n: float, multiprocessors: int) -> float:
 @lru_cache(maxsize=65536)
 def flash_share(rows: tuple[tuple[int, int, float, float], ...], head: int, positions: int, backward: bool) -> float:
     """The fraction of the peak that flash attention reaches; rows as in `Calibration.attention`."""
-    padded, sizes = HEADS * math.ceil(head / HEADS), {row[0] for row in rows}
+    padded, sizes = HEAD_MULTIPLE * math.ceil(head / HEAD_MULTIPLE), {row[0] for row in rows}
     nearest = head if head in sizes else min(sizes, key=lambda size: abs(size - padded))
     lengths = sorted((math.log(row[1]), row[3 if backward else 2]) for row in rows if row[0] == nearest)
     share = float(np.interp(math.log(positions), *zip(*lengths, strict=True)))
@@ -353,17 +342,17 @@ def flash_share(rows: tuple[tuple[int, int, float, float], ...], head: int, posi
 
 @dataclass(frozen=True)
 class Overlap:
-    """The collectives that run during products.
+    """The collectives that run during matmuls.
 
     Attributes:
-      backward: share of a layer's backward collectives over `model` that overlaps the products of its weights'
-        gradients, at most as long as these take.
-      repeated: with sequence parallelism the same of the gathers of kept tokens that recomputation repeats, during the
-        products of gradients: both of a layer with selective recomputation, the first with full.
-      gradients: sums over `data` run during the backward pass of the only micro-batch, without ZeRO and without a loop
-        over its layers.
-      weights: share of FSDP's gathers of weights and sums of gradients that runs during the layers' own kernels.
-      copies: the copies into and out of the stacks of a loop over layers run during the products.
+      backward: share of a layer's backward collectives over `model` that overlaps its wgrad matmuls, at most as long as
+        these take.
+      repeated: with sequence parallelism the share of the repeated all-gathers of saved tokens that overlaps the
+        gradient matmuls: both of a layer with selective recomputation, the first with full.
+      gradients: all-reduces over `data` run during the backward pass of the only micro-batch, without ZeRO and without
+        a loop over its layers.
+      weights: share of FSDP's all-gathers and reduce-scatters that runs during the layers.
+      copies: the copies into and out of the stacks of a loop over layers run during the matmuls.
     """
 
     backward: float
@@ -377,10 +366,10 @@ class Traffic(NamedTuple):
     """The memory-bound kernels of a layer and of the head for a micro-batch: bytes that they read and write, launches.
 
     Attributes:
-      forward, backward: of a layer, without its scores; the backward pass with what is computed again.
+      forward, backward: of a layer, without its scores; the backward pass with recomputation.
       scores, scores_backward: of attention that writes its scores.
       head: forward and backward.
-      kept: bytes that a loop over layers fills and copies for each.
+      saved: bytes of a layer's saved activations, which a loop over layers fills and copies.
     """
 
     forward: tuple[float, float]
@@ -388,76 +377,77 @@ class Traffic(NamedTuple):
     scores: tuple[float, float]
     scores_backward: tuple[float, float]
     head: tuple[float, float]
-    kept: float = 0.0
+    saved: float = 0.0
 
 
-# Passes over arrays in 16 bit of the kernels that XLA compiles for H100s, as counted between the traced products of
-# nine families: over a branch's rows of the stream (norms and sums), with one more for each sum over `model`; of a
-# backward pass as multiples of the forward pass, alone and with recomputation; and in it over the whole stream for each
-# sum over `model`.
-STREAM, BACKWARD, REPEATED, SUMMED = 4, 1.4, 1.75, 2.25
+# Passes over arrays in 16 bit of the kernels that XLA compiles for H100s, counted between the traced matmuls of nine
+# families: over a branch's rows of the stream (norms and sums), with one more for each all-reduce over `model`; of a
+# backward pass as multiples of the forward pass, without and with recomputation; and over the whole stream for each
+# all-reduce over `model` in the backward pass.
+STREAM_PASSES, BACKWARD_FACTOR, RECOMPUTE_FACTOR, SUM_PASSES = 4, 1.4, 1.75, 2.25
 # Passes over scores, forward, backward, and backward with recomputation; over the stream in the head.
-SCORES, HEAD = (3, 5, 6), 6
-# Bytes that round an element of an operand to float8, beyond those of 16 bit, and an element of a weight; launches that
-# round and scale an operand of a product and its weight.
-OPERAND, WEIGHT, SCALES = 2, 6, 8
-# Of a loop over layers: times that what a layer keeps, and its weights, are read or written by copies into and out of
-# stacks; before, each stack is filled with zeros.
-ACTIVATION_COPIES, WEIGHT_COPIES, COPY_KERNELS = 3, 6, 20
+SCORE_PASSES, HEAD_PASSES = (3, 5, 6), 6
+# Bytes that quantize an element of an operand to float8, beyond those of 16 bit, and an element of a weight; launches
+# that quantize an operand of a matmul and its weight.
+FP8_OPERAND_BYTES, FP8_WEIGHT_BYTES, FP8_LAUNCHES = 2, 6, 8
+# Of a loop over layers: times that saved activations and weights of a layer are read or written by copies into and out
+# of stacks; each stack is filled with zeros before.
+SAVED_COPIES, WEIGHT_COPIES, COPY_LAUNCHES = 3, 6, 20
 
 
 def mjax_traffic(layer: LayerTime) -> Traffic:
-    """Return the traffic of mjax's own program: each array at a product is written once before it or read once after
-    it, and what is between two of them fuses."""
+    """Return the traffic of mjax's program: an operand or result of a product is written or read once outside it, and
+    the operations between two products fuse."""
     run, branches, element = layer.run, layer.layer.branches, layer.run.element
     mesh, recompute = layer.config.mesh, layer.config.train.recompute
     outputs = layer.samples * sum(p.batch * p.m * p.n for branch in branches for p in branch[:-1])
     inputs = layer.samples * sum(p.batch * p.m * p.k for *_, p in branches)
     stream = len(branches) * run.stream
     rows = stream / (mesh.model if mesh.splits_tokens else 1)
-    # Experts: each row is dispatched, and combined with the others of its token.
+    # Experts: each row is dispatched, and the rows of a token are combined.
     moved = 2 * layer.samples * sum(p.batch * p.m * min(p.k, p.n) for p in layer.layer.weight_products if p.grouped)
-    local, parallel, again = outputs + inputs + moved + STREAM * rows, mesh.model > 1, recompute != "none"
-    factor, kernels = REPEATED if again else BACKWARD, 4 * len(branches)
+    local, parallel, repeats = outputs + inputs + moved + STREAM_PASSES * rows, mesh.model > 1, recompute != "none"
+    factor, kernels = RECOMPUTE_FACTOR if repeats else BACKWARD_FACTOR, 4 * len(branches)
     # The gradients of experts are sums over their rows, written for each micro-batch.
-    backward = element * (factor * local + SUMMED * stream * parallel + layer.experts)
+    backward = element * (factor * local + SUM_PASSES * stream * parallel + layer.experts)
     operands, weights, launches = 0.0, 0.0, 0
     if run.float8:
-        operands, weights = OPERAND * (outputs + inputs + 2 * rows), WEIGHT * layer.weights
-        launches = SCALES * len(layer.layer.weight_products)
-    scores = run.element * layer.samples * max((p.batch * p.m * p.n for p in layer.layer.of_activations), default=0)
-    kept = {
-        "none": outputs + inputs + 2 * moved + stream + 1.5 * rows + (not run.flash) * SCORES[0] * scores / element,
+        operands, weights = FP8_OPERAND_BYTES * (outputs + inputs + 2 * rows), FP8_WEIGHT_BYTES * layer.weights
+        launches = FP8_LAUNCHES * len(layer.layer.weight_products)
+    scores = layer.samples * max((p.batch * p.m * p.n for p in layer.layer.activation_products), default=0)
+    written, scores = (not run.flash) * SCORE_PASSES[0] * scores, element * scores
+    saved = {
+        "none": outputs + inputs + 2 * moved + stream + 1.5 * rows + written,
         "selective": outputs + 1.5 * rows,
         "full": rows / len(branches),
     }
     return Traffic(
         forward=(element * (local + rows * parallel) + operands + weights, kernels + launches),
-        backward=(backward + (1 + again) * operands + weights, factor * kernels + (1 + again) * launches),
-        scores=(SCORES[0] * scores, 3),
-        scores_backward=(SCORES[1 + again] * scores, 3),
-        head=(element * (2 * layer.samples * run.end.logits + HEAD * rows / len(branches)), 6),
-        kept=element * kept.get(recompute, 0.0),
+        backward=(backward + (1 + repeats) * operands + weights, factor * kernels + (1 + repeats) * launches),
+        scores=(SCORE_PASSES[0] * scores, 3),
+        scores_backward=(SCORE_PASSES[1 + repeats] * scores, 3),
+        head=(element * (2 * layer.samples * run.end.logits + HEAD_PASSES * rows / len(branches)), 6),
+        saved=element * saved.get(recompute, 0.0),
     )
 
 
 @dataclass(frozen=True)
 class FrameworkModel:
-    """A training program; by default mjax's own.
+    """A training program; by default mjax.
 
     Attributes:
       traffic: its memory-bound kernels.
       flash: it has a flash attention kernel.
-      overlap: what it hides; None if that depends on the config (`mjax_overlap`).
+      overlap: its overlapped collectives; None if they depend on the config (`mjax_overlap`).
       repeated_sums: all-reduces of a layer that full recomputation repeats. The last one of a layer is dead code, which
         XLA removes.
-      gradient_bytes: per element when gradients are summed over `data`.
+      gradient_bytes: per element of the gradient all-reduce.
       accumulate_bytes: read and written per weight when the gradients of a micro-batch are accumulated.
       optimizer_bytes: read and written per weight by norm and clipping, Adam and the cast to the compute dtype: of mjax
         2, 26 and 6, read from programs compiled for H100s (docs/results/log).
       splits_messages: each rank of `model` sends its part of an activation to the next stage, which gathers it (arXiv
         2104.04473, section 4.1), with sequence parallelism or without.
-      sums_stacks: it sums the gradients of each stack of layers as one, after all micro-batches.
+      sums_stacks: it all-reduces the gradients of each stack of layers as one array, after all micro-batches.
     """
 
     traffic: Callable[[LayerTime], Traffic] = field(default=mjax_traffic)
@@ -475,14 +465,14 @@ MJAX = FrameworkModel()
 
 
 def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
-    """Return the collectives that mjax's step hides, by version of jax, read from programs compiled for H100s.
+    """Return the collectives that mjax's step overlaps, by version of jax, read from programs compiled for H100s.
 
     With sequence parallelism a barrier ties each reduce-scatter of the backward pass to the product next to it, in
-    every version; the all-gather before it is needed at once, and one that is repeated needs only what was kept.
+    every version; the all-gather before it is needed immediately, and a repeated one needs only saved activations.
     Without sequence parallelism XLA decides: jax 0.10 overlaps the all-reduce with the product, 0.11 does not; and
-    0.11 copies into the stacks of a loop during the products. FSDP gathers weights and sums gradients during the
-    layers. Without ZeRO and a loop over layers the sums of the only micro-batch run during the gradients of the
-    weights. XLA has one collective in flight, so none of these overlaps those over `model` (docs/results/log).
+    0.11 copies into the stacks of a loop during the products. FSDP's all-gathers and reduce-scatters run during the
+    layers. Without ZeRO and a loop over layers the all-reduces of the only micro-batch run during the wgrad matmuls.
+    XLA has one collective in flight, so none of these overlaps those over `model` (docs/results/log).
     """
     newer = version >= (0, 11)
     if config.mesh.splits_tokens:
@@ -497,8 +487,8 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
 def replica_collective(
     mesh: MeshConfig, collective: Callable, width: float, weights: float, experts: float = 0.0
 ) -> float:
-    """A collective of `width` bytes for each of `weights`, over all replicas of a group; but of those of `experts`,
-    which `expert` splits, over those that share them."""
+    """Seconds of a collective of `width` bytes for each of `weights`, over all replicas of a group; for the `experts`
+    among them, which `expert` splits, over the replicas of a shard."""
     seconds = collective(shards(mesh), mesh.model, width * (weights - experts))
     if not experts:
         return seconds
@@ -515,22 +505,19 @@ class LayerTime:
         `trained` have gradients.
     """
 
-    def __init__(self, run: _MicroBatch, layers: int, of: trace.Traced):
+    def __init__(self, run: _MicroBatch, layers: int, spec: trace.TraceSpec):
         self.run, self.config, self.rates, self.software = run, run.config, run.rates, run.software
-        self.samples, self.layer = run.samples, trace.layer_forward(of)
+        self.samples, self.layer = run.samples, trace.layer_forward(spec)
         mesh, of_stage = run.config.mesh, layers / run.config.mesh.pipe
-        weights = device_weights(run.config.model, mesh, of.kind)
+        weights = device_weights(run.config.model, mesh, spec.kind)
         self.weights, self.experts = weights.layers / of_stage, weights.experts / of_stage
-        self.trained = device_weights(run.config.model, mesh, of.kind, trained=True).layers / of_stage
+        self.trained = device_weights(run.config.model, mesh, spec.kind, trained=True).layers / of_stage
 
     @cached_property
     def passes(self) -> list[dict[str, float]]:
         """The parts: the forward pass, and the halves of the backward pass: inputs, weights."""
-        return [
-            self._forward(),
-            self._backward_inputs(),
-            {"matmul": self._weight_gradients(self.layer.trained_products)},
-        ]
+        weight_gradients = {"matmul": self._weight_gradients(self.layer.trained_products)}
+        return [self._forward(), self._backward_inputs(), weight_gradients]
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -543,19 +530,18 @@ class LayerTime:
             "attention": self._attention(backward=False),
             "elementwise": self.rates.traffic(*self.traffic.forward),
         }
-        gathers = self._data_collectives(self.run.gathered)
         forward = {
             **work,
             "model": len(self.layer.branches) * self.run.layer_sum,
             "context": sum(self._context_collectives),
             "expert": sum(self._expert_collectives),
-            "data": self.run.expose_zero(gathers, sum(work.values())),
+            "data": self.run.expose_zero(self._data_collectives(self.run.gathered), sum(work.values())),
         }
         return forward | {"host": max(0.0, self._to_host - sum(forward.values()))}
 
     @property
     def _to_host(self) -> float:
-        """A copy of the layer's input to host memory, one way, at the nominal rate of the link: nobody has timed it."""
+        """A copy of the layer's input to host memory, one way, at the nominal rate of the link; not measured."""
         mesh = self.config.mesh
         offloaded = self.run.element * self.run.stream / (mesh.model if mesh.splits_tokens else 1)
         return offloaded / self.rates.gpu.host_bandwidth if self.config.train.recompute == "offload" else 0.0
@@ -573,22 +559,21 @@ class LayerTime:
         elif attention and split:  # the two gathers are repeated
             repeated = 2 * run.layer_gather - min(2 * overlap.repeated * run.layer_gather, to_inputs)
         work = {
-            "matmul": to_inputs + whole * self._forward_products,
-            "attention": self._attention(backward=True) + attention * self._attention(backward=False),
+            "matmul": to_inputs,
+            "attention": self._attention(backward=True),
             "elementwise": self.rates.traffic(*self.traffic.backward) + self._loop,
+            "recompute": whole * self._forward_products + attention * self._attention(backward=False),
         }
-        stored = self._data_collectives(run.gathered) + self._data_collectives(
-            self.software.gradient_bytes, self.trained
-        )
+        zero = self._data_collectives(run.gathered)
+        zero += self._data_collectives(self.software.gradient_bytes, self.trained)
         overlapped = sum(work.values()) + self._weight_gradients(self.layer.trained_products)
+        (before, after), (gathers, scatters) = self._context_collectives, self._expert_collectives
         return {
             **work,
             "model": self._exposed_backward + repeated,
-            "context": sum(self._context_collectives)
-            + attention * self._context_collectives[0]
-            + whole * self._context_collectives[1],
-            "expert": sum(self._expert_collectives) + attention * self._expert_collectives[0],
-            "data": run.expose_zero(stored, overlapped),
+            "context": before + after + attention * before + whole * after,
+            "expert": gathers + scatters + attention * gathers,
+            "data": run.expose_zero(zero, overlapped),
             "host": self._to_host,
         }
 
@@ -601,40 +586,41 @@ class LayerTime:
         return sum(self.rates.product(p.k, p.n, m, groups, float8=self.run.float8) for p, m, groups in rows)
 
     def _product(self, product: Product, n: int, k: int) -> float:
-        """[tokens, k] × [k, n] for the tokens of a product with a weight."""
+        """[tokens, k] × [k, n] of a product with a weight."""
         rows, groups = self._rows(product)
         return self.rates.product(rows, n, k, groups, float8=self.run.float8)
 
     def _rows(self, product: Product) -> tuple[float, int]:
-        """The rows of a product with a weight, and the number of weights with so many; experts have whole tiles."""
+        """The rows of a product with a weight, and the number of experts; the rows of an expert are whole tiles."""
         rows = self.samples * product.m
         return (TILE * math.ceil(rows / TILE), product.batch) if product.grouped else (rows, 1)
 
     @cached_property
     def _expert_collectives(self) -> tuple[float, float]:
-        """A layer's gathers over `expert` in its forward pass, and its reduce-scatters; each is the other's transpose
-        in the backward pass, and recomputation gathers again."""
+        """A layer's all-gathers over `expert` in its forward pass, and its reduce-scatters; the backward pass has the
+        transpose of each, and recomputation repeats the all-gathers."""
         mesh = self.config.mesh
-        sent = self._sent(EXPERT, mesh.expert, mesh.model * mesh.context)
-        gathers, scatters = (sum(s for name, s in sent if name == kind) for kind in ("all_gather", "reduce_scatter"))
+        timed = self._time_collectives(EXPERT, mesh.expert, mesh.model * mesh.context)
+        gathers, scatters = (sum(s for name, s in timed if name == kind) for kind in ("all_gather", "reduce_scatter"))
         return gathers, scatters
 
     @cached_property
     def _context_collectives(self) -> tuple[float, float]:
         """A layer's collectives over `context` in its forward pass, before attention and after it; the backward pass
-        has the transpose of each, and recomputation those before again."""
-        seconds = [time for _, time in self._sent(CONTEXT, self.config.mesh.context, self.config.mesh.model)]
+        has the transpose of each, and recomputation repeats the first."""
+        mesh = self.config.mesh
+        seconds = [time for _, time in self._time_collectives(CONTEXT, mesh.context, mesh.model)]
         return sum(seconds[:3]), sum(seconds[3:])  # queries, keys and values; the result
 
-    def _sent(self, axis: str, ranks: int, stride: int) -> list[tuple[str, float]]:
+    def _time_collectives(self, axis: str, ranks: int, stride: int) -> list[tuple[str, float]]:
         """The name and the seconds of a layer's collectives over this axis alone."""
         collectives = [(name, whole) for over, name, whole in self.layer.collectives if over == axis]
         return [(name, self.rates.gather(ranks, stride, self.samples * whole)) for name, whole in collectives]
 
     def _attention(self, backward: bool) -> float:
         """Scores, softmax and weighted sums. A flash kernel has five products backward for two forward, because it
-        computes the scores again (arXiv 2307.08691)."""
-        products, model = self.layer.of_activations, self.config.model
+        recomputes the scores (arXiv 2307.08691)."""
+        products, model = self.layer.activation_products, self.config.model
         if not products:
             return 0.0
         if self.run.flash:
@@ -646,13 +632,13 @@ class LayerTime:
 
     @cached_property
     def _loop(self) -> float:
-        """Cost of a loop for each layer: filling stacks and copying, unless the copies run during products."""
+        """Cost of a loop for each layer: filling stacks and copying, unless the copies run during matmuls."""
         if not self.run.looped:
             return 0.0
-        kept, weights = self.traffic.kept, self.run.element * self.weights
+        saved, weights = self.traffic.saved, self.run.element * self.weights
         if self.run.overlap.copies:
-            return self.rates.traffic(kept + weights, 0)
-        return self.rates.traffic((1 + ACTIVATION_COPIES) * kept + (1 + WEIGHT_COPIES) * weights, COPY_KERNELS)
+            return self.rates.traffic(saved + weights, 0)
+        return self.rates.traffic((1 + SAVED_COPIES) * saved + (1 + WEIGHT_COPIES) * weights, COPY_LAUNCHES)
 
     @cached_property
     def _exposed_backward(self) -> float:
@@ -666,7 +652,7 @@ class LayerTime:
         return sum(run.layer_sum - min(hidden, overlapped) for overlapped in map(self._weight_gradients, columns))
 
     def _data_collectives(self, width: float, weights: float | None = None) -> float:
-        """ZeRO-3: a gather of a layer's weights, or a scatter of some gradients, of `width` bytes per element."""
+        """ZeRO-3: all-gather of a layer's weights, or reduce-scatter of gradients, of `width` bytes per element."""
         if self.config.mesh.zero != 3:
             return 0.0
         weights = self.weights if weights is None else weights
@@ -678,22 +664,23 @@ class LayerTime:
 
 # Parts of a step in display order, with their names in a plan.
 NAMES = {
-    "matmul": "matrix products of the layers",
+    "matmul": "layer matmuls",
     "attention": "attention",
-    "elementwise": "LayerNorm, GELU, dropout, sums",
+    "elementwise": "elementwise and norms",
+    "recompute": "recomputed matmuls and attention",
     "head": "embedding and head",
-    "model": "collectives over model",
-    "context": "collectives over context",
-    "expert": "collectives over expert",
-    "pipe": "messages between stages",
-    "bubble": "bubble of the pipeline",
-    "data": "sums and gathers over data",
-    "host": "copies to host memory and back",
-    "optimizer": "gradient accumulation, update",
+    "model": "tensor-parallel collectives (exposed)",
+    "context": "context-parallel collectives",
+    "expert": "expert-parallel collectives",
+    "pipe": "pipeline send/recv",
+    "bubble": "pipeline bubble",
+    "data": "gradient all-reduce (exposed)",
+    "host": "activation offload (exposed)",
+    "optimizer": "optimizer and gradient accumulation",
 }
 PARTS = tuple(NAMES)
 # Launches for each chunk of the loss: running sums, the gradient of its logits, and its products.
-CHUNK_KERNELS = 10
+CHUNK_LAUNCHES = 10
 
 
 @dataclass(frozen=True)
@@ -702,19 +689,20 @@ class StepTime:
 
     Attributes:
       parts: seconds by name; they add up to `total`.
-        matmul: matrix products of the layers, including recomputed ones.
+        matmul: matmuls of the layers.
         attention: scores, softmax and weighted sums.
-        elementwise: memory-bound kernels of the layers.
+        elementwise: memory-bound kernels of the layers, including recomputed ones.
+        recompute: recomputed matmuls and attention.
         head: embedding, logits and loss, without their collectives.
         model: exposed collectives over `model`; with Muon also those of its matrices.
         context: attention's collectives over `context`.
         expert: collectives over `expert`, to the experts of a mixture and back.
-        pipe: messages between stages.
+        pipe: send/recv between stages.
         bubble: idle time while the pipeline fills and drains.
-        data: sums and gathers over `data` and `context`, and of the embedding over `pipe`; with Muon those of its
-          matrices.
+        data: exposed gradient all-reduce over `data` and `context`, with ZeRO reduce-scatter and parameter all-gather;
+          gradient all-reduce of the embedding over `pipe`; with Muon the collectives of its matrices.
         host: exposed copies of the layers' inputs to host memory and back.
-        optimizer: accumulation of gradients, norm, update of the weights.
+        optimizer: gradient accumulation, gradient norm, update of the weights.
       model_tflops: TFLOP/s of one GPU, counted as in `model_flops` (nothing for recomputation, full attention).
       mfu: those over the peak.
       error: error bar of `total`, relative to the time that is measured; None if there is none for this config.
@@ -734,30 +722,6 @@ class StepTime:
         """Seconds of the step."""
         return sum(self.parts.values())
 
-    def between(self, predicted: float) -> tuple[float, float] | None:
-        """The range of a measured time by the error bar, for a prediction such as `total`; None if it has no end."""
-        if self.error is None or self.error >= 1:
-            return None
-        return predicted / (1 + self.error), predicted / (1 - self.error)
-
-
-def mean_over_run(config: Config, seconds_of: Callable[[int], dict[str, float]], total: float) -> float:
-    """Seconds per step, mean over the run.
-
-    Args:
-      config: of the run.
-      seconds_of: the parts of a step of so many micro-batches.
-      total: of a step with the global batch.
-    """
-    train = config.train
-    if train.batch_rampup is None or train.steps < 1:
-        return total
-    seconds, sequences = 0.0, config.mesh.data * train.micro_batch
-    for count, size in BatchSizes.from_config(config).stretches(train.steps):
-        step = total if size == train.global_batch else sum(seconds_of(size // sequences).values())
-        seconds += count * step
-    return seconds / train.steps
-
 
 def predict_time(
     config: Config, gpu: Gpu, calibration: Calibration | None = None, software: FrameworkModel = MJAX
@@ -766,8 +730,8 @@ def predict_time(
 
     Args:
       config: validated; `model.attention` is a kernel's name, or `auto`, resolved as on this GPU.
-      gpu: the hardware. Neighbours in a server are ranks of `model`, then of `data`, then of `pipe`.
-      calibration: rates; by default the planner's own for this GPU.
+      gpu: the hardware. Neighbors in a server are ranks of `model`, then of `data`, then of `pipe`.
+      calibration: rates; by default `default_calibration`.
       software: the program.
 
     Raises:
@@ -776,7 +740,7 @@ def predict_time(
     return TimePredictor(gpu, calibration, software)(config)
 
 
-# Everything that the work of a micro-batch depends on, without FSDP.
+# The fields that the work of a micro-batch depends on, without FSDP.
 WORK = attrgetter(
     "model", "data", "precision.compute", "mesh.pipe", "mesh.model", "mesh.expert", "mesh.context",
     "mesh.context_attention", "mesh.sequence_parallel", "train.micro_batch", "train.recompute", "train.loss_chunks",
@@ -784,7 +748,7 @@ WORK = attrgetter(
 
 
 class TimePredictor:
-    """Predicts the time of steps; arguments as for `predict_time`. Configs share what they have in common."""
+    """Predicts the time of steps; arguments as for `predict_time`. Configs share the work of a micro-batch."""
 
     def __init__(self, gpu: Gpu, calibration: Calibration | None = None, software: FrameworkModel = MJAX):
         self.gpu, self.calibration, self.software = gpu, calibration or default_calibration(gpu), software
@@ -792,8 +756,7 @@ class TimePredictor:
 
     def mean(self, config: Config) -> float:
         """Seconds of a step of `config`, mean over the run: `StepTime.mean`, for a search."""
-        step = self._step(config)
-        return mean_over_run(config, step.seconds, sum(step.seconds(config.micro_batches).values()))
+        return self._step(config).mean_over_run()
 
     def _step(self, config: Config) -> _StepTime:
         """The step, with the work of a micro-batch, which configs share."""
@@ -814,22 +777,21 @@ class TimePredictor:
         error, caveats = self.calibration.relative_error(config, self.gpu)
         untimed = []
         if work.kernel == "flash":
-            untimed.append("the attention kernel flash, which counts as cuDNN's here")
+            untimed.append("attention kernel flash (timed as cuDNN's)")
         if config.model.experts:
-            untimed.append("the products of experts, which count as cuBLAS's here")
+            untimed.append("expert matmuls (timed as cuBLAS's)")
         if train.recompute == "offload":
-            host = f"{self.gpu.host_bandwidth / 1e9:g} GB/s"
-            untimed.append(f"the copies to host memory, which count at {host} one way here")
-        caveats += tuple(f"nobody has timed {work}" for work in untimed)
-        mean, mfu = mean_over_run(config, step.seconds, total), tflops * 1e12 / work.rates.peak
-        return StepTime(seconds, tflops, mfu, None if untimed else error, mean, caveats)
+            untimed.append(f"copies to host memory (timed at {self.gpu.host_bandwidth / 1e9:g} GB/s one way)")
+        caveats += tuple(f"not measured: {name}" for name in untimed)
+        mfu = tflops * 1e12 / work.rates.peak
+        return StepTime(seconds, tflops, mfu, None if untimed else error, step.mean_over_run(), caveats)
 
 
 class _MicroBatch:
     """The work of one device for a micro-batch, part by part; every method returns seconds.
 
     Attributes:
-      element: bytes of the compute dtype; `gathered`: of what products are gathered for.
+      element: bytes of the compute dtype; `gathered`: of the dtype of all-gathers.
       tokens: of a micro-batch on this rank of `context`, made of `samples`.
       kernel: of attention; `flash`: whether it writes no scores.
       stream: elements of a micro-batch's stream on all ranks of `model`.
@@ -842,7 +804,7 @@ class _MicroBatch:
         self.config, self.rates, self.software = config, rates, software
         model, mesh = config.model, config.mesh
         self.overlap = software.overlap or mjax_overlap(config, jax.__version_info__)
-        self.element, self.float8 = WIDTHS[config.precision.compute], uses_float8(config.precision)
+        self.element, self.float8 = DTYPE_BYTES[config.precision.compute], uses_float8(config.precision)
         self.gathered = 1 if self.float8 else self.element
         self.samples = config.train.micro_batch
         self.tokens = self.samples * model.sequences * model.sequence // mesh.context
@@ -852,22 +814,14 @@ class _MicroBatch:
         kinds = trace.layer_kinds(config)
         self.stream = self.samples * trace.layer_forward(kinds[0][1]).elements
         self.end = trace.head(kinds[0][1])
-        self.layers = [(n // mesh.pipe, LayerTime(self, n, of)) for n, of in kinds]
-
-    @cached_property
-    def layer_sum(self) -> float:
-        """One sum of a stream over `model`; with sequence parallelism a reduce-scatter and an all-gather."""
-        if self.config.mesh.splits_tokens:
-            return self.layer_scatter + self.layer_gather
-        return self.rates.sum(self.config.mesh.model, 1, self.element * self.stream)
-
-    @cached_property
-    def layer_scatter(self) -> float:
-        return self.rates.gather(self.config.mesh.model, 1, self.element * self.stream)
-
-    @cached_property
-    def layer_gather(self) -> float:
-        return self.rates.gather(self.config.mesh.model, 1, self.gathered * self.stream)
+        # One all-reduce of a stream over `model`; with sequence parallelism a reduce-scatter and an all-gather.
+        self.layer_scatter, self.layer_gather = (
+            rates.gather(mesh.model, 1, width * self.stream) for width in (self.element, self.gathered)
+        )
+        self.layer_sum = self.layer_scatter + self.layer_gather
+        if not mesh.splits_tokens:
+            self.layer_sum = rates.sum(mesh.model, 1, self.element * self.stream)
+        self.layers = [(n // mesh.pipe, LayerTime(self, n, spec)) for n, spec in kinds]
 
     def expose_zero(self, seconds: float, work: float) -> float:
         """Exposed seconds of ZeRO's collectives that take `seconds` and overlap `work`."""
@@ -890,7 +844,7 @@ class _MicroBatch:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Seconds that a micro-batch adds to a step, by part, without messages between stages."""
+        """Seconds that a micro-batch adds to a step, by part, without send/recv of stages."""
         seconds = {part: sum(spent[part] for spent in self.passes) for part in PARTS}
         seconds["head"] += self.head()
         seconds["model"] += self.head_sums()
@@ -907,13 +861,13 @@ class _MicroBatch:
         products = [self.rates.product(self.tokens, product.n, product.k) for product in self.end.products]
         seconds = embedding + moved + (3 if self.end.trained else 2) * sum(products)
         if (chunks := self.config.train.loss_chunks) > 1:  # as many bytes, and the logits once more
-            seconds += products[-1] + self.rates.traffic(0, CHUNK_KERNELS * chunks)
+            seconds += products[-1] + self.rates.traffic(0, CHUNK_LAUNCHES * chunks)
         return seconds
 
     def head_sums(self) -> float:
-        """Collectives over `model` of embedding and head: the embedding's sum, and that of the logits' gradient.
+        """Collectives over `model` of the embedding's output and of the logits' gradient.
 
-        With a pipeline they are on different stages, and the embedding's is hidden by the others' work.
+        With a pipeline they are on different stages, and the embedding's overlaps the work of all other stages.
         """
         seconds = 2 * self.layer_scatter if self.config.mesh.splits_tokens else self.layer_sum
         return seconds * (2 if self.config.mesh.pipe == 1 else 1)
@@ -924,7 +878,7 @@ class _StepTime:
 
     Attributes:
       work: of a micro-batch.
-      weights: of a device; `trained`: those that have gradients, moments and masters.
+      weights: of a device; `trained`: those that have gradients, moments and master weights.
     """
 
     def __init__(self, config: Config, work: _MicroBatch):
@@ -949,8 +903,19 @@ class _StepTime:
             seconds["bubble"] += bubble(mesh, sum(work.pass_times) / mesh.virtual_stages + 2 * message)
         return seconds
 
+    def mean_over_run(self) -> float:
+        """Mean of a step over the run."""
+        config, train = self.config, self.config.train
+        if train.batch_rampup is None or train.steps < 1:
+            return sum(self.seconds(config.micro_batches).values())
+        replicas, stretches = (
+            config.mesh.data * train.micro_batch,
+            BatchSizes.from_config(config).stretches(train.steps),
+        )
+        return sum(n * sum(self.seconds(size // replicas).values()) for n, size in stretches) / train.steps
+
     def _message(self) -> float:
-        """An activation, or its gradient, to the next stage; all ranks of a server send at once."""
+        """An activation, or its gradient, to the next stage; all ranks of a server send at the same time."""
         mesh = self.config.mesh
         whole = self.element * self.work.stream
         split = mesh.splits_tokens or self.software.splits_messages
@@ -960,40 +925,40 @@ class _StepTime:
         return sent
 
     def _sums_over_data(self, m: int) -> float:
-        """Gradients over `data`, and ZeRO-1's gathers; for the embedding also over `pipe`."""
-        mesh, rates, software, own = self.config.mesh, self.rates, self.software, self.trained
+        """Gradient all-reduce, or reduce-scatter and parameter all-gather; for the embedding also over `pipe`."""
+        mesh, rates, software, trained = self.config.mesh, self.rates, self.software, self.trained
         stage = mesh.model * copies(mesh)
 
-        def across(weights: float, trained: float) -> float:
-            """Bytes of a gather of weights, and of a sum of the gradients of those that are trained."""
-            return self.element * weights + software.gradient_bytes * trained
+        def sent_bytes(weights: float, gradients: float) -> float:
+            """Bytes of an all-gather of weights and a reduce-scatter of gradients."""
+            return self.element * weights + software.gradient_bytes * gradients
 
-        seconds = rates.gather(mesh.pipe, stage, across(self.weights.shared, own.shared))
-        shared, own_shared = self.weights.shared / mesh.pipe, own.shared / mesh.pipe
+        seconds = rates.gather(mesh.pipe, stage, sent_bytes(self.weights.shared, trained.shared))
+        shared, trained_shared = self.weights.shared / mesh.pipe, trained.shared / mesh.pipe
         weights = shared if mesh.zero == 3 else self.weights.layers + shared
-        trained = own_shared if mesh.zero == 3 else own.layers + own_shared
-        # A traced program sums the gradients of several micro-batches behind the loop over them.
-        hidden = self.work.overlap.gradients and not self.work.looped and (m == 1 or not software.sums_stacks)
-        overlapped = hidden * sum(self.work.pass_times[1:])
+        gradients = trained_shared if mesh.zero == 3 else trained.layers + trained_shared
         if not mesh.zero:
-            whole = replica_collective(mesh, rates.sum, software.gradient_bytes, trained, own.experts)
-            # A traced program sums each stack as one; the last of them and the embedding have nothing beside them.
-            last = (own_shared + own.largest) * software.sums_stacks
-            alone = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
-            return seconds + (max(alone, whole - overlapped) if hidden else whole)
+            whole = replica_collective(mesh, rates.sum, software.gradient_bytes, gradients, trained.experts)
+            # A traced program all-reduces the gradients of several micro-batches after the loop over them.
+            if not self.work.overlap.gradients or self.work.looped or (m > 1 and software.sums_stacks):
+                return seconds + whole
+            # It all-reduces each stack as one array; the last of them and the embedding overlap nothing.
+            last = (trained_shared + trained.largest) * software.sums_stacks
+            exposed = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
+            return seconds + max(exposed, whole - sum(self.work.pass_times[1:]))
         narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
-        seconds += rates.sum(mesh.replicate, stage // mesh.replicate, software.gradient_bytes * own.stored)
-        experts = 0.0 if mesh.zero == 3 else across(self.weights.experts, own.experts)
-        return seconds + replica_collective(mesh, rates.gather, 1, across(weights, trained) - narrow, experts)
+        seconds += rates.sum(mesh.replicate, stage // mesh.replicate, software.gradient_bytes * trained.stored)
+        experts = 0.0 if mesh.zero == 3 else sent_bytes(self.weights.experts, trained.experts)
+        return seconds + replica_collective(mesh, rates.gather, 1, sent_bytes(weights, gradients) - narrow, experts)
 
     def optimizer(self, m: int) -> float:
         """Accumulation of the gradients of `m` micro-batches, and the update of this device's shards."""
-        mesh, own = self.config.mesh, self.trained
-        weights = own.layers + own.shared / mesh.pipe
+        mesh, trained = self.config.mesh, self.trained
+        weights = trained.layers + trained.shared / mesh.pipe
         if mesh.zero == 3:
-            weights = (weights + (mesh.expert - 1) * own.experts) / shards(mesh)
+            weights = (weights + (mesh.expert - 1) * trained.experts) / shards(mesh)
         added = m * weights if m > 1 else 0.0
-        moved = self.software.optimizer_bytes * own.stored + self.software.accumulate_bytes * added
+        moved = self.software.optimizer_bytes * trained.stored + self.software.accumulate_bytes * added
         if self.config.optimizer.name == "adamw":
             return self.rates.traffic(moved, 20)
         # No second moment is read and written, 8 bytes; momentum and result are, before and after the products.
@@ -1015,9 +980,9 @@ def muon_iteration_seconds(config: Config, rates: Rates) -> float:
 
 
 def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
-    """Seconds in which matrices become whole and results go back, by mesh axis: an all-to-all there and back over an
-    axis that splits a matrix, which sends as much as a gather; and a gather, or a sum, of results over one that does
-    not."""
+    """Seconds in which matrices are resharded and results sent back, by mesh axis: two all-to-alls over an axis that
+    splits a matrix, each with the bytes of an all-gather; an all-gather or all-reduce of results over any other axis.
+    """
     sizes, seconds = axes.sizes(config.mesh), dict.fromkeys(axes.NAMES, 0.0)
     for matrices in muon_matrices(config.model, config.mesh):
         count, part = matrices.count, math.prod(matrices.size)  # elements of a matrix that a device has
@@ -1046,12 +1011,12 @@ def bubble(mesh: MeshConfig, layer_passes: float) -> float:
 
 
 def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = None) -> Section:
-    """The section of a plan.
+    """The plan section on the time of a step and of the run.
 
     Args:
       config: validated.
       gpu: the GPU.
-      calibration: its rates; by default the planner's own.
+      calibration: its rates; by default `default_calibration`.
 
     Raises:
       UsageError: the GPU has no peak for the config's compute dtype.
@@ -1059,7 +1024,10 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     calibration = calibration or default_calibration(gpu)
     step, devices, compute = predict_time(config, gpu, calibration), config.mesh.devices, config.precision.compute
     peak, of_bf16 = gpu.mfu_peak(compute), " of bf16" if uses_float8(config.precision) else ""
-    run_seconds, tokens, between = config.train.steps * step.mean, run_tokens(config), step.between(step.total)
+    rates = (*RATES, "float8") if compute == "fp8" else RATES
+    run_seconds, tokens, between = config.train.steps * step.mean, run_tokens(config), None
+    if step.error is not None and step.error < 1:  # limits of the measured time
+        between = step.total / (1 + step.error), step.total / (1 - step.error)
     values = {
         "gpu": gpu.name,
         "seconds": step.total,
@@ -1074,31 +1042,34 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "mfu_causal": model_flops(config, causal=True) / (peak * devices * step.total),
         "tokens_per_second": config.train.global_batch * config.model.sequences * config.model.sequence / step.total,
         "run": {"tokens": tokens, "seconds": run_seconds},
-        "not_measured": calibration.not_measured(gpu, compute),
+        "not_measured": [name for name in rates if gpu.name != calibration.gpu or name not in calibration.measured],
     }
-    spent = {name: step.parts[part] for part, name in NAMES.items() if step.parts[part] > 0} | {"a step": step.total}
+    names = part_names(config.mesh)
+    spent = {names[part]: step.parts[part] for part in PARTS if step.parts[part] > 0} | {"step": step.total}
     cells = [(name, f"{1e3 * seconds:,.1f}", f"{seconds / step.total:.1%}") for name, seconds in spent.items()]
-    limits = f", so {1e3 * between[0]:,.1f} to {1e3 * between[1]:,.1f} ms" if between else ""
-    halved = f" ({values['mfu_causal']:.1%} if its masked half is left out)" if config.model.causal else ""
-    rows = {"beyond": "; ".join(step.caveats)} if step.caveats else {}
-    rows |= {
-        "error bar": "none" if step.error is None else f"{good_to(step.error)} of the measured time{limits}",
-        "found on": calibration.source,
-        "rates": f"not measured on {gpu.name}: {', '.join(values['not_measured']) or 'none'}",
-        "a GPU": f"{step.model_tflops:,.1f} model TFLOP/s, {values['hardware_tflops']:,.1f} with what is recomputed",
-        "MFU": f"{step.mfu:.1%} of {peak / 1e12:,g} TFLOP/s{of_bf16}: nothing recomputed counts, attention over s × s"
-        + halved,
-        "tokens/s": f"{values['tokens_per_second']:,.0f}",
-        "the run": f"{run_seconds / 86_400:,.3g} days for {tokens:,} tokens in {config.train.steps:,} steps, "
+    limits = f": {1e3 * between[0]:,.1f} to {1e3 * between[1]:,.1f} ms" if between else ""
+    causal = f" ({values['mfu_causal']:.1%} counting half of causal attention)" if config.model.causal else ""
+    rows = {
+        **({"caveats": "; ".join(step.caveats)} if step.caveats else {}),
+        "error bar": "none" if step.error is None else f"{error_bar(step.error)} of the measured time{limits}",
+        "calibrated on": calibration.source,
+        "unmeasured rates": ", ".join(values["not_measured"]) or "none",
+        "TFLOP/s/GPU": f"{step.model_tflops:,.1f} model, {values['hardware_tflops']:,.1f} with recomputation",
+        "MFU": f"{step.mfu:.1%} of {peak / 1e12:,g} TFLOP/s{of_bf16}{causal}",
+        "tokens/s": f"{values['tokens_per_second']:,.0f} ({values['tokens_per_second'] / devices:,.0f} per GPU)",
+        "run": f"{config.train.steps:,} steps, {tokens:,} tokens: {run_seconds / 86_400:,.3g} days, "
         f"{run_seconds * devices / 3600:,.0f} GPU-hours",
     }
-    return Section(f"Time on {gpu.name}, predicted", values, [*table(("", "ms", "share"), cells), *format_rows(rows)])
+    lines = [*table(("", "ms", "share"), cells), *format_rows(rows)]
+    return Section(f"Step time on {gpu.name} (predicted)", values, lines)
+
+
+def part_names(mesh: MeshConfig) -> dict[str, str]:
+    """Names of the parts of a step on a mesh."""
+    return NAMES | ({"data": "gradient reduce-scatter and parameter all-gather (exposed)"} if mesh.zero else {})
 
 
 def run_tokens(config: Config) -> int:
     """Tokens of all steps of the run."""
-    return (
-        BatchSizes.from_config(config).samples_before(config.train.steps)
-        * config.model.sequences
-        * config.model.sequence
-    )
+    samples = BatchSizes.from_config(config).samples_before(config.train.steps)
+    return samples * config.model.sequences * config.model.sequence

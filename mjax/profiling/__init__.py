@@ -22,8 +22,6 @@ def parse_steps(text: str, last: int) -> range:
     match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
     start, end = map(int, match.groups()) if match else (0, 0)
     if not 1 <= start < end <= last + 1 or end - start > MAX_STEPS:
-        raise UsageError(
-            f"--profile {text} is not START:END from 1 to {last + 1} with at most {MAX_STEPS} steps; type --profile "
-            "10:13 for steps 10, 11 and 12"
-        )
+        fix = f"with at most {MAX_STEPS} steps; type --profile 10:13 for steps 10, 11 and 12"
+        raise UsageError(f"--profile {text} is not START:END from 1 to {last + 1} {fix}")
     return range(start, end)

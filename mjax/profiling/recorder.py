@@ -1,12 +1,12 @@
 """Records the steps of `--profile` in the run folder, and prints where their time went.
 
     runs/NAME/profile/steps_10_to_12/
-      table.txt              what was printed
-      plugins/profile/…      the profiler's own trace, for xprof, TensorBoard and ui.perfetto.dev
+      table.txt              the printed table
+      plugins/profile/…      the trace, for xprof, TensorBoard and ui.perfetto.dev
       memory.pprof           arrays in device memory after the last step, for pprof
 
-It changes nothing of what the run computes: the step is the same program, and the host only waits before the first and
-after the last of these steps. With several processes process 0 records its own devices.
+The run computes the same: the step is the same program, and the host only waits before the first and after the last of
+these steps. With several processes, process 0 records its devices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 
 from mjax.cluster.processes import is_first
 from mjax.errors import first_line
-from mjax.profiling.trace import ASIDE, WINDOW, Breakdown, read_trace
+from mjax.profiling.trace import PAUSE, WINDOW, Breakdown, read_trace
 from mjax.run.callbacks import Callback
 from mjax.utils.figures import human_bytes
 from mjax.utils.files import make_folder, write_whole
@@ -45,10 +45,10 @@ class Recorder(Callback):
         self._edges = {steps.start - 1, steps[-1]}
         self.steps = steps if is_first() else range(0)
         self._first: int | None = None  # step, while it records
-        self._window, self._aside = ExitStack(), ExitStack()  # annotations in the trace
+        self._window, self._pause = ExitStack(), ExitStack()  # annotations in the trace
 
     def on_start(self, run: Run) -> None:
-        """Report steps that the run has taken already."""
+        """Report that earlier steps are not recorded."""
         self.close()
         self._print_line = run.print_line
         if self.steps and run.step >= self.steps.start:
@@ -60,9 +60,9 @@ class Recorder(Callback):
 
     def on_activity(self, run: Run, step: int, activity: str) -> None:
         """Start to record; leave evaluations and saves out of the table."""
-        self._aside.close()
+        self._pause.close()
         if self._first is not None and activity in ("evaluating", "saving"):
-            self._aside.enter_context(TraceAnnotation(ASIDE))
+            self._pause.enter_context(TraceAnnotation(PAUSE))
         elif self._first is None and step in self.steps and run.step < step:
             self._begin(run, step)
 
@@ -73,9 +73,9 @@ class Recorder(Callback):
                 self._report(self._stop(), step, run.folder)
 
     def close(self) -> None:
-        """Leave nothing recording, however the steps end."""
+        """Stop the profiler, however the steps end."""
         if self._first is not None:
-            self._print_line(f"the profile that began with step {self._first} is abandoned")
+            self._print_line(f"the profile that began with step {self._first} is incomplete and was removed")
             with self._report_failures():
                 self._stop()
                 shutil.rmtree(self._folder)
@@ -100,7 +100,7 @@ class Recorder(Callback):
     def _stop(self) -> int:
         """Stop recording; returns the first step."""
         first, self._first, self.steps = self._first, None, range(0)
-        self._aside.close()
+        self._pause.close()
         self._window.close()
         jax.profiler.stop_trace()
         return first
@@ -113,12 +113,12 @@ class Recorder(Callback):
         memory = self._compiled.memory_analysis()
         state = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         lines = [
-            f"profile     steps {first} to {last} on {devices}: {step.milliseconds:,.2f} ms a step",
+            f"profile     steps {first} to {last} on {devices}: {step.milliseconds:,.2f} ms per step",
             "",
             *step.lines(),
             "",
             f"memory      {human_bytes(state)} state and batch, {human_bytes(memory.temp_size_in_bytes)} temporaries "
-            "of a device during a step",
+            "per device",
         ]
         write_whole(self._folder / "table.txt", "\n".join(lines) + "\n")
         for line in lines:

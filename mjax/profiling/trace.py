@@ -1,9 +1,9 @@
-"""The kernels in a trace of the profiler, what each of them is, and tables of their time.
+"""The kernels in a trace of the profiler, their kinds, and tables of their time.
 
 On a GPU each stream of a device is a line of the plane /device:GPU:N, and its events are the kernels. On a CPU the
-lines are threads of the host, and the events that have an `hlo_op` are what XLA's runtime executes; the profiler names
-the device of each. Both carry the name of an instruction of the compiled program, whose text has the operation and the
-part of the model that it belongs to (`parallel/named_scopes.py`).
+lines are threads of the host, and XLA's runtime executes the events with an `hlo_op`; the profiler names the device.
+Both carry the name of an instruction of the compiled program, whose text has its operation and part of the model
+(`parallel/named_scopes.py`).
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from mjax.planner.ledger import find_source
 from mjax.utils.figures import table
 
 WINDOW = "profiled steps"  # the event that spans them
-ASIDE = "between steps"  # events within it: evaluations and saves
-PRODUCTS, ATTENTION, OPTIMIZER, OTHER = "products", "attention", "optimizer", "other kernels"
-COPIES, COLLECTIVES, OTHER_PROGRAMS = "copies and fills", "collectives", "other programs"
-KINDS = (PRODUCTS, ATTENTION, OPTIMIZER, OTHER, OTHER_PROGRAMS, COPIES, COLLECTIVES)
+PAUSE = "between steps"  # events within it: evaluations and saves
+MATMULS, ATTENTION, OPTIMIZER, OTHER = "matmuls", "attention", "optimizer", "other kernels"
+COPIES, COLLECTIVES, OTHER_PROGRAMS = "copies and fills", "collectives (exposed)", "other programs"
+KINDS = (MATMULS, ATTENTION, OPTIMIZER, OTHER, OTHER_PROGRAMS, COPIES, COLLECTIVES)
 # Name, opcode and operation of the traced program of each line of a compiled program.
 INSTRUCTION = re.compile(r'^ +(?:ROOT )?%?([\w.\-]+) = .*? ([a-z][\w\-]*)\((?:.*op_name="([^"]*)")?', re.MULTILINE)
-# Lines without kernels: loops and calls, whose kernels are events too, and those that wait for another.
+# Instructions without kernels: loops and calls, whose kernels are events too, and waits.
 WITHOUT_KERNEL = re.compile(r"while|conditional|call|async-update|.*-done")
 BY_NAME = (
     (COLLECTIVES, r"nccl|AllReduceKernel|all-?(reduce|gather|to-all)|reduce-?scatter|collective-permute"),
     (ATTENTION, rf"fmha|flash|sdpa|/{named_scopes.ATTENTION}[/)]"),
-    (PRODUCTS, r"gemm|nvjet|cutlass|xmma|cublas|wgmma|splitKreduce|\bdot|convolution"),
+    (MATMULS, r"gemm|nvjet|cutlass|xmma|cublas|wgmma|splitKreduce|\bdot|convolution"),
     (COPIES, r"^mem(cpy|set)|^copy"),
 )
-GENERIC = re.compile("loop|input|fusion|wrapped|start")  # words of instructions that name no operation
+GENERIC = re.compile("loop|input|fusion|wrapped|start")  # words in instruction names that are no operation
 MOVES = re.compile(
     "copy|slice|dynamic|update|concatenate|transpose|broadcast|in|dim|pad|reshape|reverse|squeeze|bitcast"
 )
-IDLE, UNKNOWN = "idle", "elsewhere"
-RANKS = {COPIES: 1, COLLECTIVES: 2}  # others: 0
-SHOWN = 3  # kernels of each kind
-WIDTH = 64  # columns of a name
+IDLE, UNKNOWN = "idle", "other"
+RANKS = {COPIES: 1, COLLECTIVES: 2}  # of all other kinds: 0
+MAX_KERNELS = 3  # rows of each kind
+MAX_NAME_WIDTH = 64
 
 
 class Kernel(NamedTuple):
@@ -82,14 +82,14 @@ def read_trace(profile: ProfileData, program: str) -> tuple[list[tuple[float, fl
     """
     planes = list(profile.planes)
     threads = [line for plane in planes if plane.name.startswith("/host:CPU") for line in plane.lines]
-    marks = [event for line in threads for event in line.events if event.name in (WINDOW, ASIDE)]
+    marks = [event for line in threads for event in line.events if event.name in (WINDOW, PAUSE)]
     window = next((event for event in marks if event.name == WINDOW), None)
     kernels = list(_kernels(_events(planes), program))
     if window is None or not kernels:
         missing = f"event {WINDOW!r}" if window is None else "kernels"
         raise ValueError(f"the trace has no {missing}; its planes are {', '.join(plane.name for plane in planes)}")
-    breaks = sorted((event.start_ns, event.end_ns) for event in marks if event.name == ASIDE)
-    edges = [window.start_ns, *itertools.chain.from_iterable(breaks), window.end_ns]
+    pauses = sorted((event.start_ns, event.end_ns) for event in marks if event.name == PAUSE)
+    edges = [window.start_ns, *itertools.chain.from_iterable(pauses), window.end_ns]
     return list(zip(edges[::2], edges[1::2], strict=True)), kernels
 
 
@@ -99,7 +99,7 @@ def _events(planes) -> Iterator[tuple]:
     for plane in gpus or planes:
         for line in plane.lines:
             if gpus and not line.name.startswith("Stream"):
-                continue  # the other lines repeat its events, by operation, module or step
+                continue  # all other lines repeat its events, by operation, module or step
             for event in line.events:
                 stats = dict(event.stats) if gpus or (event.duration_ns > 0 and "::" not in event.name) else {}
                 if gpus or "hlo_op" in stats:  # else a function of the runtime
@@ -128,7 +128,7 @@ def _kernels(events: Iterable[tuple], program: str) -> Iterator[Kernel]:
 
 @cache
 def operation_kind(names: str, source: str) -> str:
-    """The kind of a kernel, by the names of the kernel, its instruction and opcode, and by its source."""
+    """The kind of a kernel by the names of the kernel, its instruction and opcode, and by its source."""
     texts = {kind: names if kind in (COLLECTIVES, COPIES) else f"{names} {source}" for kind, _ in BY_NAME}
     kind = next((kind for kind, words in BY_NAME if re.search(words, texts[kind], re.IGNORECASE)), OTHER)
     if kind != COLLECTIVES and find_source(source)[0] == named_scopes.OPTIMIZER:
@@ -144,9 +144,9 @@ class Breakdown:
     """The time of profiled steps by kind of kernel and by part of the model, in tables whose rows add up to the step.
 
     At each instant several kernels may run, on the streams of a GPU or on the threads of a CPU. The instant counts for
-    one kind: for those that compute before those that only move data, and for these before collectives. Kernels of one
-    rank share it. So the time of the collectives is what nothing hides (*exposed*); what runs beside others is
-    *hidden*. An instant in which nothing runs is idle. With several devices each row is their mean.
+    kernels that compute; without any, for copies; without these, for collectives. Kernels of one rank share it. So the
+    time of the collectives is *exposed*; all other time of a kernel is *overlapped*. An instant in which nothing runs
+    is idle. With several devices each row is their mean.
 
     Attributes:
       devices: number of devices of this process.
@@ -154,7 +154,7 @@ class Breakdown:
     """
 
     def __init__(self, spans: Sequence[tuple[float, float]], kernels: Iterable[Kernel], steps: int):
-        """Count the `kernels` within the `spans` of so many steps."""
+        """Count the `kernels` within the `spans` of a number of steps."""
         self._totals, by_device = defaultdict(Counter), defaultdict(list)
         for kernel, (start, stop) in itertools.product(kernels, spans):
             begin, end = max(kernel.begin, start), min(kernel.end, stop)
@@ -163,26 +163,25 @@ class Breakdown:
                 by_device[kernel.device].append((begin, end, RANKS.get(kernel.kind, 0), key))
                 self._totals[key].update(ran=end - begin, launches=1)
         for events in by_device.values():
-            for key, counted in share_out(events).items():
+            for key, counted in attribute_time(events).items():
                 self._totals[key]["counted"] += counted
         self.devices, self._unit = len(by_device), len(by_device) * steps
         self.milliseconds = sum(end - begin for begin, end in spans) / steps / 1e6
 
     def rows(self, name_of: Callable[[tuple[str, str, str]], str | None]) -> list[tuple[str, float, float, float]]:
-        """Rows of the kernels with the same name, from (kind, part, label); those with the name None are left out.
+        """Sum the kernels with the same name, from (kind, part, label), longest first; the name None is left out.
 
         Returns:
-          Of a step on one device: the name; the milliseconds that count for it; the milliseconds in which it ran beside
-          what counts before it, or beside its like; and the number of kernels.
+          Name, milliseconds, overlapped milliseconds and number of kernels, per step and device.
         """
-        named = defaultdict(Counter)
+        by_name = defaultdict(Counter)
         for key, totals in self._totals.items():
-            named[name_of(key)].update(totals)
+            by_name[name_of(key)].update(totals)
+        by_name.pop(None, None)
         scale = 1 / self._unit / 1e6
         rows = [
-            (name, of["counted"] * scale, (of["ran"] - of["counted"]) * scale, of["launches"] / self._unit)
-            for name, of in named.items()
-            if name is not None
+            (name, sums["counted"] * scale, (sums["ran"] - sums["counted"]) * scale, sums["launches"] / self._unit)
+            for name, sums in by_name.items()
         ]
         return sorted(rows, key=lambda row: -row[1])
 
@@ -190,34 +189,34 @@ class Breakdown:
         """Two tables: kinds of kernels with the longest kernels of each, and parts of the model."""
         rows = []
         for kind, *numbers in sorted(self.rows(lambda key: key[0]), key=lambda row: KINDS.index(row[0])):
-            rows.append(("collectives, exposed" if kind == COLLECTIVES else kind, *numbers))
+            rows.append((kind, *numbers))
             longest = self.rows(lambda key, kind=kind: key[2] if key[0] == kind else None)
-            rows += [(f"  {name}"[:WIDTH], *numbers) for name, *numbers in longest[:SHOWN]]
+            rows += [(f"  {name}"[:MAX_NAME_WIDTH], *numbers) for name, *numbers in longest[:MAX_KERNELS]]
         parts = self.rows(lambda key: key[1])
-        return [*self._table("kind of kernel, and the longest", rows), "", *self._table("part of the model", parts)]
+        return [*self._table("kernels by kind, longest first", rows), "", *self._table("part of the model", parts)]
 
     def _table(self, title: str, rows: Sequence[tuple]) -> list[str]:
-        ((_, busy, hidden, kernels),) = self.rows(lambda key: "")
-        rows = [*rows, (IDLE, self.milliseconds - busy, 0.0, 0.0), ("a step", self.milliseconds, hidden, kernels)]
+        ((_, busy, overlapped, launches),) = self.rows(lambda key: "")
+        rows = [*rows, (IDLE, self.milliseconds - busy, 0.0, 0.0), ("step", self.milliseconds, overlapped, launches)]
         cells = [
-            (name, f"{ms:,.2f}", f"{ms / self.milliseconds:.1%}", f"{hidden:,.2f}", f"{kernels:,.0f}")
-            for name, ms, hidden, kernels in rows
+            (name, f"{ms:,.2f}", f"{ms / self.milliseconds:.1%}", f"{overlapped:,.2f}", f"{launches:,.0f}")
+            for name, ms, overlapped, launches in rows
         ]
-        return table((title, "ms", "share", "hidden ms", "kernels"), cells)
+        return table((title, "ms", "share", "overlapped ms", "launches"), cells)
 
 
-def share_out(events: Sequence[tuple]) -> Counter:
-    """For each key, the time that counts for it.
+def attribute_time(events: Sequence[tuple]) -> Counter:
+    """The time that counts for each key.
 
     Args:
-      events: (begin, end, rank, key); of all events at an instant those of the lowest rank share it equally.
+      events: (begin, end, rank, key); the running events of the lowest rank share an instant equally.
     """
     counted, running, before = Counter(), defaultdict(Counter), 0.0
     edges = [(event[0], 1, event) for event in events] + [(event[1], -1, event) for event in events]
     for now, change, (_, _, rank, key) in sorted(edges, key=lambda edge: edge[:2]):
-        lowest = min((rank for rank, keys in running.items() if keys), default=0)
-        for each, number in running[lowest].items():
-            counted[each] += (now - before) * number / running[lowest].total()
+        lowest = running[min((rank for rank, keys in running.items() if keys), default=0)]
+        for owner, number in lowest.items():
+            counted[owner] += (now - before) * number / lowest.total()
         running[rank][key] += change
         if not running[rank][key]:
             del running[rank][key]

@@ -35,7 +35,8 @@ from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
 from mjax.config.datasets import parse_blend
 from mjax.config.marks import BLEND, PER_PROCESS, field_marks
-from mjax.data.sources import TrainingData, folder_digest
+from mjax.data.indexed import digest_folder
+from mjax.data.sources import TrainingData
 from mjax.errors import UsageError, shorten_list
 from mjax.run.continuing import Origin, compute_digests
 from mjax.utils.packages import list_versions, source_hashes
@@ -129,7 +130,7 @@ def data_facts(config: Config, data: TrainingData) -> Facts:
     """Digests of the data: a process may have its copy elsewhere, such as on a local disk."""
     facts = {}
     if data.tokenizer is not None:
-        digest = folder_digest(data.tokenizer)
+        digest = digest_folder(data.tokenizer)
         facts["tokenizer"] = digest, f"{data.tokenizer} ({digest[:8]})"
     for field, digests in compute_digests(config.data).items():
         values = getattr(config.data, field)

@@ -85,8 +85,8 @@ GOODPUT = "goodput.json"
 STARTING, STEPS, REPEATED = "starting", "steps", "repeated"
 ACTIVITIES = {STEP: STEPS, COMPILING: "compiling", "waiting for its batch": "data"}
 KINDS = {
-    STEPS: "steps", REPEATED: "again", STARTING: "start", "compiling": "compile", "data": "data", "evaluating": "eval",
-    "saving": "save",
+    STEPS: "steps", REPEATED: "repeated", STARTING: "start", "compiling": "compile", "data": "data",
+    "evaluating": "eval", "saving": "save",
 }  # fmt: skip
 """Activities with their titles in a table; steps come first, which are the goodput."""
 WRITE_INTERVAL = 60.0  # seconds, which goodput.json lacks of a run that is killed

@@ -2,9 +2,9 @@
 
 A run folder holds one experiment. Each config field is in one of three classes, by its marks (`config/marks.py`):
 
-    fixed     weights or moments would not fit, or would mean something else: refused. Fields of a model without
+    fixed     weights or moments would not fit, or would mean something else: rejected. Fields of a model without
               `TUNING` or `FREE`, and the name of the optimizer
-    learned   changes what is learned: refused, unless --allow-change is given
+    learned   changes what is learned: rejected, unless --allow-change is given
     FREE      changes how long, on which devices or in which portions, and what is saved, shown or watched
 
 A field that is derived from another by default is compared by its effective value (`_effective_field`), and data by
@@ -27,7 +27,7 @@ from mjax.config.batch_size import BatchSizes, training_samples
 from mjax.config.checks import check_batch_sizes
 from mjax.config.datasets import parse_blend
 from mjax.config.marks import FILE_ONLY, FREE, NEW_RUN, RATE, TUNING, effective_value, field_marks, names_with
-from mjax.config.model import ModelConfig, model_kind
+from mjax.config.model import ModelConfig
 from mjax.config.model_file import describe_change, new_run_flags
 from mjax.config.plain_values import read
 from mjax.config.run import BLENDS, describe_missing_run
@@ -62,11 +62,11 @@ def changes_since(
     changed = differing_fields(before, config)
     for name, (old, new) in changed.items():
         if name == OPTIMIZER and steps != [0]:
-            remedy = f"type --{OPTIMIZER} {old} to continue it, or --init {folder} --name NEW to start from its weights"
-            raise UsageError(f"{folder} was trained with {old}, whose moments {new} cannot use; {remedy}")
+            fix = f"type --{OPTIMIZER} {old} to continue it, or --init {folder} --name NEW for a new run"
+            raise UsageError(f"{folder} was trained with {old}, whose moments {new} cannot use; {fix}")
         if name.startswith("model.") and field_marks(config, name).isdisjoint({FREE, TUNING}):
-            problem = f"{folder} holds a run of another model ({name} {old}, now {new})"
-            raise UsageError(f"{problem}; choose another --name, or leave the model as it was")
+            other = f"holds a run of another model ({name} {old}, now {new})"
+            raise UsageError(f"{folder} {other}; choose another --name, or leave the model as it was")
     same_rates = _has_same_rates(before, config, steps[-1] if step is None else step)
     if not allow and steps != [0]:  # checkpoint 0 has weights that no step of this run produced
         refused = [
@@ -79,8 +79,8 @@ def changes_since(
         refused = [*refused, *_find_changed_data(folder, before.data, config.data)]
         if refused:
             other = f"{new_run_flags(folder, config.model)} instead of --run" if resumed else "--name NEW"
-            remedy = f"for a new run type {other}, and to continue this one with the change --allow-change"
-            raise UsageError(f"{folder} was trained with other settings ({'; '.join(refused)}); {remedy}")
+            fix = f"for a new run type {other}, and to continue this one with the change --allow-change"
+            raise UsageError(f"{folder} was trained with other settings ({'; '.join(refused)}); {fix}")
     shown = (name for name in changed if name != "train.batch_history")
     note = describe_change(folder, type(config.model))
     return [
@@ -305,9 +305,8 @@ def choose_origin(folder: Path, config: Config, init: Path | None, step: int | N
     if not steps and not init.exists():
         raise UsageError(describe_missing_run(init))
     if not steps:
-        command = f"mjax convert from-hf {init} runs/NAME"
-        remedy = f"give the folder of a run, or convert a model of Hugging Face into one: {command}"
-        raise UsageError(f"--init {init} has no checkpoint; {remedy}")
+        fix = f"give the folder of a run, or convert a model of Hugging Face: mjax convert from-hf {init} runs/NAME"
+        raise UsageError(f"--init {init} has no checkpoint; {fix}")
     if step is not None and step not in steps:
         raise UsageError(f"--step {step}: {init} has no such checkpoint; use {either(steps)}")
     return Origin(to_absolute(init), step, _find_changed_fields(init, config))
@@ -315,14 +314,14 @@ def choose_origin(folder: Path, config: Config, init: Path | None, step: int | N
 
 def _check_origin(folder: Path, init: Path, step: int | None) -> None:
     """Reject another origin than that of the run in `folder`, which has checkpoints."""
-    remedy = "add --name NEW for a new run, or leave --init out to continue it"
+    fix = "add --name NEW for a new run, or remove --init to continue it"
     if to_absolute(init) == to_absolute(folder):
-        raise UsageError(f"--init {init} is the folder of this run; {remedy}")
+        raise UsageError(f"--init {init} is the folder of this run; {fix}")
     origin = read_origin(folder)
     if origin is None or origin.run != to_absolute(init) or step not in (None, origin.step):
         began = "without --init" if origin is None else f"from {origin}"
         requested = f"{init}, checkpoint {step}" if step is not None else init
-        raise UsageError(f"{folder} has checkpoints and began {began}, not from {requested}; {remedy}")
+        raise UsageError(f"{folder} has checkpoints and began {began}, not from {requested}; {fix}")
 
 
 def _find_changed_fields(init: Path, config: Config) -> dict[str, tuple[str, str]]:
@@ -332,15 +331,15 @@ def _find_changed_fields(init: Path, config: Config) -> dict[str, tuple[str, str
       UsageError: the weights would not fit, or would mean something else.
     """
     saved = read_settings(init / "config.json")
-    if model_kind(saved.model) != model_kind(config.model):
-        problem = f"--init {init} holds {saved.model.title} and this config describes {config.model.title}"
+    if saved.model.kind != config.model.kind:
+        other = f"--init {init} holds {saved.model.title} and this config describes {config.model.title}"
         flags = new_run_flags(init, saved.model)
-        raise UsageError(f"{problem}; choose a config of the same model, or type {flags} for that model")
+        raise UsageError(f"{other}; choose a config of the same model, or type {flags} for that model")
     saved = read_config(init / "config.json")
     if saved.model.lora_rank and not config.model.lora_rank:
         flags = " ".join(to_flag(f"model.{name}", value) for name, value in saved.model.lora_settings().items())
-        remedy = f"type {flags} to train the adapters on, or make a model: mjax convert to-hf {init} DIR --merged"
-        raise UsageError(f"--init {init} holds adapters, and this run trains all weights; {remedy}")
+        fix = f"type {flags} to train the adapters on, or merge them: mjax convert to-hf {init} DIR --merged"
+        raise UsageError(f"--init {init} holds adapters, and this run trains all weights; {fix}")
     if not saved.model.lora_rank:  # the adapters of this run are new
         saved = replace(saved, model=replace(saved.model, **config.model.lora_settings()))
     changed = {}
@@ -353,13 +352,11 @@ def _find_changed_fields(init: Path, config: Config) -> dict[str, tuple[str, str
         flags = " ".join(to_flag(f"model.{name}", changed[name][0]) for name in wrong) + ", or "
         if set(names_with(FILE_ONLY, type(saved.model))).intersection(wrong):
             flags = ""
-        problem = f"--init {init} holds the weights of another model ({values})"
         if "vocabulary" in wrong:  # the data's ids would not fit the smaller vocabulary
-            remedy = (
-                f"prepare the data with its tokenizer, `mjax prepare … --tokenizer run:{init}`, or leave --init out"
-            )
-            raise UsageError(f"{problem}, whose embedding has no other ids; {remedy}")
-        raise UsageError(f"{problem}; type {flags}{new_run_flags(init, saved.model)} for its settings")
+            fix = f"prepare the data with its tokenizer, `mjax prepare … --tokenizer run:{init}`, or remove --init"
+            raise UsageError(f"--init {init} has an embedding of other ids ({values}); {fix}")
+        fix = f"type {flags}{new_run_flags(init, saved.model)} for its settings"
+        raise UsageError(f"--init {init} holds the weights of another model ({values}); {fix}")
     return {f"model.{name}": (str(old), str(new)) for name, (old, new) in changed.items()}
 
 

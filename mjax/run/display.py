@@ -24,7 +24,7 @@ from rich.table import Column
 from mjax.config import Config, axes
 from mjax.config.batch_size import BatchSizes, format_tokens
 from mjax.config.marks import Metric
-from mjax.config.model import is_user_defined, model_kind
+from mjax.config.model import is_user_defined
 from mjax.config.model_file import run_flags, source_file
 from mjax.data.sources import TrainingData
 from mjax.models.build import count_parameters
@@ -234,13 +234,13 @@ def announce_start(display: Display, config: Config, data: TrainingData, folder:
     sizes = [size for first_step, _, size in batches.pieces if first_step < train.steps]
     size = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
     parameters, compute = count_parameters(model), config.precision.compute
-    choices = ", layers without a loop" if train.unroll == "on" else ""
-    choices += f", over context by {config.context_attention}" if config.context_attention else ""
-    choices += f", experts by {model.moe_kernel}" if model.moe_kernel else ""
+    choices = ", unrolled layers" if train.unroll == "on" else ""
+    choices += f", context attention {config.context_attention}" if config.context_attention else ""
+    choices += f", expert matmuls {model.moe_kernel}" if model.moe_kernel else ""
     choices += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""
     trained = count_parameters(model, trained=True)
-    choices += "" if trained == parameters else f"; {trained:,} of them are trained, {trained / parameters:.2%}"
-    display.print_line(f"model   {parameters:,} parameters, {compute}, attention by {model.attention}{choices}")
+    choices += "" if trained == parameters else f"; {trained:,} trainable ({trained / parameters:.2%})"
+    display.print_line(f"model   {parameters:,} parameters, {compute}, attention {model.attention}{choices}")
     display.print_line(f"mesh    {describe_mesh(config)} on {mesh.devices} × {kind}")
     display.print_line(f"data    {data.summary}")
     for note in data.notes:
@@ -257,8 +257,8 @@ def describe_mesh(config: Config) -> str:
     mesh, text = config.mesh, ""
     if mesh.pipe > 1:
         bubble = find_schedule(config).bubble(*slot_times(config))
-        virtual = f", {mesh.virtual_stages} virtual stages" if mesh.virtual_stages > 1 else ""
-        text = f"pipe {mesh.pipe} ({mesh.schedule}{virtual}, bubble {bubble:.1%}) × "
+        stages = f", {mesh.virtual_stages} virtual stages" if mesh.virtual_stages > 1 else ""
+        text = f"pipe {mesh.pipe} ({mesh.schedule}{stages}, bubble {bubble:.1%}) × "
     text += axes.describe_mesh(replace(mesh, pipe=1)) + ", sequence parallel" * mesh.splits_tokens
     return text + (f", ZeRO-{mesh.zero}" if mesh.zero else "")
 
@@ -277,7 +277,7 @@ def announce_results(display: Display, result: Result, folder: Path, config: Con
         return
     if is_user_defined(type(config.model)) and source_file(type(config.model)) is None:
         call = f'mjax.generate({str(folder)!r}, "…")'
-        display.print_line(f"more text   {call} in Python, where {model_kind(config.model)!r} is defined")
+        display.print_line(f"more text   {call} in Python, where {config.model.kind!r} is defined")
     else:
         flags = run_flags(folder, config.model) + " --chat" * config.data.conversations
         display.print_line(f'more text   mjax generate {flags} --prompt "…"')

@@ -449,8 +449,8 @@ class Guard(Callback):
         self._drop_failed()
         steps, good = self.checkpoints.steps(), self.good
         if not steps:
-            remedy = "start again with a lower --optimizer.learning-rate or --precision.compute fp32"
-            raise UnhealthyError(f"{problem}, and nothing is saved; {remedy}")
+            fix = "start again with a lower --optimizer.learning-rate or --precision.compute fp32"
+            raise UnhealthyError(f"{problem}, and nothing is saved; {fix}")
         which = "the last good checkpoint" if good is not None else f"checkpoint {steps[0]} (none is known to be good)"
         flags = f"{run_flags(self.folder, self.config.model)} --step {steps[0] if good is None else good}"
         rate = self.config.optimizer.learning_rate / 2

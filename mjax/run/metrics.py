@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mjax.config.marks import Metric
-from mjax.config.plain_values import WHOLE
+from mjax.config.plain_values import MAX_INT
 from mjax.errors import PrintLine, UsageError, without_secrets
 from mjax.pictures.runs import Curve, curve_names, draw_experts, draw_loss
 from mjax.run.callbacks import Callback
@@ -217,7 +217,7 @@ def _is_valid(record: dict[str, Any]) -> bool:
     counts = record.get("step"), record.get("tokens", 0)
     numbers = (value for name, value in record.items() if name not in NOT_NUMBERS and value is not None)
     return (
-        all(type(count) is int and 0 <= count < WHOLE for count in counts)
+        all(type(count) is int and 0 <= count < MAX_INT for count in counts)
         and type(record.get("skipped", False)) is bool
         and all(type(number) in (int, float) and abs(number) <= MAX_FLOAT for number in numbers)  # NaN is not
     )

@@ -25,7 +25,7 @@ from mjax.cluster import launch
 from mjax.config import Config, axes, read_config, save_config
 from mjax.config.model_file import save_model_file
 from mjax.data.sources import TrainingData
-from mjax.data.tokenizers import bos_token_id, same_files
+from mjax.data.tokenizers import bos_token_id, is_same_tokenizer
 from mjax.errors import PrintLine
 from mjax.models.build import count_parameters
 from mjax.parallel.weights import combine, partition_trainable, trainable_only
@@ -99,7 +99,7 @@ def write_folder(config: Config, resolved: Config, data: TrainingData, folder: P
     write_environment(resolved, folder, print_line)
     if data.tokenizer is not None:
         tokenizer = folder / "tokenizer"
-        if tokenizer.is_dir() and not same_files(data.tokenizer, tokenizer):
+        if tokenizer.is_dir() and not is_same_tokenizer(data.tokenizer, tokenizer):
             print_line(f"{tokenizer} is replaced by the other tokenizer of the data; a chat template in it is gone")
             shutil.rmtree(tokenizer)
         shutil.copytree(data.tokenizer, tokenizer, dirs_exist_ok=True, copy_function=copy_whole)
@@ -118,7 +118,7 @@ def write_origin(
     tokenizer = read_folder(origin.run) / "tokenizer" if origin else None
     if tokenizer is None or not tokenizer.is_dir():
         return
-    if data.tokenizer is None or same_files(data.tokenizer, tokenizer):
+    if data.tokenizer is None or is_same_tokenizer(data.tokenizer, tokenizer):
         bos = bos_token_id(tokenizer)
         if data.tokenizer is not None and bos is not None and bos_token_id(data.tokenizer) is None:
             remedy = f"prepare them with --tokenizer run:{origin.run} or --prepend-bos on"

@@ -14,7 +14,7 @@ from mjax.config import Config
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import check_batch_sizes, resolve_steps, validate
 from mjax.config.run import BLENDS
-from mjax.data.batches import Source, UserBatches
+from mjax.data.batches import BatchSource, UserBatches
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError, name_arguments
 from mjax.run import loop
@@ -38,7 +38,7 @@ class Trainer:
         config: Config,
         folder: str | Path,
         *,
-        data: Source | None = None,
+        data: BatchSource | None = None,
         validation: Callable[[int], dict] | None = None,
         callbacks: Sequence[Callback] = (),
         loss: Callable | None = None,
@@ -58,8 +58,8 @@ class Trainer:
           validation: the same for validation, a function of the batch index; needed with `data` unless
             `train.eval_interval` is 0.
           callbacks: what else to do around the steps.
-          loss: (model, stream after the last layer [t, h], micro-batch, `Context`) → sums by name, instead of the
-            model's `loss`; names and counts stay those of the model (`models/protocol.py`).
+          loss: (model, stream after the last layer [t, h], micro-batch, `ForwardContext`) → sums by name, instead of
+            the model's `loss`; names and counts stay those of the model (`models/protocol.py`).
           optimizer: an optax transform that gives the direction of a step, such as `optax.scale_by_lion()`; the step
             subtracts learning rate × direction, with the config's schedule. By default that of the config.
           init: folder of a run from whose weights alone a new run starts, as with `train.py --init`.
@@ -70,16 +70,13 @@ class Trainer:
           UsageError: with the sentence that `train.py` would print.
         """
         if wrong := [callback for callback in callbacks if not isinstance(callback, Callback)]:
-            hook = "on_step(run, step, metrics) is called after each step"
-            raise UsageError(f"callbacks has {wrong[0]!r}; give objects of a subclass of mjax.Callback, whose {hook}")
+            fix = "give objects of a subclass of mjax.Callback, with on_step(run, step, metrics)"
+            raise UsageError(f"callbacks has {wrong[0]!r}; {fix}")
         self.folder = resolve_parents(run_to_train(folder))
         check_run_folder(self.folder)
         if data is not None:
             if config.train.eval_interval and validation is None:
-                problem = (
-                    f"data is given and validation is not, and --train.eval-interval is {config.train.eval_interval}"
-                )
-                raise UsageError(f"{problem}; give validation, or set train.eval_interval to 0")
+                raise UsageError("data is given and validation is not; give it, or set train.eval_interval to 0")
             config = replace(config, data=replace(config.data, custom=True, **dict.fromkeys(BLENDS, ())))
         check_batch_sizes(config)
         init = None if init is None else resolve_parents(local_run(init))
@@ -116,7 +113,7 @@ class Trainer:
         return loop.train(self.config, self.folder, self.options)
 
 
-def _user_data(config: Config, data: Source, validation: Callable[[int], dict] | None) -> TrainingData:
+def _user_data(config: Config, data: BatchSource, validation: Callable[[int], dict] | None) -> TrainingData:
     whole = BatchSizes.constant(config.train.global_batch)
     evaluation = None if validation is None else UserBatches(validation, whole, config)
     training = UserBatches(data, BatchSizes.from_config(config), config)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.models.block import Sums
-from mjax.models.protocol import Context, Model
+from mjax.models.protocol import ForwardContext, Model
 from mjax.models.stack import map_stacks, run_blocks
 from mjax.parallel import named_scopes
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums, vary_over_pipe
@@ -37,8 +37,8 @@ class Forward:
 
     Attributes:
       config: of the run.
-      plan: how each weight is stored (`zero.plan_storage`).
-      factors: by name, the factor that turns a sum of the model into its part of the mean (`losses.shares`).
+      plan: the storage of each weight (`zero.plan_storage`).
+      factors: by name, the factor that turns a sum of the model into its part of the mean (`losses.mean_scales`).
       step: int32 [], numbers the dropout masks; None for evaluation, without dropout.
       loss_fn: instead of the model's loss, with the same names: (weights, x, micro-batch, context) → sums.
       head: instead of sums and means, for inference: (weights, x, micro-batch, context) → arrays.
@@ -71,11 +71,10 @@ class Forward:
     ) -> tuple[Float[Array, "t h"], Sums]:
         """The stream after some layers, the first of which has number `first`, and the parts of means that they add."""
         dtype = COMPUTE_TYPES[self.config.precision.compute]
-        trains, train, context = self.step is not None, self.config.train, self.layer_context(micro_batch)
-        gathers = partial(layer_gather, dtype=dtype, in_float8=context.tokens.float8)
-        gathered = map_stacks(gathers, self.plan.blocks)
-        recompute, unroll = (train.recompute, train.unroll == "on") if trains else ("none", False)
-        x, sums = run_blocks(blocks, x, context, recompute, first, gathered, unroll)
+        train, context = self.config.train, self.layer_context(micro_batch)
+        gathers = map_stacks(partial(layer_gather, dtype=dtype, in_float8=context.tokens.float8), self.plan.blocks)
+        recompute, unroll = ("none", False) if self.step is None else (train.recompute, train.unroll == "on")
+        x, sums = run_blocks(blocks, x, context, recompute, first, gathers, unroll)
         return x, {} if self.head else self._parts(sums)
 
     @jax.named_scope(named_scopes.HEAD)
@@ -90,12 +89,12 @@ class Forward:
             return self._parts(weights.loss(x, micro_batch, context))
         sums = self.loss_fn(weights, x, micro_batch, context)
         if not isinstance(sums, dict) or sums.keys() - self.factors or not sums.keys() & set(weights.loss_weights):
-            given = ", ".join(map(repr, sums)) if isinstance(sums, dict) else type(sums).__name__
+            result = ", ".join(map(repr, sums)) if isinstance(sums, dict) else type(sums).__name__
             known = ", ".join(repr(name) for name in weights.loss_weights if name in self.factors)
-            raise UsageError(f"the loss of the caller gives {given}; give sums by name, as the model does: {known}")
+            raise UsageError(f"the loss of the caller gives {result}; give sums by name, as the model does: {known}")
         return self._parts(sums)
 
-    def context(self, micro_batch: MicroBatch) -> Context:
+    def context(self, micro_batch: MicroBatch) -> ForwardContext:
         """The context of a micro-batch."""
         key = None
         if self.step is not None and self.config.model.without_dropout() != self.config.model:
@@ -104,25 +103,22 @@ class Forward:
         if documents is not None:
             documents = tokens.gather_positions(documents)
         positions, chunks = micro_batch.get("positions"), self.config.train.loss_chunks
-        return Context(tokens, key, positions, documents, loss_chunks=chunks)
+        return ForwardContext(tokens, key, positions, documents, loss_chunks=chunks)
 
-    def layer_context(self, micro_batch: MicroBatch) -> Context:
-        """The context of a micro-batch inside the layers, which train in float8 if the config sets it."""
+    def layer_context(self, micro_batch: MicroBatch) -> ForwardContext:
+        """The context of a micro-batch inside the layers, which use float8 in training if the config sets it."""
         context = self.context(micro_batch)
         float8 = self.step is not None and uses_float8(self.config.precision)
         return replace(context, tokens=replace(context.tokens, float8=float8))
 
     def _check_loss_chunks(self, weights: Model, chunks: int) -> None:
         if self.loss_fn is not None:
-            raise UsageError(
-                f"--train.loss-chunks {chunks} is for the loss of the model, and this run has a function instead; "
-                "remove it"
-            )
+            custom = "is for the loss of the model, and this run has a function instead"
+            raise UsageError(f"--train.loss-chunks {chunks} {custom}; remove it")
         if not weights.scores_in_chunks():
-            raise UsageError(
-                f"--train.loss-chunks {chunks} needs a model whose `output` says what scores the vocabulary, and "
-                f"{type(weights).__name__} has a `loss` or `logits` of its own (mjax/models/causal.py); remove it"
-            )
+            custom = f"which {type(weights).__name__} overrides; remove it"
+            needs = "needs the `loss` and `logits` of mjax (mjax/models/causal.py)"
+            raise UsageError(f"--train.loss-chunks {chunks} {needs}, {custom}")
 
     def _parts(self, sums: Sums) -> dict[str, Array]:
         return {name: total * self.factors[name] for name, total in sums.items()}
@@ -152,13 +148,13 @@ def stage_program(forward: Forward, weights: dict[str, float], frozen: Model | N
     def layers(blocks, x, micro_batch, virtual_stage):
         return forward.layers(blocks, x, micro_batch, virtual_stage * layers_in_chunk + 1)
 
-    def gather_all(function: Callable) -> Callable:
+    def merge_frozen(function: Callable) -> Callable:
         if frozen is None:
             return function
-        return lambda own, *others: function(combine(own, frozen), *others)
+        return lambda trainable, *arguments: function(combine(trainable, frozen), *arguments)
 
     return StageProgram(
-        embed=gather_all(forward.embed), layers=layers, head=gather_all(forward.loss), loss_weights=weights
+        embed=merge_frozen(forward.embed), layers=layers, head=merge_frozen(forward.loss), loss_weights=weights
     )
 
 
@@ -166,7 +162,7 @@ def pipeline_loss_and_gradients(forward: Forward, weights: Model, micro_batches:
     """Like `step.loss_and_gradients`, for one stage of a pipeline; results also vary over `pipe`."""
     config = forward.config
     shared, frozen = partition_trainable(_drop_blocks(weights))
-    means, to_shared, to_blocks = pipeline_gradients(
+    means, dshared, dblocks = pipeline_gradients(
         find_schedule(config),
         stage_program(forward, weights.loss_weights, frozen),
         shared,
@@ -174,12 +170,12 @@ def pipeline_loss_and_gradients(forward: Forward, weights: Model, micro_batches:
         micro_batches,
         parameter_type(config.precision.compute),
     )
-    to_shared.blocks = to_blocks
-    return means, to_shared
+    dshared.blocks = dblocks
+    return means, dshared
 
 
 def sum_over_stages(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
-    """The sum over micro-batches of what the head returns, on this device."""
+    """Sum the head's results over micro-batches, on this device."""
     mesh = forward.config.mesh
     schedule = forward_schedule(mesh.pipe, forward.config.micro_batches, mesh.virtual_stages)
     program = stage_program(forward, weights.loss_weights)

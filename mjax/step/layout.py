@@ -30,7 +30,7 @@ class Layout:
     """The layout of a model's weights on a mesh.
 
     Attributes:
-      plan: how each weight is stored (`zero.plan_storage`).
+      plan: the storage of each weight (`zero.plan_storage`).
       specs: PartitionSpec of each weight, for `shard_map`.
       abstract_model: the model of ShapeDtypeStructs with shardings: the target for restoring weights.
     """
@@ -45,7 +45,7 @@ def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Conf
     `model.moe_kernel`, and `train.unroll` (`with_unrolling`).
 
     Args:
-      announce: receives one sentence for each slower kernel that `auto` has to use on a GPU.
+      announce: called with one sentence for each slower kernel that `auto` has to use on a GPU.
 
     Raises:
       UsageError: a requested kernel does not support the run.
@@ -64,12 +64,12 @@ def initial_weights(config: Config) -> Model:
 
 
 def cast_frozen_weights(model: Model, config: Config) -> Model:
-    """The model with frozen weights in the compute dtype, in which the computation has them."""
+    """The model with frozen weights in the compute dtype."""
     leaves, structure = jax.tree.flatten(model)
-    said = zip(leaves, weight_metadata(model, "frozen"), weight_metadata(model, "keep_fp32"), strict=True)
+    marks = zip(leaves, weight_metadata(model, "frozen"), weight_metadata(model, "keep_fp32"), strict=True)
     narrow = COMPUTE_TYPES[config.precision.compute]
     return structure.unflatten(
-        weight.astype(narrow) if frozen and not keep_fp32 else weight for weight, frozen, keep_fp32 in said
+        weight.astype(narrow) if frozen and not keep_fp32 else weight for weight, frozen, keep_fp32 in marks
     )
 
 
@@ -94,8 +94,8 @@ def build_layout(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
 
 
 def with_sequence_length(config: Config, batch: Mapping[str, Array | np.ndarray]) -> Config:
-    """`config` for the length of the sequences in a batch, which may be below `model.sequence`: the weights stay those
-    of the config, and of learned positions the first ones are used.
+    """`config` for the length of the sequences in a batch, which may be below `model.sequence`: the weights are
+    unchanged, and of learned positions the first ones are used.
 
     Raises:
       UsageError: the arrays have several lengths, or one that is too long or that the mesh or kernel cannot split.
@@ -115,19 +115,17 @@ def with_sequence_length(config: Config, batch: Mapping[str, Array | np.ndarray]
     mesh, sequences = config.mesh, config.train.micro_batch * model.sequences
     parts = mesh.model if mesh.splits_tokens else 1  # of the tokens of a micro-batch
     even = 2 if model.attention == "cudnn" and (model.biased_scores or "documents" in batch) else 1
-    unit = math.lcm(kernels.position_unit(config), mesh.context * (parts // math.gcd(parts, sequences)), even)
+    unit = math.lcm(kernels.position_multiple(config), mesh.context * (parts // math.gcd(parts, sequences)), even)
     if first % unit:
-        raise UsageError(
-            f"the batch has sequences of {first}, which the mesh or model.attention {model.attention!r} cannot split; "
-            f"give a multiple of {unit}"
-        )
+        split = f"which the mesh or model.attention {model.attention!r} cannot split"
+        raise UsageError(f"the batch has sequences of {first}, {split}; give a multiple of {unit}")
     return replace(config, model=replace(model, sequence=first))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that a run carries from step to step.
+    """The state of a run.
 
     Attributes:
       model: float32 master weights, sharded by their PartitionSpecs.

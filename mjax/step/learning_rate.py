@@ -1,5 +1,5 @@
-"""Learning-rate schedules, as functions of the samples that have trained the model. No JAX is imported here: the train
-step passes `jax.numpy`, a check of a resumed run NumPy.
+"""The learning rate, as a function of the samples that have trained the model. No JAX is imported here: the train step
+passes `jax.numpy`, a check of a resumed run NumPy.
 
     warm-up to the peak, then    cosine, linear            decay until the end
                                  inverse_square_root       decay for ever

@@ -1,7 +1,7 @@
-"""The metrics of a step: means over the global batch by name, from the sums and counts that a model gives.
+"""The metrics of a step: means over the global batch by name, from the sums and counts of a model.
 
-A model sums over the sequences it is given (`models/protocol.py`). `shares` gives the factor that turns each sum into
-its part of the mean over the global batch, wherever it is computed, so parts only have to be added.
+A model sums over the sequences of its part of the batch (`models/protocol.py`). `mean_scales` returns the factor that
+turns each sum into its part of the mean over the global batch, on whatever device, so parts only have to be added.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from mjax.models.protocol import Batch, Model
 from mjax.parallel import mappings, named_scopes
 
 Count = Array | np.ndarray | int
+Counts = dict[str, Count]
+"""Denominators of the means, by name."""
 
 
 @jax.named_scope(named_scopes.LOSS)
-def global_counts(model: Model, batch: Batch) -> dict[str, Count]:
+def global_counts(model: Model, batch: Batch) -> Counts:
     """`Model.counts` of the global batch, from this replica's part: the same on every device."""
 
     def reduce_count(count: Count) -> Count:
@@ -31,8 +33,8 @@ def global_counts(model: Model, batch: Batch) -> dict[str, Count]:
     return {name: reduce_count(count) for name, count in model.counts(batch).items()}
 
 
-def shares(counts: dict[str, Count], scale: Array | float = 1.0) -> dict[str, Array | float]:
-    """The factor that turns a sum into its part of `scale` times the mean. If nothing counts, the mean is 0."""
+def mean_scales(counts: Counts, scale: Array | float = 1.0) -> dict[str, Array | float]:
+    """The factor that turns each sum into its part of `scale` times the mean. A count of 0 gives a mean of 0."""
     return {
         name: scale / (count if isinstance(count, (int, np.ndarray)) else jnp.maximum(count, 1))
         for name, count in counts.items()
@@ -62,7 +64,7 @@ class StepMetrics:
         0 if none counts; as `select_loss` if a model has several losses.
       grad_norm: global L2 norm of the unscaled gradient before clipping.
       learning_rate, loss_scale: as used in this step.
-      skipped: whether nothing was updated: a gradient was not finite, or the loss was above the limit.
+      skipped: whether the update was skipped: a gradient was not finite, or the loss was above the limit.
       nonfinite: number of gradients that are not finite.
       first_nonfinite: index into `TrainProgram.gradient_names` of the one the backward pass reached first.
       labels: of the global batch that count; None if all do.

@@ -1,17 +1,17 @@
-"""Muon: momentum, orthogonalised matrix by matrix (Keller Jordan, https://kellerjordan.github.io/posts/muon/).
+"""Muon: momentum, orthogonalized matrix by matrix (Keller Jordan, https://kellerjordan.github.io/posts/muon/).
 
     m ← μ m + (1 − μ) g                the first moment, the only one of a matrix
     u = μ m + (1 − μ) g                Nesterov's look-ahead
-    O ≈ U Vᵀ, for u = U S Vᵀ           five Newton-Schulz iterations, which are matrix products
+    O ≈ U Vᵀ, for u = U S Vᵀ           five Newton-Schulz iterations, which are matmuls
     w ← w − η (scale · O + λ w)        decoupled weight decay, as in AdamW
 
-Matrices are those that a module declares (the dims of `weights.make_param`), each by itself: every layer of a stack; q,
-k and v; gate and up. Embeddings, heads, norms and biases have AdamW. The result is that of one device on every mesh,
-because `MatrixLayout` brings each matrix to a rank as a whole.
+The dims of a weight (`weights.make_param`) define its matrices, each orthogonalized separately: every layer of a stack;
+q, k and v; gate and up. Embeddings, heads, norms and biases use AdamW. The result is that of one device on every mesh,
+because `MatrixLayout` collects each matrix on one rank.
 
 The iteration runs in the compute dtype: bf16 as in torch and in the author's code, fp32 or fp64; with fp16, whose small
 numbers underflow, in fp32. It does not converge: its coefficients raise small singular values as fast as possible, and
-leave those of O between about 0.7 and 1.2.
+those of O end between about 0.7 and 1.2.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RMS_OF_ADAMW = 0.2
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 MIN_NORM = 1e-7
-"""A matrix with a Frobenius norm below this counts as having this one: without gradient there is no update."""
+"""The least Frobenius norm that a matrix is divided by: without gradient there is no update."""
 ITERATE_IN = {"fp8": "bf16", "bf16": "bf16", "fp16": "fp32", "fp32": "fp32", "fp64": "fp64"}
 """By compute dtype, the dtype of the iteration."""
 
@@ -58,7 +58,7 @@ def newton_schulz(x: Float[Array, "k rows columns"]) -> Float[Array, "k rows col
         square = jnp.einsum("kji,kjl->kil" if tall else "kij,klj->kil", x, x)  # the smaller of XᵀX and XXᵀ
         polynomial = sum_squares(b, square, c, square @ square)
         x = sum_squares(a, x, 1.0, x @ polynomial if tall else polynomial @ x)
-        x = optimization_barrier(x)  # else XLA keeps every product to compute the next x from all of them
+        x = optimization_barrier(x)  # else XLA stores every matmul to compute the next x from all of them
     return x
 
 
@@ -74,21 +74,21 @@ def collect_matrices(layout: Layout, mesh: MeshConfig) -> dict[str, MatrixLayout
 
 
 def scale_by_muon(config: OptimizerConfig, dtype, matrices: dict[str, MatrixLayout]) -> optax.GradientTransformation:
-    """Muon's direction for the weights in `matrices`, without weight decay and learning rate, inside `shard_map`.
+    """Muon's update for the weights in `matrices`, without weight decay and learning rate, inside `shard_map`.
 
     Args:
       dtype: of the iteration.
     """
 
-    def direction(path: tuple, update: Array) -> Array:
-        of = matrices[leaf_name(path)]
-        # Written once, beside the moment: for each use XLA would compute it again, from a copy of the old moment.
+    def orthogonalize(path: tuple, update: Array) -> Array:
+        layout = matrices[leaf_name(path)]
+        # Written once, with the moment: for each use XLA would compute it again, from a copy of the old moment.
         narrow = optimization_barrier(update.astype(dtype))
-        whole = of.map(newton_schulz, narrow).astype(update.dtype)
-        return RMS_OF_ADAMW * math.sqrt(max(of.size)) * whole
+        orthogonal = layout.map(newton_schulz, narrow).astype(update.dtype)
+        return RMS_OF_ADAMW * math.sqrt(max(layout.size)) * orthogonal
 
     return optax.chain(
         optax.scale(1 - MOMENTUM),
         optax.trace(MOMENTUM, nesterov=True),
-        optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(direction, updates)),
+        optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(orthogonalize, updates)),
     )

@@ -41,19 +41,20 @@ def adamw(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def scale_by_adam(beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformation:
-    """optax's `scale_by_adam`, except for 1 − βᵗ in the means: in float32 that difference is 5e-6 off at β₂ = 0.999 and
-    t = 1, and here it is right to rounding."""
+    """optax's `scale_by_adam`, except for the bias correction 1 − βᵗ: in float32 that difference is 5e-6 off at
+    β₂ = 0.999 and t = 1, and here it is exact up to rounding."""
 
     def update(gradients, state, _=None):
         first = optax.tree.update_moment(gradients, state.mu, beta1, 1)
         second = optax.tree.update_moment_per_elem_norm(gradients, state.nu, beta2, 2)
         count = optax.safe_increment(state.count)
 
-        def share(beta, dtype):  # 1 − βᵗ
+        def bias_correction(beta, dtype):  # 1 − βᵗ
             return -jnp.expm1(count.astype(dtype) * math.log(beta)) if beta else jnp.ones((), dtype)
 
         def direction(m, v):
-            return m / share(beta1, m.dtype) / (jnp.sqrt(v / share(beta2, v.dtype)) + epsilon)
+            scale = bias_correction(beta1, m.dtype)
+            return m / scale / (jnp.sqrt(v / bias_correction(beta2, v.dtype)) + epsilon)
 
         return jax.tree.map(direction, first, second), optax.ScaleByAdamState(count, first, second)
 
@@ -71,8 +72,8 @@ def muon(config: OptimizerConfig, dtype, layout: Layout, mesh: MeshConfig) -> op
     matrices = collect_matrices(layout, mesh)
     adam = scale_by_adam(config.beta1, config.beta2, config.epsilon)
     return optax.chain(
-        optax.masked(scale_by_muon(config, dtype, matrices), _where(lambda name: name in matrices)),
-        optax.masked(adam, _where(lambda name: name not in matrices)),
+        optax.masked(scale_by_muon(config, dtype, matrices), _mask_names(lambda name: name in matrices)),
+        optax.masked(adam, _mask_names(lambda name: name not in matrices)),
         _weight_decay(config),
     )
 
@@ -84,23 +85,24 @@ def _weight_decay(config: OptimizerConfig) -> optax.GradientTransformation:
     return optax.add_decayed_weights(config.weight_decay, mask=mask)
 
 
-def _where(holds: Callable[[str], bool]) -> Callable:
-    """A mask for optax: for which weights it holds, by name."""
-    return lambda model: jax.tree_util.tree_map_with_path(lambda path, _: holds(leaf_name(path)), model)
+def _mask_names(predicate: Callable[[str], bool]) -> Callable:
+    """A mask for optax: the weights whose names satisfy a predicate."""
+    return lambda model: jax.tree_util.tree_map_with_path(lambda path, _: predicate(leaf_name(path)), model)
 
 
 def is_masked(node) -> bool:
-    """Whether a part of an optimizer has nothing for a weight, because another part has it."""
+    """True if a part of an optimizer has no state for a weight, because another part trains it."""
     return isinstance(node, optax.MaskedNode)
 
 
 @jax.named_scope(named_scopes.OPTIMIZER)
-def norms_squared(gradients, mesh: MeshConfig) -> Array:
+def square_norms(gradients, mesh: MeshConfig) -> Array:
     """The squared L2 norm of each parameter's gradient, layer by layer; float32 [parameters of `gradient_names`],
     replicated.
 
-    The square root of their sum is the global norm; `optax.global_norm` would give every rank its own. A norm that is
-    finite in float32 has no element above 2e19, so Adam's first moment has none either, and the second is finite.
+    The square root of their sum is the global norm; `optax.global_norm` would return a different number on every rank.
+    A norm that is finite in float32 has no element above 2e19, so Adam's first moment has none either, and the second
+    is finite.
     """
 
     def squares(gradient):
@@ -113,7 +115,7 @@ def count_nonfinite(model, state: optax.OptState, mesh: MeshConfig) -> Array:
     """The number of each parameter's weights and moments, layer by layer, that are not finite or far too large; float32
     [parameters of `gradient_names`], replicated.
 
-    Not part of the step, which would read all of them once more for it: 3% of the time of a small batch on a GPU.
+    Not part of the step, which would have to read all of them again: 3% of the time of a small batch on a GPU.
     """
 
     def flags(tree, sound):
@@ -132,8 +134,8 @@ def count_nonfinite(model, state: optax.OptState, mesh: MeshConfig) -> Array:
 
 
 def find_moments(state: optax.OptState, model) -> list[tuple]:
-    """The parts of an optimizer's state that have an array for each weight, or for some (`is_masked`), such as Adam's
-    two moments; and whether it is the second one, a mean of squares."""
+    """The parts of an optimizer's state with an array for each weight, or for some (`is_masked`), such as Adam's two
+    moments; and whether a part is the second one, a mean of squares."""
     structure = jax.tree.structure(model)
 
     def fits(part) -> bool:
@@ -149,14 +151,13 @@ def find_moments(state: optax.OptState, model) -> list[tuple]:
 
 @jax.named_scope(named_scopes.OPTIMIZER)
 def reduce_per_parameter(trees: list, mesh: MeshConfig) -> Array:
-    """Sums of the elements of each parameter in all `trees`, layer by layer: [parameters of `gradient_names`].
+    """Sum the elements of each parameter in all `trees`, layer by layer: [parameters of `gradient_names`].
 
-    Inside `shard_map` each device holds shards: a parameter is summed over exactly the axes it varies over, with one
-    collective for all that vary over the same axes.
+    Inside `shard_map` each device has shards: a parameter is summed over exactly the axes it varies over, with one
+    collective for all parameters that vary over the same axes.
 
     Args:
-      trees: with the model's structure and equal sharding; all but the first may have none for some weights
-        (`is_masked`).
+      trees: with the model's structure and equal sharding; all but the first may lack some weights (`is_masked`).
     """
 
     def sum_local(stacked, *leaves):
@@ -177,12 +178,12 @@ def reduce_per_parameter(trees: list, mesh: MeshConfig) -> Array:
 def _place_stage(squares: Array, mesh: MeshConfig) -> Array:
     """This stage's squares [l / P] or [V, l / (P V)] at their positions among all layers' [l]; zeros elsewhere."""
     squares = squares.reshape(mesh.virtual_stages, 1, -1)
-    own = jnp.arange(mesh.pipe)[:, None] == rank(PIPE)
-    return jnp.where(own, squares, 0).reshape(-1)
+    is_local = jnp.arange(mesh.pipe)[:, None] == rank(PIPE)
+    return jnp.where(is_local, squares, 0).reshape(-1)
 
 
 def gradient_names(model, config: ModelConfig) -> list[str]:
-    """The names of the entries of `norms_squared`: 'embedding.table', …, 'blocks.mlp.up.kernel of layer 3', …"""
+    """The names of the entries of `square_norms`: 'embedding.table', …, 'blocks.mlp.up.kernel of layer 3', …"""
     names = []
     for name in (leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(model)):
         stack = find_stack(config, name)
@@ -194,7 +195,7 @@ def backward_order(names: list[str], after_layers: Sequence[str]) -> list[int]:
     """Indices of `gradient_names` in the order in which the backward pass reaches them.
 
     The parts `after_layers` come first, such as the heads of a BERT, then the layers from last to first, then the
-    embeddings: the problem began at the first gradient in this order that is not finite.
+    embeddings: the first gradient in this order that is not finite is where the problem began.
     """
 
     def sort_key(index: int) -> tuple:
@@ -202,7 +203,7 @@ def backward_order(names: list[str], after_layers: Sequence[str]) -> list[int]:
         parts = name.split(".")
         if not layer:
             return (0,) if parts[0] in after_layers else (2,)
-        position = next((i for i, part in enumerate(Block.backward) if part in parts), len(Block.backward))
+        position = next((i for i, part in enumerate(Block.backward_order) if part in parts), len(Block.backward_order))
         return 1, -int(layer), position
 
     return sorted(range(len(names)), key=sort_key)

@@ -2,11 +2,11 @@
 the layers.
 
     cast parameters to the compute dtype, once, and gather those stored in shards
-    count the labels of the global batch, if some do not count
+    count the labels of the global batch, if there is a loss mask
     scan over micro-batches, or over the ticks of a pipeline: loss and gradient, accumulated in float32
     one all-reduce, or reduce-scatter, of each gradient over its replicas; with ZeRO-3 inside the scan, layer by layer
     unscale, global norm, clip; skip the update if the norm is not finite, or the loss is too large
-    the optimizer, on the float32 masters, and what else a model adjusts, such as the bias of a router
+    the optimizer, on the float32 master weights, and the model's adjustments, such as the bias of a router
 """
 
 from __future__ import annotations
@@ -37,34 +37,27 @@ from mjax.parallel.zero import add_to_shards, gather_weights, reduce_gradients
 from mjax.step.forward import Forward, MicroBatch, pipeline_loss_and_gradients, sum_over_stages, token_layout
 from mjax.step.layout import TrainState, build_layout, initial_weights, with_sequence_length
 from mjax.step.learning_rate import learning_rate
-from mjax.step.losses import Count, EvalMetrics, StepMetrics, global_counts, other_metrics, select_loss, shares
-from mjax.step.optimizer import (
-    backward_order,
-    count_nonfinite,
-    gradient_names,
-    is_masked,
-    make_optimizer,
-    norms_squared,
-)
+from mjax.step.losses import Counts, EvalMetrics, StepMetrics, global_counts, mean_scales, other_metrics, select_loss
+from mjax.step.optimizer import backward_order, count_nonfinite, gradient_names, is_masked, make_optimizer, square_norms
 from mjax.step.precision import COMPUTE_TYPES, LossScale, parameter_type, uses_float8
 
 
 @dataclass(frozen=True)
 class TrainProgram:
-    """The compiled functions of a run, and the shapes they work on.
+    """The compiled functions of a run, and the shapes of their arguments.
 
     Attributes:
-      abstract_state: `TrainState` of ShapeDtypeStructs with shardings; what a checkpoint is restored to.
+      abstract_state: `TrainState` of ShapeDtypeStructs with shardings: the target for restoring a checkpoint.
       abstract_batch: the batch of a training step, the arrays of `Config.batch_arrays`.
       initialize: () → TrainState, already sharded; the same weights on every mesh.
       begin: (model) → TrainState of step 0 with these master weights, which are donated; of any float dtype.
       train_step: (TrainState, batch[, limit]) → (TrainState, StepMetrics); the old state is donated. The update is
         skipped if the loss is above `limit`, float32 []; by default there is no limit.
-      broken: TrainState → how many weights and moments of each parameter are not finite or far too large; float32,
-        named by `gradient_names`.
+      broken: TrainState → the number of weights and moments of each parameter that are not finite or far too large;
+        float32, named by `gradient_names`.
       eval_step: (model, batch) → EvalMetrics; the batch may have a loss mask that training batches do not have.
       gradient_names: names for the indices in `StepMetrics.first_nonfinite`, and for the results of `broken`.
-      config: of the batches that it takes.
+      config: of its batches.
     """
 
     abstract_state: TrainState
@@ -78,7 +71,7 @@ class TrainProgram:
     config: Config
 
     def put_on_devices(self, batch: dict[str, np.ndarray]) -> dict[str, Array]:
-        """A global batch that this process has, on its devices.
+        """Copy a global batch of this process to its devices.
 
         Its sequences may be shorter than `model.sequence`, as long as the mesh and the attention kernel can split them;
         each length is compiled once.
@@ -88,9 +81,9 @@ class TrainProgram:
             the vocabulary.
         """
         if batch.keys() != self.config.batch_arrays().keys():
-            taken = ", ".join(self.abstract_batch)
+            arrays = ", ".join(self.abstract_batch)
             mask = "; with data.custom=True it takes a loss_mask too" if "loss_mask" in batch else ""
-            raise UsageError(f"the batch has {', '.join(batch)}; the program takes {taken}{mask}")
+            raise UsageError(f"the batch has {', '.join(batch)}; the program takes {arrays}{mask}")
         with_sequence_length(self.config, batch)
         self.config.model.check_values(batch, "the batch")
         return {name: jax.device_put(array, self.abstract_batch[name].sharding) for name, array in batch.items()}
@@ -110,8 +103,7 @@ def build_program(
       mesh: of the shape `config.mesh`; an abstract one is enough for tracing.
       batch: global batch of a step; by default `config.train.global_batch`. The learning rate always follows the sizes
         of the whole run.
-      optimizer: gives the direction of a step, before multiplication by the learning rate; by default
-        that of the config.
+      optimizer: computes the update of a step without the learning rate; by default that of the config.
       loss: (model, stream after the last layer, micro-batch, context) → sums by name, instead of `Model.loss`.
     """
     rate_after = partial(learning_rate, config, xp=jnp)
@@ -124,7 +116,7 @@ def build_program(
 
     # --- Programs -----------------------------------------------------------------------------------------------------
     arrays, rows = config.batch_arrays(), config.train.global_batch
-    of_batch = batch_specs(arrays, config.model.sequence)
+    batch_spec = batch_specs(arrays, config.model.sequence)
     batch_shapes = {name: jax.ShapeDtypeStruct((rows, *shape), kind) for name, (shape, kind) in arrays.items()}
     names = gradient_names(trainable_only(shapes.model), config.model)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
@@ -134,26 +126,26 @@ def build_program(
         step = partial(
             _train_step, with_sequence_length(config, batch), transform, rate_after, layout.plan, order, loss
         )
-        on_devices = shard_map(step, in_specs=(specs, of_batch, P()), out_specs=(specs, P()))
+        on_devices = shard_map(step, in_specs=(specs, batch_spec, P()), out_specs=(specs, P()))
         return on_devices(state, batch, jnp.float32(limit))
 
     def eval_step(model, batch):
         step = partial(_eval_step, with_sequence_length(config, batch), layout.plan, loss)
-        return shard_map(step, in_specs=(specs.model, of_batch), out_specs=P())(model, batch)
+        return shard_map(step, in_specs=(specs.model, batch_spec), out_specs=P())(model, batch)
 
     def count_broken(state):
         return count_nonfinite(trainable_only(state.model), state.optimizer, config.mesh)
 
     def begin(model):
-        own = jax.tree.map(lambda weight, leaf: weight.astype(leaf.dtype), model, shapes.model)
-        return first_state(config, transform, own)
+        weights = jax.tree.map(lambda weight, leaf: weight.astype(leaf.dtype), model, shapes.model)
+        return initial_state(config, transform, weights)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
-    options = _scheduler_for(mesh)
+    options = _compiler_options(mesh)
     return TrainProgram(
         abstract_state=abstract_state,
-        abstract_batch=sharded_shapes(batch_shapes, of_batch, mesh),
-        initialize=jax.jit(lambda: first_state(config, transform, initial_weights(config)), out_shardings=shardings),
+        abstract_batch=sharded_shapes(batch_shapes, batch_spec, mesh),
+        initialize=jax.jit(lambda: initial_state(config, transform, initial_weights(config)), out_shardings=shardings),
         begin=jax.jit(begin, out_shardings=shardings, donate_argnums=0),
         train_step=jax.jit(train_step, donate_argnums=0, compiler_options=options),
         broken=jax.jit(shard_map(count_broken, in_specs=(specs,), out_specs=P())),
@@ -163,8 +155,8 @@ def build_program(
     )
 
 
-def _scheduler_for(mesh: Mesh | AbstractMesh) -> dict[str, str]:
-    """Compiler options with which collectives do not wait for each other forever on simulated devices.
+def _compiler_options(mesh: Mesh | AbstractMesh) -> dict[str, str]:
+    """Compiler options that prevent deadlocks of collectives on simulated devices.
 
     XLA for CPUs starts a collective while a loop before it still runs, in which there are collectives of the same
     channel, unless the loop's result goes into it. In the order that `launch.IN_ORDER` asks for, gathers of the head
@@ -177,9 +169,9 @@ def _scheduler_for(mesh: Mesh | AbstractMesh) -> dict[str, str]:
 
 
 def _state_shapes(config: Config, transform: optax.GradientTransformation, layout) -> tuple[TrainState, TrainState]:
-    """Shapes of the state, and its specs: moments are split as their weights are, the rest is whole everywhere."""
-    shapes = jax.eval_shape(partial(first_state, config, transform), layout.abstract_model)
-    everywhere = jax.tree.map(lambda _: P(), shapes)
+    """Shapes of the state, and its specs: moments are sharded like their weights, the rest is replicated."""
+    shapes = jax.eval_shape(partial(initial_state, config, transform), layout.abstract_model)
+    replicated = jax.tree.map(lambda _: P(), shapes)
     moments = optax.tree.map_params(
         transform,
         lambda moment, spec: moment if is_masked(moment) else spec,
@@ -188,10 +180,10 @@ def _state_shapes(config: Config, transform: optax.GradientTransformation, layou
         transform_non_params=lambda _: P(),
         is_leaf=is_masked,
     )
-    return shapes, replace(everywhere, model=layout.specs, optimizer=moments)
+    return shapes, replace(replicated, model=layout.specs, optimizer=moments)
 
 
-def first_state(
+def initial_state(
     config: Config, transform: optax.GradientTransformation, model: Model, step: Array | int = 0
 ) -> TrainState:
     """The initial state for master weights whose layers are split into the chunks of the pipeline.
@@ -228,12 +220,12 @@ def _train_step(
     sums, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, loss_fn, counts)
     means = state.model.summary(sums)
     loss = select_loss(state.model.loss_weights, means)
-    squares = norms_squared(gradients, config.mesh)
+    squares = square_norms(gradients, config.mesh)
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(norm)
     applied = finite & jnp.isfinite(loss) & (loss <= limit)  # the same on every device
 
-    def keep_if_skipped(new, old):
+    def select(new, old):
         return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
 
     with jax.named_scope(named_scopes.OPTIMIZER):
@@ -243,12 +235,12 @@ def _train_step(
         rate = rate_after(state.samples)
         updates, optimizer = transform.update(gradients, state.optimizer, weights)
         model = jax.tree.map(lambda p, u: p - rate * u, weights, updates)
-        # With adapters no weight of the base changes, by a rule neither: their checkpoints do not hold it.
+        # With adapters no rule changes a weight of the base: their checkpoints do not contain it.
         adjustments = {} if config.model.lora_rank else state.model.adjustments(sums)
         model = add_to_shards(model, adjustments, trainable_only(plan), config.mesh)
         new_state = TrainState(
-            model=combine(keep_if_skipped(model, weights), frozen),
-            optimizer=keep_if_skipped(optimizer, state.optimizer),
+            model=combine(select(model, weights), frozen),
+            optimizer=select(optimizer, state.optimizer),
             loss_scale=state.loss_scale.update(finite, config.precision),
             step=state.step + 1,
             samples=state.samples + jnp.where(applied, config.train.global_batch, 0).astype(jnp.int32),
@@ -276,23 +268,23 @@ def loss_and_gradients(
     step: Array,
     scale: Array,
     loss_fn: Callable | None = None,
-    counts: dict[str, Count] | None = None,
+    counts: Counts | None = None,
 ):
-    """The means of a model over the global batch, and the gradient of its loss, from inside `shard_map`.
+    """The means of a model over the global batch, and the gradient of its loss, inside `shard_map`.
 
-    Every label of the batch has the same weight, on whatever rank and in whatever micro-batch it is. Megatron by
-    default takes the mean of each micro-batch and then the mean of these, so a label in a micro-batch with few labels
-    weighs more; its --calculate-per-token-loss does what is done here. Without a loss mask the two are the same.
+    Every label of the batch has the same weight, on any rank and in any micro-batch, as in Megatron with
+    --calculate-per-token-loss. By default Megatron averages each micro-batch and then these means, so a label in a
+    micro-batch with few labels has a larger weight. Without a loss mask the two are the same.
 
     Args:
       config: as for `build_program`.
-      plan: how each weight is stored (`zero.plan_storage`).
+      plan: the storage of each weight (`zero.plan_storage`).
       model: this device's shards of the master weights.
       batch: this replica's rows of the arrays in `Config.batch_arrays`, [B / data, …].
       step: int32 [], numbers the dropout masks.
       scale: float32 [], multiplies the loss before differentiation and is divided out of both results.
       loss_fn: instead of `Model.loss`.
-      counts: `global_counts` of the batch, if they are known.
+      counts: `global_counts` of the batch; computed by default.
 
     Returns:
       Means by name, [] each before `Model.summary`, or of the shape of their counts; and a gradient in float32 for each
@@ -301,7 +293,7 @@ def loss_and_gradients(
     compute, wide = COMPUTE_TYPES[config.precision.compute], parameter_type(config.precision.compute)
     weights = gather_weights(model, plan, compute, config.mesh, uses_float8(config.precision))
     scale = jnp.asarray(scale, wide)  # 1 / count is as exact as the weights
-    factors = shares(counts or global_counts(model, batch), scale)
+    factors = mean_scales(counts or global_counts(model, batch), scale)
     forward = Forward(config, plan, factors, step, loss_fn=loss_fn)
     micro_batches = split_micro_batches(config, batch)
 
@@ -317,12 +309,12 @@ def loss_and_gradients(
     elif config.micro_batches == 1:  # nothing to accumulate: avoid a second copy of the gradients
         means, gradients = differentiate(tree_index(micro_batches, 0))
     else:
-        nothing = mappings.vary(jnp.zeros((), wide), frozenset(axes.axes_sharing_weights()))
-        means = {name: nothing + jnp.zeros(jnp.shape(factor), wide) for name, factor in factors.items()}
+        zero = mappings.vary(jnp.zeros((), wide), frozenset(axes.axes_sharing_weights()))
+        means = {name: zero + jnp.zeros(jnp.shape(factor), wide) for name, factor in factors.items()}
         gradients = jax.tree.map(lambda weight: jnp.zeros_like(weight, dtype=wide), trained)
-        accumulate = lambda total, each: (tree_add(total, differentiate(each)), None)  # noqa: E731
+        accumulate = lambda total, micro_batch: (tree_add(total, differentiate(micro_batch)), None)  # noqa: E731
         (means, gradients), _ = jax.lax.scan(accumulate, (means, gradients), micro_batches)
-    # In float32, after all micro-batches; layers gathered one by one (ZeRO-3) have summed theirs in the loop.
+    # In float32, after all micro-batches; layers gathered one by one (ZeRO-3) sum their gradients in the loop.
     gradients = reduce_gradients(gradients, trainable_only(model), trainable_only(plan))
     with jax.named_scope(named_scopes.LOSS):
         means = {name: mappings.psum(mean, mappings.varying_axes(mean)) for name, mean in means.items()}
@@ -332,7 +324,7 @@ def loss_and_gradients(
 
 def _eval_step(config: Config, plan, loss_fn: Callable | None, model: Model, batch: dict[str, Array]) -> EvalMetrics:
     counts = global_counts(model, batch)
-    means = model.summary(sum_over_batch(config, plan, model, batch, shares(counts), loss_fn=loss_fn))
+    means = model.summary(sum_over_batch(config, plan, model, batch, mean_scales(counts), loss_fn=loss_fn))
     counts = {name: jnp.max(jnp.asarray(count)).astype(jnp.int32) for name, count in counts.items()}
     return EvalMetrics(select_loss(model.loss_weights, means), means, counts)
 
@@ -346,11 +338,11 @@ def sum_over_batch(
     head: Callable | None = None,
     loss_fn: Callable | None = None,
 ):
-    """The sum over the micro-batches of the global batch of what the head returns, without dropout, inside `shard_map`.
+    """Sum the head's results over the micro-batches of the global batch, without dropout, inside `shard_map`.
 
     Args:
       config, plan, model, batch: as for `loss_and_gradients`.
-      factors: factor of each sum of the model (`losses.shares`).
+      factors: factor of each sum of the model (`losses.mean_scales`).
       head: (weights, stream after the last layer [t, h], micro-batch, context) → array of any shape, replicated over
         `model`; by default the means by name.
       loss_fn: instead of `Model.loss`.
@@ -364,16 +356,16 @@ def sum_over_batch(
     if config.mesh.pipe > 1:
         total = sum_over_stages(forward, weights, micro_batches)
     else:
-        each = jax.lax.map(lambda micro_batch: forward(weights, micro_batch), micro_batches)
-        total = jax.tree.map(lambda parts: parts.sum(0), each)
+        results = jax.lax.map(lambda micro_batch: forward(weights, micro_batch), micro_batches)
+        total = jax.tree.map(lambda parts: parts.sum(0), results)
     return jax.tree.map(lambda x: mappings.psum(x, mappings.varying_axes(x)), total)
 
 
 def split_micro_batches(config: Config, batch: dict[str, Array]) -> dict[str, Array]:
     """This device's rows of the batch as [m, b, …], and each sequence's index in the global batch as [m, b].
 
-    The rows of a sample of several sequences, [c, s], follow each other in the micro-batch. Of a sequence that is split
-    over `context` a rank has the positions that `TokenLayout.position_ids` says.
+    The rows of a sample of several sequences, [c, s], follow each other in the micro-batch. If `context` splits the
+    sequences, a rank has the positions `TokenLayout.position_ids`.
     """
     rows = config.train.global_batch // axes.replicas(config.mesh)
     chex.assert_tree_shape_prefix(batch, (rows,))

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from mjax.checkpoint.base import restore_weights
 from mjax.config import Config, MeshConfig, load_user_model
 from mjax.config.bounds import check_bounds
-from mjax.data.tokenizers import end_token_ids
+from mjax.data.tokenizers import stop_token_ids
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat
 from mjax.generation.generate import Generator, Sampling
@@ -122,7 +122,7 @@ class HarnessModel(TemplateLM):
     def _prepare(self, run: Path, config: Config, mesh: Mesh, tokenizer: str | None = None, seed: int = 0) -> None:
         self.run, self.config, self.seed, self._chat = run, config, seed, None
         self.text = run_tokenizer(run, config.model, tokenizer, "tokenizer=KIND:FILES in --model_args")
-        self.ends = end_token_ids(run / "tokenizer", self.text.eod, tokenizer)
+        self.ends = stop_token_ids(run / "tokenizer", self.text.eod, tokenizer)
         self.scorer, self.generator = Scorer(config, mesh), Generator(config, mesh)
 
     # --- Tokenizer interface of the harness ---------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class HarnessModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The id that precedes a text without context."""
-        return self.text.start
+        return self.text.prefix_id
 
     @property
     def max_length(self) -> int:

@@ -39,11 +39,11 @@ class Score:
     """Sums over windows, independent of batches and devices.
 
     Attributes:
-      loss: nats, over the labels that count.
-      labels: number of labels that count.
+      loss: nats, over the unmasked labels.
+      labels: number of unmasked labels.
       correct: number of these that the model finds most likely, each given its true context.
       windows: number of windows.
-      right: windows in which every label that counts is correct.
+      right: windows in which every unmasked label is correct.
     """
 
     loss: float = 0.0
@@ -136,11 +136,11 @@ def read_text(file: Path, published: str = "the task's files as published") -> s
 #
 # Source: arXiv 1909.08053, appendix E.1 ("overlapping evaluation", o = 32), and Megatron-LM v1.0,
 # tasks/zeroshot_gpt2/datasets.py. That makes ⌈(N − 1 − o) / o⌉ + 1 windows of N tokens. The last of them, s / o − 1 if
-# o divides s, have no label that counts and are left out here.
+# o divides s, have no unmasked label and are left out here.
 
 
 def overlapping_windows(tokens: np.ndarray, positions: int, stride: int) -> list[ContextWindow]:
-    """Windows in which every token of `tokens` [N] except the first is a label that counts once; views, not copies.
+    """Windows in which every token of `tokens` [N] except the first is an unmasked label once; views, not copies.
 
     Args:
       positions: s, maximum tokens of a window.

@@ -67,10 +67,8 @@ class LabelledTask(ABC):
     def __init__(self, train: Sequence[str], validation: Sequence[str], tokenizer: Tokenizer, positions: int):
         """Read the files; arguments and errors as in `labelled.open_task`."""
         if not isinstance(tokenizer, BertTokenizer):
-            raise UsageError(
-                f"the model's tokenizer is of kind {tokenizer.scheme}, and rows of this task need a BERT's, which has "
-                "[CLS] and [SEP]; use a model trained with --tokenizer bert-uncased:vocab.txt or bert-cased:vocab.txt"
-            )
+            fix = "use a model trained with --tokenizer bert-uncased:vocab.txt or bert-cased:vocab.txt"
+            raise UsageError(f"the tokenizer is of kind {tokenizer.scheme}, and this task needs a BERT's; {fix}")
         self.tokenizer, self.positions = tokenizer, positions
         self.notes: list[str] = []
         self.validation: dict[str, Examples] = {}

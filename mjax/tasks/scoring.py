@@ -5,10 +5,10 @@ window of text the loss and the correctness of each label, for a labelled exampl
 its rows into an array of zeros at the indices of its samples, and one sum over all axes combines the rows of a batch:
 under any parallelism, including a pipeline, every device ends up with all of them.
 
-A batch of windows is padded on the right to one width, and only the labels that count are read from the result. Causal
+A batch of windows is padded on the right to one width, and only the unmasked labels are read from the result. Causal
 attention never sees the padding after a token. There is one compiled program per width in use, which reads the first
 positions of the same weights; batches share widths where another program would cost more than the padding. Where the
-last positions of all windows of a width hold the labels that count, as in a question's answers, the vocabulary is
+last positions of all windows of a width hold the unmasked labels, as in a question's answers, the vocabulary is
 scored at these alone.
 """
 
@@ -32,7 +32,7 @@ from mjax.config import Config
 from mjax.config.axes import MODEL
 from mjax.config.kernels import pad_width
 from mjax.models.causal import CausalModel
-from mjax.models.protocol import Context, Model
+from mjax.models.protocol import ForwardContext, Model
 from mjax.parallel import mappings
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.mesh import batch_specs
@@ -76,7 +76,7 @@ class RowScorer:
       abstract_model: ShapeDtypeStructs with shardings: the target for restoring weights.
     """
 
-    head: Callable[[Model, Array, dict[str, Array], Context], Array]
+    head: Callable[[Model, Array, dict[str, Array], ForwardContext], Array]
     """Inside `shard_map`: weights, residual stream after the last layer [t, h], micro-batch and the context of its
     tokens → numbers of each row [b, …], replicated over `model`."""
 
@@ -122,7 +122,7 @@ class Scorer(RowScorer):
     """Gives every window of text a `Score`, with a causal model."""
 
     @staticmethod
-    def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: Context) -> Array:
+    def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: ForwardContext) -> Array:
         """Loss of each label and whether it is the most likely one, [b, s, 2]; a rank of `context` has its part. Of a
         batch with `scored`, positions [b, n], only of these, [b, n, 2]."""
         tokens, labels = context.tokens, batch["labels"]
@@ -158,7 +158,7 @@ class Scorer(RowScorer):
     def score_labels(
         self, model: CausalModel, windows: Sequence[ContextWindow], on_progress: Progress = unseen
     ) -> list[np.ndarray]:
-        """Return loss in nats and correctness (0 or 1) of the labels that count, [counted, 2] per window.
+        """Return loss in nats and correctness (0 or 1) of the unmasked labels, [counted, 2] per window.
 
         Args:
           model: master weights, as in `TrainState.model`.
@@ -225,7 +225,7 @@ def choose_widths(needed: Sequence[int]) -> list[int]:
 
 
 class LossScorer(Scorer):
-    """Gives every list of windows, with equally many labels that count, their losses, [windows, counted]."""
+    """Gives every list of windows, with equally many unmasked labels, their losses, [windows, counted]."""
 
     def __call__(self, model: CausalModel, passes: Passes, on_progress: Progress = unseen) -> list[np.ndarray]:
         """Score the windows of each of `passes`; arguments as in `Scorer`."""
@@ -239,7 +239,7 @@ class TaskScorer(RowScorer):
     """Scores examples with a BERT that has a task's head."""
 
     @staticmethod
-    def head(weights: Any, x: Array, batch: dict[str, Array], context: Context) -> Array:
+    def head(weights: Any, x: Array, batch: dict[str, Array], context: ForwardContext) -> Array:
         """The scores of the task's head."""
         return mappings.mask_to_first_context_rank(weights.scores(x, batch, context))
 
@@ -273,7 +273,7 @@ def score_rows(config: Config, plan, model: Model, batch: dict[str, Array], head
       [B, …], the same on every device.
     """
 
-    def place_rows(weights: Model, x: Array, micro_batch: dict[str, Array], context: Context) -> Array:
+    def place_rows(weights: Model, x: Array, micro_batch: dict[str, Array], context: ForwardContext) -> Array:
         numbers = head(weights, x, micro_batch, context)
         rows = micro_batch["samples"][:: config.model.sequences] // config.model.sequences  # [b], of the global batch
         zeros = jnp.zeros((config.train.global_batch, *numbers.shape[1:]), numbers.dtype)

@@ -85,7 +85,7 @@ class Squad(LabelledTask):
         questions: list[SquadQuestion] = []
         articles = json_object(_File, read_text(file), str(file), EXPECTED)["data"]
         paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
-        encoded = self.tokenizer.encode_with_characters([paragraph["context"] for paragraph in paragraphs])
+        encoded = self.tokenizer.encode_with_offsets([paragraph["context"] for paragraph in paragraphs])
         for paragraph, ids_and_characters in zip(paragraphs, encoded, strict=True):
             context = Context(paragraph["context"], *ids_and_characters)
             questions += [_question(values, file, context, self.version) for values in paragraph["qas"]]

@@ -92,7 +92,7 @@ class Perplexity:
         for tokens in documents:
             if len(tokens):
                 self.documents += 1
-                windows += overlapping_windows(np.array([tokenizer.start, *tokens], np.int32), positions, stride)
+                windows += overlapping_windows(np.array([tokenizer.prefix_id, *tokens], np.int32), positions, stride)
         if not windows:
             raise UsageError(f"{data} has no text; give a file or a dataset that does")
         self.passes: list[Sequence[ContextWindow]] = [windows]
@@ -243,7 +243,7 @@ class WikiText103:
         """
         self.stride = check_stride(STRIDE if stride is None else stride, positions)
         original = read_text(Path(data), "WikiText103's wiki.test.tokens, or text like it")
-        tokens = np.array(tokenizer.prompt(detokenize(original)), np.int32)
+        tokens = np.array(tokenizer.encode_prompt(detokenize(original)), np.int32)
         self.tokens, self.words = len(tokens), len(original.strip().split(" "))  # as v1.0 counts
         if self.words < 2 or self.tokens < 2:
             raise UsageError(f"{data} has fewer than two words; give WikiText103's wiki.test.tokens, or text like it")
@@ -302,7 +302,7 @@ class Lambada:
             raise UsageError(f'{data} has no passage; give a file of lines {{"text": "…"}}')
         strict, last = [], []
         for document in documents:
-            tokens = tokenizer.prompt(document.text)
+            tokens = tokenizer.encode_prompt(document.text)
             strict.append(_window(document, *_last_word(tokenizer, document), positions))
             last.append(_window(document, tokens[:-1], tokens[-1:], positions))
         self.passes: list[Sequence[ContextWindow]] = [strict, last]
@@ -329,7 +329,7 @@ def _last_word(tokenizer: Tokenizer, document: Document) -> tuple[list[int], lis
         needs = 'lambada needs one passage per line, {"text": "The cat sat down"}'
         raise UsageError(f"{document.source} {what}; {needs}")
     before = document.text[: document.text.rfind(words[-1])].strip()
-    return tokenizer.prompt(before), tokenizer.encode(" " + words[-1])
+    return tokenizer.encode_prompt(before), tokenizer.encode(" " + words[-1])
 
 
 def _window(document: Document, context: list[int], labels: list[int], positions: int) -> ContextWindow:
@@ -340,17 +340,17 @@ def _window(document: Document, context: list[int], labels: list[int], positions
 
 
 # --- Perplexity by position: does a model predict better the more it has read? ----------------------------------------
-# Long documents are cut into stretches of L tokens, each of which the model reads from position 1. Label p of a stretch
-# is predicted from the p tokens before it, so the mean loss at p over all stretches shows what p tokens of context are
+# Long documents are cut into spans of L tokens, each of which the model reads from position 1. Label p of a span
+# is predicted from the p tokens before it, so the mean loss at p over all spans shows what p tokens of context are
 # worth. It falls with p as long as the model uses what lies further back; it levels off where the model no longer does,
 # and rises where positions are too many for it, such as beyond those of its training.
 #
-#     stretch 0   [eod t1 … t_L−1] → t1 … t_L          the document from its beginning
-#     stretch 1   [t_L … t_2L−1] → t_L+1 … t_2L        and on from there; the rest, shorter than L, is left out
+#     span 0      [eod t1 … t_L−1] → t1 … t_L          the document from its beginning
+#     span 1      [t_L … t_2L−1] → t_L+1 … t_2L        and on from there; the rest, shorter than L, is left out
 #
-# Every stretch has every position, so all bins are means over the same text, and comparable. That is why documents with
-# fewer than L tokens are left out, and counted. The standard error of a bin is that of the mean over stretches: the
-# labels within a stretch are not independent.
+# Every span has every position, so all bins are means over the same text, and comparable. That is why documents with
+# fewer than L tokens are left out, and counted. The standard error of a bin is that of the mean over spans: the
+# labels within a span are not independent.
 #
 # Source: the loss over positions of long documents, as in the Gemini 1.5 report (arXiv 2403.05530, section 5.2.1, its
 # figure 7), there cumulative; and sliding-window perplexity by length in YaRN (arXiv 2309.00071, section 4.3).
@@ -360,14 +360,14 @@ class Positions:
     """The task on files of text, or on a dataset.
 
     Attributes:
-      passes: the stretches of all documents, one list.
-      length: L, labels of a stretch.
+      passes: the spans of all documents, one list.
+      length: L, labels of a span.
       edges: first position of each bin, from 1, and the end of the last [bins + 1].
       split: positions before they were scaled, or half the length: the metrics compare what is before and after.
     """
 
     def __init__(self, data: str, tokenizer: Tokenizer, model: ModelConfig, length: int | None = None, bins: int = 16):
-        """Read the documents and cut them into stretches.
+        """Read the documents and cut them into spans.
 
         Args:
           data: a .txt, .jsonl or .parquet file, a folder or a pattern of such; or the prefix of an indexed dataset.
@@ -385,19 +385,19 @@ class Positions:
             problem = f"--positions.length {self.length} does not fit a model of {model.max_positions:,} positions"
             raise UsageError(f"{problem}; use 2 to {model.max_positions}")
         documents, _ = open_text(data, tokenizer)
-        stretches: list[ContextWindow] = []
+        spans: list[ContextWindow] = []
         self.documents = self.used = self.tokens = longest = 0
         for tokens in documents:
-            windows = overlapping_windows(np.array([tokenizer.start, *tokens], np.int32), self.length, self.length)
+            windows = overlapping_windows(np.array([tokenizer.prefix_id, *tokens], np.int32), self.length, self.length)
             whole = [window for window in windows if window.counted == self.length]
             self.documents, self.used = self.documents + bool(len(tokens)), self.used + bool(whole)
             self.tokens, longest = self.tokens + len(tokens), max(longest, len(tokens))
-            stretches += whole
-        if not stretches:
+            spans += whole
+        if not spans:
             shorter = f", or use --positions.length {1 << longest.bit_length() - 1}" if longest > 1 else ""
             needs = f"{data} has no document of {self.length:,} tokens, the longest has {longest:,}"
             raise UsageError(f"{needs}; give longer texts{shorter}")
-        self.passes: list[Sequence[ContextWindow]] = [stretches]
+        self.passes: list[Sequence[ContextWindow]] = [spans]
         self.edges = np.unique(np.round(np.geomspace(1, self.length + 1, bins + 1)).astype(np.int64))
         self.scaled = model.unscaled_sequence < self.length
         self.split = model.unscaled_sequence if self.scaled else self.length // 2
@@ -406,7 +406,7 @@ class Positions:
         """The loss before and after `split`, what was read, and the loss of every bin.
 
         Args:
-          scores: the losses of all stretches, nats [stretches, L], in a list.
+          scores: the losses of all spans, nats [spans, L], in a list.
 
         Raises:
           RunError: a loss is not finite.
@@ -434,7 +434,7 @@ class Positions:
         """The rows of the table: first and last position of each bin, its mean loss, and how many labels it has.
 
         Args:
-          losses: nats [stretches, L].
+          losses: nats [spans, L].
         """
         rows = []
         for first, end in pairwise(self.edges.tolist()):
@@ -450,9 +450,7 @@ class Positions:
         from mjax.pictures.runs import draw_positions  # matplotlib takes a second to import
 
         (losses,) = scores
-        about = (
-            f"{len(losses):,} stretches of {self.length:,} tokens from {self.used:,} of {self.documents:,} documents"
-        )
+        about = f"{len(losses):,} spans of {self.length:,} tokens from {self.used:,} of {self.documents:,} documents"
         trained = self.split if self.scaled else None
         draw_positions(self.bins(losses), file, f"{source}\n{about}", trained)
 

@@ -56,7 +56,7 @@ REFUSALS = {
         "check the credentials and the bucket"
     ),
 }
-"""Failures that another attempt does not mend, and what does."""
+"""Failures that persist, and the fix of each."""
 
 
 def is_address(path: str | Path) -> bool:

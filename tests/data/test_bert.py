@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from mjax.data import bert, sources
-from mjax.data.bert import BertDataset, WordPieces, build_pair_index, find_words, mersenne_twister_64
+from mjax.data.bert import BertDataset, WordPieceVocabulary, build_pair_index, find_word_bounds, mersenne_twister_64
 from mjax.data.cache import IndexCache
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.data.sources import MockPairs
+from mjax.data.sources import MockBertDataset
 from mjax.errors import UsageError
 from tests.small import small_config
 
 PAD, CLS, SEP, MASK, VOCABULARY = 0, 1, 2, 3, 1200
-PIECES = WordPieces(CLS, SEP, MASK, PAD, np.arange(VOCABULARY) >= 1000)
+PIECES = WordPieceVocabulary(CLS, SEP, MASK, PAD, np.arange(VOCABULARY) >= 1000)
 
 
 def write(prefix, documents):
@@ -87,7 +87,7 @@ def test_index_is_kept_by_all_it_depends_on(indexed, tmp_path, monkeypatch):
     ("documents", "options", "words"),
     [
         ([[np.arange(10, 400)]] * 5, {}, r"no document of 2 or more sentences.*prepare the text with --split-sentence"),
-        ([[[9], [8]]], {"sequence": 4}, r"--model\.sequence 4 leaves no room .* use 5 or more"),
+        ([[[9], [8]]], {"sequence": 4}, r"--model\.sequence 4 is too short .* use 5 or more"),
     ],
 )
 def test_unusable_dataset_is_rejected(tmp_path, documents, options, words):
@@ -98,7 +98,7 @@ def test_unusable_dataset_is_rejected(tmp_path, documents, options, words):
 
 def test_id_outside_vocabulary_is_rejected(tmp_path):
     large = write(tmp_path / "d", [[[10, 11], [12, 1199]]])
-    small = WordPieces(CLS, SEP, MASK, PAD, PIECES.continues[:1100])
+    small = WordPieceVocabulary(CLS, SEP, MASK, PAD, PIECES.is_continuation[:1100])
     with pytest.raises(UsageError, match=r"sample 0 of .* holds the id 1199 and .* is 1,100"):
         dataset(large, samples=1, pieces=small)[0]
 
@@ -121,7 +121,7 @@ def test_rows_are_those_of_megatrons_loop(monkeypatch):
         lengths = random.choice([0, 1, 3, 9, 20, 512, 513], counts.sum(), p=[0.1, 0.1, 0.2, 0.3, 0.2, 0.05, 0.05])
         boundaries = np.cumsum([0, *counts])[case % 2 :]  # all documents, or those from the second on
         options = int(random.integers(1, 40)), [2, 13, 40][case % 3], int(random.integers(2**31 - 1))
-        monkeypatch.setattr(bert, "PIECE", int(random.integers(1, 5)))
+        monkeypatch.setattr(bert, "CHUNK_SIZE", int(random.integers(1, 5)))
         found.append(build_pair_index(lengths.astype(np.int32), boundaries, *options).tolist())
     assert hashlib.sha256(str(found).encode()).hexdigest()[:16] == "90e29ff702fa0245"
 
@@ -139,7 +139,7 @@ def test_epochs_are_whole_and_end():
 
 def test_words_skip_special_tokens():
     tokens = np.array([CLS, 1100, 1101, 10, 1100, SEP, 1199, 20, 30, 1000, SEP])
-    places, bounds = find_words(tokens, PIECES)
+    places, bounds = find_word_bounds(tokens, PIECES)
     words = [places[a:b].tolist() for a, b in pairwise(bounds)]
     # A first piece without its word is one; a segment that begins within a word continues the last one.
     assert words == [[1, 2], [3, 4, 6], [7], [8, 9]]
@@ -149,20 +149,20 @@ def test_words_skip_special_tokens():
 
 
 def test_mock_pairs_count_on_in_both_segments():
-    pairs, swapped = MockPairs(vocabulary=60, sequence=16, seed=3), 0
+    pairs, swapped = MockBertDataset(vocabulary=60, sequence=16, seed=3), 0
     arrays = {name: (array.shape, array.dtype.name) for name, array in pairs[7].items()}
     assert arrays == small_config(kind="bert").batch_arrays()
-    assert (pairs[7]["labels"] != MockPairs(60, 16, 4)[7]["labels"]).any()
+    assert (pairs[7]["labels"] != MockBertDataset(60, 16, 4)[7]["labels"]).any()
     for index in range(300):
         sample = pairs[index]
         masked, text, types = sample["loss_mask"], sample["documents"] == 0, sample["token_types"]
-        assert ((sample["tokens"] == sources.MASK) == masked).all()
+        assert ((sample["tokens"] == sources.MASK_ID) == masked).all()
         assert (sample["tokens"] == sample["labels"])[~masked].all()
         assert masked.any()
         assert not (masked | types)[~text].any()
         one, two = sample["labels"][text & (types == 0)][1:], sample["labels"][text & (types == 1)]
         assert min(len(one), len(two)) > 0
         counted = [two, one] if sample["sentence_order"] else [one, two]
-        assert (np.diff(np.concatenate(counted)) % (60 - sources.MASK - 1) == 1).all()
+        assert (np.diff(np.concatenate(counted)) % (60 - sources.MASK_ID - 1) == 1).all()
         swapped += int(sample["sentence_order"])
     assert 110 < swapped < 190

@@ -5,7 +5,7 @@ import pytest
 
 from mjax.config.datasets import normalize
 from mjax.data import samples as blend
-from mjax.data.samples import BlendedDataset, build_blend_index, split_samples
+from mjax.data.samples import BlendedDataset, build_blend_index, count_samples_per_dataset
 
 
 def walked(shares, samples, sizes=None):
@@ -35,26 +35,26 @@ WEIGHTS = {
 @pytest.mark.parametrize("lane", [1, 7, 600])
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_lanes_join_to_megatrons_walk(monkeypatch, weights, lane):
-    monkeypatch.setattr(blend, "LANE", lane)
+    monkeypatch.setattr(blend, "LANE_SAMPLES", lane)
     shares, samples = normalize(weights), 1500 if lane > 1 else 60
     found = build_blend_index(shares, samples)
     assert found.dtype == np.int16
     assert found.tolist() == walked(shares, samples)
     for length in range(1, samples, 37):
         used = np.bincount(found[:length], minlength=len(shares))
-        assert (used <= split_samples(length, shares)).all()
+        assert (used <= count_samples_per_dataset(length, shares)).all()
 
 
 def test_parts_hold_half_a_percent_more():
     """Megatron's epochs, and so its order, depend on it."""
-    assert split_samples(1001, [0.3, 0.7]) == [303, 705]  # of 300.3 and 700.7, rounded up twice
+    assert count_samples_per_dataset(1001, [0.3, 0.7]) == [303, 705]  # of 300.3 and 700.7, rounded up twice
 
 
 @pytest.mark.parametrize("sizes", [[5], [1, 1, 1], [3, 400], [70, 1, 200, 33], RANDOM.integers(1, 200, 8).tolist()])
 @pytest.mark.parametrize("lane", [7, 600])
 def test_exhausted_datasets_are_skipped(monkeypatch, sizes, lane):
     """Without weights each sample comes once; with others than the sizes' shares too, in another order."""
-    monkeypatch.setattr(blend, "LANE", lane)
+    monkeypatch.setattr(blend, "LANE_SAMPLES", lane)
     data = BlendedDataset([range(size) for size in sizes], None, None)
     assert data.dataset_index.tolist() == walked(normalize(sizes), sum(sizes), sizes)
     drawn = list(zip(data.dataset_index.tolist(), data.dataset_sample_index.tolist(), strict=True))

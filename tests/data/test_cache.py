@@ -40,7 +40,7 @@ class Kept:
             wait()
             return ARRAYS
 
-        found = self.cache.arrays(source, tuple(ARRAYS), build)
+        found = self.cache.load_or_build(source, tuple(ARRAYS), build)
         for name, array in ARRAYS.items():
             assert found[name].dtype == array.dtype
             assert (found[name] == array).all()
@@ -88,7 +88,9 @@ def test_next_folder_is_used_when_unwritable(tmp_path):
     (tmp_path / "file").write_text("in the way")
     kept = Kept(tmp_path / "file" / "c", tmp_path / "home")
     kept.arrays()
-    assert kept.said == [f"{tmp_path}/file/c cannot be used (Not a directory): the indices are kept in {tmp_path}/home"]
+    assert kept.said == [
+        f"{tmp_path}/file/c cannot be used (Not a directory): the indices are stored in {tmp_path}/home"
+    ]
     assert list((tmp_path / "home").glob("*.json"))
 
 
@@ -100,7 +102,7 @@ def test_failing_disk_does_not_stop_a_run(tmp_path, monkeypatch):
     kept = Kept(tmp_path)
     kept.arrays()
     (sentence,) = kept.said
-    assert f"{tmp_path} cannot be used (No space left on device): the indices are built in memory" in sentence
+    assert f"{tmp_path} cannot be used (No space left on device): each start builds the indices in memory" in sentence
     assert list(tmp_path.iterdir()) == []
 
 
@@ -175,8 +177,9 @@ def test_each_input_of_packing_has_an_entry(tmp_path):
 
 
 def test_each_input_of_a_blend_has_an_entry(tmp_path):
-    plain = {"parts": [range(4), range(8)], "shares": None, "samples": 6}
-    changes = [{}, {"samples": 7}, {"samples": None}, {"parts": [range(2), range(4)]}, {"parts": [range(8), range(4)]}]
+    plain = {"datasets": [range(4), range(8)], "shares": None, "samples": 6}
+    changes = [{}, {"samples": 7}, {"samples": None}]
+    changes += [{"datasets": [range(size), range(4)]} for size in (2, 8)]
     changes += [{"shares": shares} for shares in ([1 / 3, 2 / 3], [0.5, 0.5])]
     names = ("dataset_index", "dataset_sample_index")
     assert leaves_entries(lambda **change: BlendedDataset(**plain | change), names, tmp_path / "c", changes) == 7

@@ -11,8 +11,8 @@ from tokenizers import processors
 
 from mjax.commands import cli
 from mjax.config import save_config
-from mjax.data.conversations import ConversationDataset, best_fit
-from mjax.data.corpus import TextFiles, parse
+from mjax.data.conversations import ConversationDataset, pack_best_fit
+from mjax.data.corpus import TextFiles, parse_block
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, mask_file, token_file
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
@@ -217,10 +217,10 @@ def test_sharegpt_and_alpaca_are_read(fields):
 
 def test_best_fit_takes_the_least_room_that_is_enough():
     sizes = np.array([7, 6, 4, 3, 3, 2, 1])
-    assert best_fit(sizes, 10).tolist() == [0, 1, 1, 0, 2, 2, 2]
+    assert pack_best_fit(sizes, 10).tolist() == [0, 1, 1, 0, 2, 2, 2]
     random = np.random.RandomState(0)
     sizes = np.sort(random.randint(1, 128, 5000))[::-1]
-    chosen = best_fit(sizes, 128)
+    chosen = pack_best_fit(sizes, 128)
     filled = np.bincount(chosen, sizes)
     assert filled.max() <= 128
     assert filled.sum() / (128 * len(filled)) > 0.98
@@ -242,7 +242,7 @@ LENGTHS = [5, 17, 9, 9, 2, 3, 9, 4, 12, 7, 7, 16]
 @pytest.mark.parametrize("pack", [True, False])
 def test_every_epoch_has_each_conversation_once(pack, tmp_path):
     data = packed(tmp_path, LENGTHS, samples=100, pack=pack)
-    epochs = [[data.conversations(n * data.sequences + i).tolist() for i in range(data.sequences)] for n in range(3)]
+    epochs = [[data.conversation_ids(n * data.sequences + i).tolist() for i in range(data.sequences)] for n in range(3)]
     for epoch in epochs:
         assert sorted(chain.from_iterable(epoch)) == list(range(len(LENGTHS)))
     assert epochs[0] != epochs[1] != epochs[2]
@@ -254,7 +254,7 @@ def test_packed_sample_is_its_conversations_side_by_side(tmp_path):
     data = packed(tmp_path, LENGTHS)
     for index in range(len(data)):
         sample, begin = data[index], 0
-        for number, conversation in enumerate(data.conversations(index)):
+        for number, conversation in enumerate(data.conversation_ids(index)):
             length = LENGTHS[conversation]
             part = {name: array[begin : begin + length - 1] for name, array in sample.items()}
             assert part["tokens"].tolist() == (1000 * conversation + np.arange(length - 1)).tolist()
@@ -331,7 +331,9 @@ def test_arguments_that_parquet_adds_are_left_out(tmp_path):
     calls = [{"function": {"arguments": {name: [1, None]}}} for name in ("city", "days")]
     rows = [{"messages": [{"role": "assistant", "tool_calls": [call]}]} for call in calls]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    documents = [one for block in TextFiles((tmp_path / "a.parquet",), key="").blocks() for one in parse(block, "")[0]]
+    documents = [
+        one for block in TextFiles((tmp_path / "a.parquet",), key="").blocks() for one in parse_block(block, "")[0]
+    ]
     assert [document.fields for document in documents] == rows
 
 
@@ -344,9 +346,9 @@ def test_prepare_writes_tokens_masks_and_template(run, tmp_path, capsys):
     data = IndexedDataset(tmp_path / "out")
     chat = Chat(tmp_path / "out.tokenizer")
     assert len(data) == 2, "the long one has more than 65 tokens"
-    assert chat.decode(data.get(1)[data.mask(1)], special=True) == "b<|im_end|>"
+    assert chat.decode(data.get(1)[data.loss_mask(1)], special=True) == "b<|im_end|>"
     metadata = json.loads((tmp_path / "out.json").read_text())
-    assert metadata["trained"] == int(data.mask(0).sum() + data.mask(1).sum())
+    assert metadata["trained"] == int(data.loss_mask(0).sum() + data.loss_mask(1).sum())
     whole = token_file(data.prefix).read_bytes(), mask_file(data.prefix).read_bytes()
     lines = [{"messages": TALK[1:3]}, {"messages": TALK}, short]
     assert prepare(run, lines, "--overwrite", "--workers", "2") == 0

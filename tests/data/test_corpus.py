@@ -10,12 +10,12 @@ import pytest
 from pyarrow import parquet
 
 from mjax.data.corpus import TextFiles, find_files
-from mjax.data.corpus.documents import SIZE, zstd
+from mjax.data.corpus.documents import BLOCK_BYTES, zstd
 from mjax.errors import UsageError
 
 TEXTS = ["plain", "naïve “quotes”\u2028and a line separator", "", "tab\tand\r\nreturn", "🙂" * 50, "x" * 700]
 PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}
-MOST = 2 * SIZE
+MOST = 2 * BLOCK_BYTES
 
 
 def lines_of(texts):
@@ -45,8 +45,8 @@ def places(corpus):
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
 @pytest.mark.parametrize("size", [1, 64, 2**19])
 def test_documents_do_not_depend_on_blocks(tmp_path, monkeypatch, ending, size):
-    monkeypatch.setattr("mjax.data.corpus.documents.SIZE", size)
-    monkeypatch.setattr("mjax.data.corpus.documents.ROWS", 2)
+    monkeypatch.setattr("mjax.data.corpus.documents.BLOCK_BYTES", size)
+    monkeypatch.setattr("mjax.data.corpus.documents.BLOCK_ROWS", 2)
     file = tmp_path / f"a{ending}"
     if ending == ".parquet":
         write_parquet(file, TEXTS, row_group_size=4)
@@ -105,7 +105,7 @@ def test_checksum_of_parquet_page_is_checked(tmp_path):
 
 
 def test_malformed_lines_are_counted_by_each_reading(tmp_path, monkeypatch):
-    monkeypatch.setattr("mjax.data.corpus.documents.SIZE", 10)
+    monkeypatch.setattr("mjax.data.corpus.documents.BLOCK_BYTES", 10)
     lines = [b'{"text": "one"}', b"\xff", b'{"text": null}', b"[]", b'{"text": "\\ud800"}', b"[" * 100_000]
     files = [
         write(tmp_path / "a.jsonl", b"\n".join(lines)),
@@ -124,11 +124,11 @@ def test_malformed_lines_are_counted_by_each_reading(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("ending", [".txt.gz", ".jsonl.zst"])
 def test_endless_document_is_rejected_in_flat_memory(tmp_path, ending):
-    file = write(tmp_path / f"a{ending}", bytes(64 * SIZE))
+    file = write(tmp_path / f"a{ending}", bytes(64 * BLOCK_BYTES))
     tracemalloc.start()
     try:
         with pytest.raises(UsageError, match=rf"a\{ending}.*: a document has more than {MOST:,} bytes; split it"):
-            list(TextFiles([file], most=MOST))
+            list(TextFiles([file], max_bytes=MOST))
         assert tracemalloc.get_traced_memory()[1] < 4 * MOST
     finally:
         tracemalloc.stop()
@@ -141,10 +141,10 @@ def test_line_that_is_too_long_is_skipped(tmp_path, packing):
     def line(text):
         return json.dumps({"text": text}).encode() + b"\n"
 
-    for length in (MOST - 12, MOST - 13, MOST + SIZE, 5 * MOST):  # {"text": ""} and a line end have 13
+    for length in (MOST - 12, MOST - 13, MOST + BLOCK_BYTES, 5 * MOST):  # {"text": ""} and a line end have 13
         too_long = length > MOST - 13
         content = [line("first"), line("x" * length), line("y" * 2 * MOST), line("last"), b"no JSON\n"]
-        corpus = TextFiles([write(tmp_path / f"a.jsonl{packing}", b"".join(content))], malformed="skip", most=MOST)
+        corpus = TextFiles([write(tmp_path / f"a.jsonl{packing}", b"".join(content))], malformed="skip", max_bytes=MOST)
         found = [(document.text[:5], document.source[-1]) for document in corpus]
         assert found == [("first", "1"), *([] if too_long else [("xxxxx", "2")]), ("last", "4")]
         assert [place[-1] for place in places(corpus)] == (["2", "3", "5"] if too_long else ["3", "5"])

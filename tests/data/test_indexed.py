@@ -78,7 +78,7 @@ def test_sequences_are_joined_by_short_reads_too(tmp_path, monkeypatch):
             chosen = np.sort(random.integers(0, 60, random.integers(1, 9)))
             begin, end = random.integers(0, 3), random.integers(3, 6)
             expected = np.repeat(chosen, 5)[begin : 5 * len(chosen) - 5 + end]
-            assert data.join(chosen, begin, end).tolist() == expected.tolist()
+            assert data.read_span(chosen, begin, end).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("token", [-1, 100, 65536 + 1])
@@ -147,7 +147,7 @@ def test_file_cut_short_while_read_is_named(tmp_path, file):
     data = IndexedDataset(prefix)
     assert data.get(3999).tolist() == [1] * 5
     os.truncate(file(prefix), 4096)
-    for read in (lambda: data.get(3999), lambda: data.join(np.array([3998, 3999]), 0, 5)):
+    for read in (lambda: data.get(3999), lambda: data.read_span(np.array([3998, 3999]), 0, 5)):
         with pytest.raises(UsageError, match=rf"{file('d').name} was cut short while it was read"):
             read()
 
@@ -160,7 +160,7 @@ def test_any_damage_is_rejected_or_harmless(tmp_path, monkeypatch):
 
     Accepted damage divides the same sequences into other documents. The index is checked in pieces of two sequences.
     """
-    monkeypatch.setattr("mjax.data.indexed.PIECE", 2)
+    monkeypatch.setattr("mjax.data.indexed.CHECK_CHUNK_SEQUENCES", 2)
     prefix = write(tmp_path / "d", [[[1, 2], []], [[3, 4, 5], [6], [7] * 4]])
     whole, tokens = index_file(prefix).read_bytes(), token_file(prefix).read_bytes()
     sequences = [[1, 2], [], [3, 4, 5], [6], [7] * 4]

@@ -54,7 +54,7 @@ def three_blocks(*arguments, read=mjax.data.corpus.documents.read_blocks):
             time.sleep(600)
         yield block
 
-mjax.data.corpus.documents.SIZE = 200
+mjax.data.corpus.documents.BLOCK_BYTES = 200
 mjax.data.corpus.documents.read_blocks = three_blocks
 if __name__ == "__main__":
     how = ["--tokenizer", "bytes", "--workers", "2", "--tasks", "2"]

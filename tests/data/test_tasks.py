@@ -23,7 +23,7 @@ from mjax.commands import cli
 from mjax.commands.clean import CleanArguments, clean
 from mjax.commands.dedup import DedupArguments, dedup
 from mjax.commands.prepare import PrepareArguments, prepare
-from mjax.data.corpus import TextFiles, parse
+from mjax.data.corpus import TextFiles, parse_block
 from mjax.data.corpus.tasks import Job
 from mjax.errors import RunError, UsageError
 from mjax.utils import files
@@ -86,8 +86,8 @@ def test_bytes_do_not_depend_on_tasks(corpus, command, monkeypatch):
     run(command, corpus, tasks=1)
     alone = hashes()
     assert len(alone) == 3
-    monkeypatch.setattr("mjax.data.corpus.documents.SIZE", 2000)
-    monkeypatch.setattr("mjax.data.corpus.near_duplicates.AT_ONCE", 2)
+    monkeypatch.setattr("mjax.data.corpus.documents.BLOCK_BYTES", 2000)
+    monkeypatch.setattr("mjax.data.corpus.near_duplicates.BATCH_PAIRS", 2)
     monkeypatch.setattr("mjax.commands.dedup.PART", 7)
     for tasks in (2, 3, 16):
         run(command, corpus, tasks=tasks, overwrite=True)
@@ -104,14 +104,14 @@ def test_shares_number_their_lines(tmp_path):
     for most in (10**6, 30):
 
         def all_of(blocks):
-            documents, malformed = zip(*(parse(block, "text") for block in blocks), strict=True)
+            documents, malformed = zip(*(parse_block(block, "text") for block in blocks), strict=True)
             return list(chain(*documents)), list(chain(*malformed))
 
-        corpus = TextFiles([file], malformed="skip", most=most)
+        corpus = TextFiles([file], malformed="skip", max_bytes=most)
         whole = all_of(corpus.blocks())
         for tasks in range(2, corpus.size + 3):
-            lines = [corpus.lines(rank, tasks) for rank in range(tasks)]
-            blocks = [block for rank in range(tasks) for block in corpus.share(rank, tasks, lines)]
+            lines = [corpus.count_lines(rank, tasks) for rank in range(tasks)]
+            blocks = [block for rank in range(tasks) for block in corpus.read_share(rank, tasks, lines)]
             assert all_of(blocks) == whole
 
 
@@ -165,7 +165,7 @@ def run_until(stage, rank, monkeypatch, command, corpus, **options):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_progress_counts_the_input_as_it_is_read(corpus, monkeypatch, command):
     """Within a task, and all of it once; stages that read nothing count their tasks."""
-    monkeypatch.setattr("mjax.data.corpus.documents.SIZE", 500)
+    monkeypatch.setattr("mjax.data.corpus.documents.BLOCK_BYTES", 500)
     size, counts = sum(Path(file).stat().st_size for file in corpus), {}
 
     @contextlib.contextmanager

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
 from mjax.data import tokenizer_trial
-from mjax.data.tokenizer_trial import MAX_CHARACTERS, PROSE, encode_texts, remember
+from mjax.data.tokenizer_trial import MAX_TEMPLATE_CHARACTERS, SAMPLE_TEXT, encode_texts, mark_trusted
 from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, tokenizer_from_folder, train_sentencepiece
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat
@@ -85,14 +85,12 @@ DIES = "is not done after 1 s; get the file again from its publisher, or use ano
 )
 def test_strange_tokenizer_is_refused(tmp_path, monkeypatch, make, changes, words):
     if words == DIES:  # the others end by themselves, on a busy machine later than that
-        monkeypatch.setattr(tokenizer_trial, "SECONDS", 1.0)
+        monkeypatch.setattr(tokenizer_trial, "MAX_TRIAL_SECONDS", 1.0)
     if "256" in words:
-        monkeypatch.setattr(tokenizer_trial, "MEMORY", 1 << 28)
+        monkeypatch.setattr(tokenizer_trial, "MAX_TRIAL_BYTES", 1 << 28)
     file = written(make(), tmp_path, **changes)
     for _ in range(2):
-        with pytest.raises(
-            UsageError, match=rf"tokenizer.json fails a trial in a process of its own: .*{words}"
-        ) as error:
+        with pytest.raises(UsageError, match=rf"tokenizer.json fails a trial in a child process: .*{words}") as error:
             load_tokenizer(f"hf:{file}")
         assert "\n" not in str(error.value)
 
@@ -108,7 +106,7 @@ def test_table_of_characters_is_bounded(tmp_path):
 def test_every_way_in_has_the_trial(tmp_path):
     """A run's tokenizer, a chat's, and a model folder that is imported."""
     file = written(with_rules(*[("a", "a" * 100)]), tmp_path)
-    remember(file.read_bytes(), "tokenizers")
+    mark_trusted(file.read_bytes(), "tokenizers")
     load_tokenizer(f"hf:{file}").save(tmp_path / "run" / "tokenizer")
     (tmp_path / "run" / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
     for way in (
@@ -140,12 +138,12 @@ def test_passed_tokenizer_is_tried_once(tmp_path, trials, cache):
 
 def test_folder_that_cannot_be_written_is_reported(tmp_path, trials, capsys):
     (tmp_path / "cache").write_text("a file")
-    tokenizer_trial._report_missing_text.cache_clear()
+    tokenizer_trial._warn_once.cache_clear()
     for _ in range(2):
         tokenizer_trial._problems.clear()
         load_tokenizer(f"hf:{written(hf_byte_pairs(), tmp_path)}")
     assert len(trials) == 2
-    assert capsys.readouterr().err.count("every start tries tokenizers from outside again") == 1
+    assert capsys.readouterr().err.count("every start repeats the trial of foreign tokenizers") == 1
 
 
 def test_expansion_is_bounded_after_the_trial(tmp_path):
@@ -162,17 +160,19 @@ def test_expansion_is_bounded_after_the_trial(tmp_path):
 def test_panic_in_a_conversation_is_a_sentence(tmp_path):
     """Its tokenizer passed, before the text that it cannot encode."""
     file = written(with_backtracking(), tmp_path)
-    remember(file.read_bytes(), "tokenizers")
+    mark_trusted(file.read_bytes(), "tokenizers")
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     chat = Chat(tmp_path, train_sentencepiece(TEXTS, 380))
-    with pytest.raises(UsageError, match=r"the tokenizer beside .*chat_template\.jinja cannot encode a text \(Onig"):
+    with pytest.raises(UsageError, match=r"the tokenizer of .*chat_template\.jinja cannot encode a text \(Onig"):
         chat.encode("a" * 1000 + "b")
 
 
 @pytest.mark.ci
 def test_longest_text_of_template_is_encoded(monkeypatch):
     """A tokenizer encodes the longest text of a chat template within the bounds of its trial."""
-    monkeypatch.setattr(tokenizer_trial, "_texts", lambda rules: [PROSE * (MAX_CHARACTERS // len(PROSE))])
+    monkeypatch.setattr(
+        tokenizer_trial, "_trial_texts", lambda rules: [SAMPLE_TEXT * (MAX_TEMPLATE_CHARACTERS // len(SAMPLE_TEXT))]
+    )
     encode_texts(b"tokenizers\n" + hf_byte_pairs().to_str().encode())
 
 

@@ -7,7 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mjax.data.tokenizers import ENDS, SCHEMES, bos_token_id, load_tokenizer, same_files, tokenizer_from_folder
+from mjax.data.tokenizers import (
+    EOD_TOKENS,
+    SCHEMES,
+    bos_token_id,
+    is_same_tokenizer,
+    load_tokenizer,
+    tokenizer_from_folder,
+)
 from mjax.errors import UsageError
 from tests.data.vocabularies import NAMES, NASTY, TEXTS, bert_file, gpt2_files, specs
 
@@ -33,7 +40,7 @@ def tokenizer(kind, spec_of):
 
 # --- Encoding ---------------------------------------------------------------------------------------------------------
 
-FRAGMENTS = [*ENDS, "<|", "endoftext", "|>", "<", "/s>", "[", "SEP", "]", "sep", " ", "▁", "a", "\n", "é", "漢"]
+FRAGMENTS = [*EOD_TOKENS, "<|", "endoftext", "|>", "<", "/s>", "[", "SEP", "]", "sep", " ", "▁", "a", "\n", "é", "漢"]
 
 
 def random_texts(count=150):
@@ -106,7 +113,7 @@ BYTES = {"kind": "bytes", "vocabulary": 257, "eod": 256, "sha256": {}}
         ("[" * 100_000, r"is not JSON \(too many objects and lists are nested\); prepare the data again"),
         (BYTES | {"sha256": []}, "does not describe a tokenizer"),
         (BYTES | {"kind": "pickle"}, "kind 'pickle'; this mjax knows gpt2, bert"),
-        (BYTES | {"vocabulary": 300}, "the files beside it give"),
+        (BYTES | {"vocabulary": 300}, "the files have"),
     ],
 )
 def test_damaged_description_is_rejected(tmp_path, description, message):
@@ -119,7 +126,7 @@ def test_damaged_description_is_rejected(tmp_path, description, message):
 @pytest.mark.parametrize("description", [[], {"kind": "bytes"}, BYTES | {"bos": "x"}])
 def test_damaged_description_of_a_run_is_named(tmp_path, description):
     (tmp_path / "mjax_tokenizer.json").write_text(json.dumps(description))
-    for read in (bos_token_id, lambda folder: same_files(folder, folder)):
+    for read in (bos_token_id, lambda folder: is_same_tokenizer(folder, folder)):
         with pytest.raises(UsageError, match=r"does not describe a tokenizer: .*; prepare the data again"):
             read(tmp_path)
 
@@ -150,7 +157,7 @@ def shelf(tmp_path_factory):
     ("spec", "message"),
     [
         ("x.model", "is not a known kind; use gpt2:vocab.json,merges.txt, bert-uncased:vocab.t"),
-        ("run:empty", "run:empty: empty has no folder tokenizer, so it is not a run that has one"),
+        ("run:empty", "run:empty: empty has no folder tokenizer; give a run that has one"),
         ("gpt2:merges.txt,vocab.json", "the files are swapped; use --tokenizer gpt2:vocab.json,merges.txt"),
         ("gpt2:vocab.json,other_merges.txt", "other_merges.txt does not belong to vocab.json .*`qq` out of vocabulary"),
         ("gpt2:no_eod.json,merges.txt", r"no_eod.json has no token <\|endoftext\|>"),

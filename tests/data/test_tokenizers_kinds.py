@@ -113,9 +113,9 @@ def test_hf_takes_one_token_before_texts(tmp_path, template):
     tokenizer = opened(library, tmp_path)
     if len(special) > 1:
         with pytest.raises(UsageError, match=r"puts 2 tokens .*<s> <t>.* --tokenizer hf:"):
-            tokenizer.read_bos()
+            tokenizer.find_bos()
     else:
-        assert tokenizer.read_bos() == (special[0][1] if special else None)
+        assert tokenizer.find_bos() == (special[0][1] if special else None)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def act(question):
         os._exit(4)
     os.write(1, b"a library's words\n")
     colors = {"nothing": [], "mixed": [RED, GREEN], "red": [RED]}.get(name, [GREEN])
-    return [{"status": color, "found": "done"} for color in colors]
+    return [{"status": color, "message": "done"} for color in colors]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_hanging_check_is_killed(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HUNG", str(tmp_path / "number"))
     findings = run("a", "hang", "b", limit=1.0)
     assert statuses(findings) == [("a", GREEN), ("hang", RED), ("b", GREEN)]
-    assert findings[1].found == "no answer in 1 s"
+    assert findings[1].message == "no answer in 1 s"
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "number").read_text()), 0)
 
@@ -74,8 +74,8 @@ def test_hanging_check_is_killed(run, tmp_path, monkeypatch):
 def test_lost_check_is_red_with_last_words(run, lost, how, last):
     findings = run("a", lost, "b")
     assert statuses(findings) == [("a", GREEN), (lost, RED), ("b", GREEN)]
-    assert how in findings[1].found
-    assert findings[1].found.endswith(last)
+    assert how in findings[1].message
+    assert findings[1].message.endswith(last)
     assert findings[1].advice.startswith("nvidia-smi shows who holds") == (lost == "half")
 
 
@@ -83,14 +83,14 @@ def test_lost_check_is_red_with_last_words(run, lost, how, last):
 def test_checks_stop_at_red_foundation(run, name):
     findings = run(name, "a", "b", foundation=name)
     assert findings[0].status == RED
-    assert (findings[-1].check, findings[-1].status, findings[-1].found) == ("not checked", YELLOW, "a, b")
+    assert (findings[-1].check, findings[-1].status, findings[-1].message) == ("not checked", YELLOW, "a, b")
 
 
 def test_check_that_raises_is_red(monkeypatch):
     monkeypatch.setattr("mjax.doctor.host.check_open_files", lambda facts: 1 / 0)
     (finding,) = checks.run_check("open files", MachineInfo())
     assert (finding.check, finding.status) == ("open files", RED)
-    assert finding.found == "could not be checked: ZeroDivisionError: division by zero"
+    assert finding.message == "could not be checked: ZeroDivisionError: division by zero"
 
 
 @pytest.mark.ci
@@ -107,7 +107,7 @@ def test_wrong_flag_is_named(flags, words):
     facts = MachineInfo(environment={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags})
     finding, rest = checks.examine(facts, lambda name: None, ["devices", "matmul"])
     assert (finding.check, finding.status, rest.check) == ("devices", RED, "not checked")
-    assert words in finding.found
+    assert words in finding.message
     assert finding.advice == "remove the flag from XLA_FLAGS, or correct it"
 
 
@@ -136,7 +136,7 @@ def test_nothing_is_red_on_this_machine(tmp_path):
     assert (result.returncode, report["ok"], red) == (0, True, []), result.stderr
     found = {finding["check"]: finding for finding in report["findings"]}
     assert {"python", "attention", "numerics", "all-reduce", "open files", "storage"} <= set(found)
-    assert found["devices"]["found"].startswith("2 simulated devices")
+    assert found["devices"]["message"].startswith("2 simulated devices")
 
 
 @pytest.mark.ci
@@ -144,9 +144,9 @@ def test_absent_platform_leaves_other_lines(tmp_path):
     result = doctor("--runs", str(tmp_path), JAX_PLATFORMS="cuda")
     assert result.returncode == 1
     lines = {line[8:22].strip(): line for line in result.stdout.splitlines()}
-    assert lines["devices"].startswith("✗ fix")
+    assert lines["devices"].startswith("✗ fail")
     assert "JAX_PLATFORMS=cuda" in lines["devices"]
-    assert lines["not checked"].startswith("! look")
+    assert lines["not checked"].startswith("! warn")
     assert "writes" in lines["storage"]
 
 

@@ -44,10 +44,10 @@ def test_limit_of_slurm_job_counts(machine):
     root = machine("1:name=systemd:/\n0::/slurm/job_7/step_0/task_1\n")  # which has no limit of memory
     group(root, "slurm/job_7", 32, used=20, inactive=8)
     group(root, "slurm/job_7/step_0", "max", used=20)
-    assert host.check_memory(MachineInfo()).found == "20.00 GiB of 32.00 GiB free, the limit of this container or job"
+    assert host.check_memory(MachineInfo()).message == "20.00 GiB of 32.00 GiB free, the limit of this container or job"
     group(root, "slurm", 48, used=45)  # its other jobs
     group(root, "slurm/job_8", 1, used=0)  # somebody else's
-    assert host.check_memory(MachineInfo()).found.startswith("3.00 GiB of 48.00 GiB")
+    assert host.check_memory(MachineInfo()).message.startswith("3.00 GiB of 48.00 GiB")
 
 
 def test_limit_of_cgroup_version_1_counts(machine):
@@ -58,7 +58,7 @@ def test_limit_of_cgroup_version_1_counts(machine):
         (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
         (folder / "memory.usage_in_bytes").write_text(f"{16 * GIB}\n")
         (folder / "memory.stat").write_text(f"inactive_file 0\ntotal_inactive_file {2 * GIB}\n")
-    assert host.check_memory(MachineInfo()).found == "10.00 GiB of 24.00 GiB free, the limit of this container or job"
+    assert host.check_memory(MachineInfo()).message == "10.00 GiB of 24.00 GiB free, the limit of this container or job"
 
 
 def test_memory_below_checkpoint_copy_is_yellow(machine):
@@ -67,10 +67,10 @@ def test_memory_below_checkpoint_copy_is_yellow(machine):
     assert host.state_bytes(config) == 12 * count_parameters(config.model)
     finding = host.check_memory(MachineInfo(config=replace(config, mesh=replace(config.mesh, data=1))))
     assert finding.status == YELLOW
-    assert "takes 92.95 GiB of a host with 8 of its 8 GPUs" in finding.found
+    assert "takes 92.95 GiB of a host with 8 of its 8 GPUs" in finding.message
     finding = host.check_memory(MachineInfo(config=config))
     assert finding.status == GREEN
-    assert "takes 1.45 GiB of a host with 8 of its 512 GPUs" in finding.found
+    assert "takes 1.45 GiB of a host with 8 of its 512 GPUs" in finding.message
 
 
 # --- The disk ---------------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def small_file(monkeypatch):
 def test_absent_folder_is_not_made(tmp_path, small_file):
     finding = host.check_storage(MachineInfo(runs=tmp_path / "runs" / "deep"))
     assert finding.status == GREEN
-    assert f"{tmp_path} (where" in finding.found
+    assert f"{tmp_path} (where" in finding.message
     assert finding.figures["write_mb_per_s"] > 0
     assert list(tmp_path.iterdir()) == []
 
@@ -122,7 +122,7 @@ def test_lost_bytes_are_red(tmp_path, small_file, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: os.ftruncate(descriptor, 10))
     finding = host.check_storage(MachineInfo(runs=tmp_path))
     assert finding.status == RED
-    assert "the bytes read are not those written" in finding.found
+    assert "the bytes read are not those written" in finding.message
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_room_and_speed_are_judged(tmp_path, disk, config, free, write, status):
     disk(free * GIB, write)
     finding = host.check_storage(MachineInfo(config=config and load_config(config), runs=tmp_path))
     assert finding.status == status
-    assert config is None or "; 3 checkpoints of 92.95 GiB are to be saved" in finding.found
+    assert config is None or "; 3 checkpoints of 92.95 GiB will be saved" in finding.message
 
 
 def test_written_checkpoints_need_no_room_again(tmp_path, disk):
@@ -150,7 +150,7 @@ def test_written_checkpoints_need_no_room_again(tmp_path, disk):
         (tmp_path / "gpt_8b/checkpoints" / name / "manifest.json").touch()
         finding = host.check_storage(facts)
         assert finding.status == status
-        assert status == GREEN or finding.found.endswith("185.90 GiB are needed")
+        assert status == GREEN or finding.message.endswith("185.90 GiB are needed")
     assert host.check_storage(replace(facts, runs=tmp_path / "gpt_8b")).status == GREEN
     assert host.check_storage(replace(facts, name="another")).status == RED
 
@@ -179,7 +179,7 @@ def pretend(monkeypatch, **versions):
 def test_python_is_one_of_those_tested(monkeypatch, version, status):
     monkeypatch.setattr(host.platform, "python_version", lambda: version)
     finding = host.check_python(MachineInfo())
-    assert (finding.status, finding.found.startswith(version)) == (status, True)
+    assert (finding.status, finding.message.startswith(version)) == (status, True)
 
 
 def test_installed_packages_fit():
@@ -197,7 +197,7 @@ def test_installed_packages_fit():
 def test_wrong_version_of_package_is_named(monkeypatch, package, version, status, words):
     pretend(monkeypatch, **{package: version})
     finding = host.check_packages(MachineInfo())
-    assert (finding.status, finding.found.startswith(words)) == (status, True)
+    assert (finding.status, finding.message.startswith(words)) == (status, True)
     assert finding.advice.startswith(f'pip install "{package.replace("_", "-")}')
 
 
@@ -226,7 +226,7 @@ def test_other_libraries_are_yellow(monkeypatch, tmp_path):
     (tmp_path / "libcudnn.so.9").touch()
     finding = host.check_jax(MachineInfo(environment={"LD_LIBRARY_PATH": f":{tmp_path}"}))
     assert (finding.status, finding.advice) == (YELLOW, "unset LD_LIBRARY_PATH")
-    assert "libcudnn.so.9" in finding.found
+    assert "libcudnn.so.9" in finding.message
 
 
 # --- The driver -------------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_driver_is_read_from_nvml(gpu_machine, monkeypatch):
     assert driver == host.Driver("580.65.06", (H100,) * 2, (80 * 2**30,) * 2, (2**20, 60 * 2**30), on_bus=2)
     finding = judge(monkeypatch, driver, 13)
     assert finding.status == YELLOW
-    assert "60.00 GiB of GPU 1" in finding.found
+    assert "60.00 GiB of GPU 1" in finding.message
 
 
 def test_gpu_that_shares_memory_is_listed(gpu_machine):
@@ -290,7 +290,7 @@ def test_gpu_that_shares_memory_is_listed(gpu_machine):
 def test_error_of_nvml_is_reported(gpu_machine, monkeypatch, error, gpus, status, words):
     finding = judge(monkeypatch, gpu_machine(None, gpus, Init=pynvml.NVMLError(error)), 13)
     assert finding.status == status
-    assert words in finding.found
+    assert words in finding.message
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_error_of_nvml_is_reported(gpu_machine, monkeypatch, error, gpus, status
         (host.Driver(), None, GREEN, "no NVIDIA GPU"),
         (host.Driver(), 13, YELLOW, "there is no driver"),
         (host.Driver(on_bus=8), 13, RED, "8 × NVIDIA GPU, but no driver"),
-        (EIGHT, None, RED, "jax is the build for CPUs"),
+        (EIGHT, None, RED, "jax is a CPU build and cannot use them"),
         (host.Driver("570.86", (H100,)), 13, RED, "CUDA 13 needs driver 580 or newer"),
         (host.Driver("580.1", (H100,)), 13, GREEN, "580.1"),
         (EIGHT, 13, GREEN, f"driver 580.65.06, 8 × {H100}"),
@@ -308,5 +308,5 @@ def test_error_of_nvml_is_reported(gpu_machine, monkeypatch, error, gpus, status
 def test_driver_must_fit_build_of_jax(monkeypatch, driver, cuda, status, words):
     finding = judge(monkeypatch, driver, cuda)
     assert finding.status == status
-    assert words in finding.found
+    assert words in finding.message
     assert (finding.advice is None) == (status == GREEN)

@@ -35,7 +35,7 @@ def test_wrong_element_is_red_and_named(monkeypatch, operation, factor):
     monkeypatch.setattr(numerics, "OPERATIONS", [replace(operation, run=run)])
     finding, *_ = check_numerics(MachineInfo())
     assert finding.status == RED
-    assert finding.found.startswith(f"{operation.name} on {jax.default_backend().upper()} 0 is wrong")
+    assert finding.message.startswith(f"{operation.name} on {jax.default_backend().upper()} 0 is wrong")
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
@@ -47,7 +47,7 @@ def test_wrong_device_is_named(monkeypatch):
     monkeypatch.setattr(numerics, "devices_to_check", lambda: [first, second])
     monkeypatch.setattr(numerics, "OPERATIONS", [Operation("one", run, lambda x: x, ((3,),), jnp.float32, 1e-3)])
     (finding,) = check_numerics(MachineInfo())
-    assert (finding.status, f"one on {numerics.device_name(second)} is wrong:" in finding.found) == (RED, True)
+    assert (finding.status, f"one on {numerics.device_name(second)} is wrong:" in finding.message) == (RED, True)
 
 
 # --- The kernels of a run ---------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def small(name, **changes):
 def test_attention_without_config_is_right():
     (finding,) = check_attention(MachineInfo())
     assert finding.status == GREEN
-    assert ("cudnn" if jax.default_backend() == "gpu" else "xla_blocks") in finding.found
+    assert ("cudnn" if jax.default_backend() == "gpu" else "xla_blocks") in finding.message
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_wrong_kernel_is_red(monkeypatch, name, change, model):
 
     monkeypatch.setattr(attention_kernels, "attend", attend)
     (finding,) = check_attention(facts)
-    assert (finding.status, " is wrong: " in finding.found) == (RED, True)
+    assert (finding.status, " is wrong: " in finding.message) == (RED, True)
 
 
 def test_kernel_that_does_not_run_is_red(monkeypatch):
@@ -96,13 +96,13 @@ def test_kernel_that_does_not_run_is_red(monkeypatch):
     monkeypatch.setattr(attention_kernels, "attend", attend)
     (finding,) = check_attention(MachineInfo())
     assert (finding.status, finding.advice) == (RED, "--model.attention xla, and report it")
-    assert finding.found.endswith("does not run (cuDNN has no engine for this)")
+    assert finding.message.endswith("does not run (cuDNN has no engine for this)")
 
 
 def test_kernel_that_cannot_be_used_is_red():
     (finding,) = run_check("attention", small("gpt_demo", attention="cudnn"))
     assert finding.status == RED
-    assert finding.found.startswith("--model.attention cudnn is not supported here (it needs an NVIDIA GPU")
+    assert finding.message.startswith("--model.attention cudnn is not supported here (it needs an NVIDIA GPU")
 
 
 def test_slower_kernel_of_gpu_is_yellow(monkeypatch):
@@ -112,7 +112,7 @@ def test_slower_kernel_of_gpu_is_yellow(monkeypatch):
     monkeypatch.setattr(numerics.jax, "local_devices", lambda: [gpu])
     _, finding = check_attention(MachineInfo())
     assert finding.status == YELLOW
-    assert "it needs compute capability 8.0 or more" in finding.found
+    assert "it needs compute capability 8.0 or more" in finding.message
 
 
 def test_experts_are_checked_if_there_are_any(monkeypatch):

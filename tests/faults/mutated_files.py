@@ -140,7 +140,7 @@ def _write_indexed(folder: Path) -> None:
 
 def _read_indexed(folder: Path) -> list:
     data = IndexedDataset(folder / "d")
-    joined = data.join(np.arange(len(data)), 0, int(data.lengths[-1]))
+    joined = data.read_span(np.arange(len(data)), 0, int(data.lengths[-1]))
     assert joined.tolist() == [token for i in range(len(data)) for token in data.get(i).tolist()]
     return [data.get(i).tolist() for i in range(len(data))]
 
@@ -168,7 +168,7 @@ def _expected_metadata(files: Files) -> dict | None:
 
 def _cached(folder: Path) -> dict[str, int]:
     built = {"a": np.arange(MIN_CACHED_BYTES // 4, dtype=np.int32), "b": np.ones((3, 2), np.int64)}
-    arrays = IndexCache([folder], lambda line: None).arrays({"seed": 1, "kind": "x"}, ("a", "b"), lambda: built)
+    arrays = IndexCache([folder], lambda line: None).load_or_build({"seed": 1, "kind": "x"}, ("a", "b"), lambda: built)
     return {
         name: (str(array.dtype), array.shape, zlib.crc32(np.ascontiguousarray(array))) for name, array in arrays.items()
     }

@@ -90,8 +90,8 @@ def test_settings_of_the_tokenizer_are_read(tmp_path):
     settings = {"eos_token": {"content": "<|im_end|>"}, "added_tokens_decoder": added}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     found = find_tokenizer(source, None)
-    assert found.library.id_to_token(found.eod) == "<|im_end|>"
-    assert (found.vocabulary, found.library.token_to_id("<tool>")) == (261, 259)
+    assert found.backend.id_to_token(found.eod) == "<|im_end|>"
+    assert (found.vocabulary, found.backend.token_to_id("<tool>")) == (261, 259)
     found.save(tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text("")
     assert 259 in Chat(tmp_path / "tokenizer").encode("a <tool> b")

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as Library
+from tokenizers import Tokenizer as BackendTokenizer
 
 from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, train_sentencepiece
 from mjax.errors import UsageError
@@ -52,7 +52,7 @@ def test_runs_of_letters_join_in_same_order(both, text):
 
 
 def _opened(library):
-    library = Library.from_str(library.to_str())
+    library = BackendTokenizer.from_str(library.to_str())
     library.encode_special_tokens = True  # "split_special_tokens" in tokenizer_config.json
     return library
 

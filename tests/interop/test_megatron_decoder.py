@@ -263,7 +263,7 @@ def test_assumed_arguments_equal_stated_ones(given, assumed):
     ],
 )
 def test_unknown_balance_loss_is_left_out(given, left_out):
-    assert f"mjax has no {left_out}, so the run has none" in balance_left_out(OF_MIXTURE | given, "source")
+    assert f"mjax has no {left_out}, so it is left out" in balance_left_out(OF_MIXTURE | given, "source")
     assert decoder_config(OF_MIXTURE | given, TENSORS, "source", 3.0).aux_loss_coef == 0
 
 

@@ -131,7 +131,7 @@ def test_skipped_step_leaves_the_bias():
 
 def test_bias_is_refused_when_all_experts_are_chosen():
     with pytest.raises(
-        UsageError, match=r"--model\.router-bias-update-rate 0\.01 does nothing where a token takes all 4 experts"
+        UsageError, match=r"--model\.router-bias-update-rate 0\.01 does nothing where a token uses all 4 experts"
     ):
         validate(config_of(router_bias_update_rate=0.01, experts_per_token=4), "a test")
 

@@ -9,7 +9,7 @@ import pytest
 
 from mjax.config import load_config
 from mjax.config.checks import validate
-from mjax.config.kernels import choose_grouped
+from mjax.config.kernels import choose_moe_kernel
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.models.parts.router import Router
@@ -120,13 +120,13 @@ def test_experts_are_chosen_once_whatever_is_recomputed(recompute, unroll):
 )
 def test_pallas_is_chosen_where_it_can_run(platform, capability, changes, chosen, why):
     config = small_config(model=2, **{**MIXTURE, "moe_kernel": "auto", "moe_ffn_hidden": 32, **changes})
-    assert choose_grouped(config, platform, capability) == (chosen, why)
+    assert choose_moe_kernel(config, platform, capability) == (chosen, why)
     if why:
         asked = replace(config, model=replace(config.model, moe_kernel="pallas"))
         with pytest.raises(UsageError) as error:
-            choose_grouped(asked, platform, capability)
+            choose_moe_kernel(asked, platform, capability)
         assert str(error.value) == (
-            f"--model.moe-kernel pallas is not supported here ({why}); change that, or set it to auto"
+            f"--model.moe-kernel pallas is not supported here ({why}); change that, or use auto"
         )
 
 

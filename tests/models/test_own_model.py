@@ -30,6 +30,7 @@ from tests import reference, toy_model
 from tests.conftest import ROOT
 from tests.models.own_models import hybrid
 from tests.small import batch_of, gradient_program, named, weights_of
+from tests.traced import count_in_program
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -186,7 +187,7 @@ def test_own_logits_are_in_the_loss_and_refused_in_chunks(monkeypatch):
         return loss, reported
 
     compare(config, total)
-    with pytest.raises(UsageError, match=r"--train.loss-chunks 2 needs .* `output` .* Capped has a `loss` or `logits`"):
+    with pytest.raises(UsageError, match=r"--train.loss-chunks 2 needs the `loss` and `logits` of .* Capped overrides"):
         ledger(config_of(model, loss_chunks=2))
 
 
@@ -209,8 +210,14 @@ class Shifted(toy_model.GatedMLP):
 
 
 class Counted(toy_model.Rotary):
-    def turn(self, q, k, context):
+    def apply_to_qk(self, q, k, context):
         return q * jnp.arange(q.shape[1])[:, None, None], k
+
+
+def test_old_name_of_a_position_encoding_is_rejected():
+    """Otherwise the method would never be called, and the model would have no positions."""
+    with pytest.raises(UsageError, match=r"Old\.turn is apply_to_qk now; rename the method"):
+        type("Old", (toy_model.Rotary,), {"turn": lambda self, q, k, context: (q, k)})
 
 
 class OwnEmbedding(toy_model.Toy):
@@ -304,7 +311,7 @@ def test_ledger_and_memory_are_those_of_the_compiled_step():
     config = replace(config, train=replace(config.train, global_batch=16), data=DataConfig(mock=True))
     compiled = compile_step(config, "h100")
     found = counted(read_collectives(compiled.text, sizes(config.mesh)))
-    expected = ledger(config).count_in_program()
+    expected = count_in_program(ledger(config))
     assert {key: size for key, (_, size) in found.items()} == {key: size for key, (_, size) in expected.items()}
     predicted = predict_memory(config, gpu_named("h100").compute_capability).total
     assert predicted == pytest.approx(compiled.memory.total, rel=0.05)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import MeshConfig
 from mjax.parallel.grouped import INTERPRETED, assign_rows, grouped_matmul, max_tiles
 from mjax.parallel.mesh import make_mesh
-from mjax.planner.command import SHEETS, leave_out_compilation_cache
+from mjax.planner.command import TARGETS, leave_out_compilation_cache
 
 E, H, F, ROWS, ASSIGNMENTS = 5, 6, 10, 4, 29
 loads = st.lists(st.integers(-1, E), min_size=ASSIGNMENTS, max_size=ASSIGNMENTS)
@@ -164,7 +164,7 @@ def test_pallas_compiles_to_three_kernels_for_h100():
         y, pullback = jax.vjp(lambda *x: through_groups(which, *x, "pallas", 128), rows, kernels)
         return y, *pullback(upstream)
 
-    sheet = (SHEETS / "h100.txtpb").read_text()
+    sheet = (TARGETS / "h100.txtpb").read_text()
     devices = get_topology_desc(platform="cuda", topology="1x1x2", target_config=sheet).devices
     mesh, everywhere, split = make_mesh(MeshConfig(data=2), devices), P(), P("data")
     specs = split, split, everywhere, split

@@ -77,7 +77,7 @@ def test_start_refuses_port_that_is_taken(environment, where, host, start):
     """JAX ended process 0 in a segmentation fault. The others wait for process 0."""
     with socket.create_server((host, 0)) as other:
         address = f"node0:{other.getsockname()[1]}"
-        with pytest.raises(UsageError, match=r"cannot listen at port \d+ of .* \(Address already in use\); give every"):
+        with pytest.raises(UsageError, match=r"cannot use port \d+ of .* \(Address already in use\); give every"):
             start(environment, coordinator=address, **where)
         assert start({}, coordinator=address, processes=2, process=1)
     start(environment, coordinator=address, **where)  # what was tried does not occupy the port

@@ -12,7 +12,7 @@ from mjax.commands import cli
 from mjax.config import DataConfig, MeshConfig, PrecisionConfig, TrainConfig, read_config
 from mjax.config.axes import MODEL
 from mjax.interop.convert import abstract_weights
-from mjax.models.protocol import Context
+from mjax.models.protocol import ForwardContext
 from mjax.models.stack import run_blocks
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.token_layout import TokenLayout
@@ -43,7 +43,7 @@ def outputs_of(model, ids, *arrays):
     if model.config.causal:
         return model(ids)
     token_types, documents = arrays
-    context = Context(TokenLayout(*ids.shape), documents=documents)
+    context = ForwardContext(TokenLayout(*ids.shape), documents=documents)
     x = model.embed({"tokens": ids, "token_types": token_types}, context)
     x = model.normed(run_blocks(model.blocks, x, context)[0])
     scores = context.tokens.split_sequences(model.output(x).logits(context.tokens))

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import normalizers, pre_tokenizers, trainers
 
 from mjax.commands.prepare import PrepareArguments, prepare
-from mjax.data.gigatoken import SWITCH, EncodersDiffer, FastEncoder, fast_encoder
+from mjax.data.gigatoken import ENVIRONMENT_VARIABLE, EncoderMismatchError, FastEncoder, make_fast_encoder
 from mjax.data.tokenizers import MIN_GIGATOKEN_CHARACTERS, load_tokenizer
 from mjax.errors import UsageError
 from tests.data.vocabularies import NASTY, TEXTS, hf_byte_pairs
@@ -50,8 +50,8 @@ def tokenizer(request, tmp_path):
 
 
 def assert_same(tokenizer, texts):
-    ids, lengths = FastEncoder(tokenizer.library, tokenizer._encode_slowly).encode(texts)
-    expected = tokenizer._encode_slowly(texts)
+    ids, lengths = FastEncoder(tokenizer.backend, tokenizer._encode_with_backend).encode(texts)
+    expected = tokenizer._encode_with_backend(texts)
     for text, ours, theirs in zip(texts, np.split(ids, np.cumsum(lengths)[:-1]), expected, strict=True):
         assert ours.tolist() == theirs, repr(text[:300])
 
@@ -82,12 +82,12 @@ def test_dataset_is_that_of_tokenizers(tmp_path, monkeypatch, kind):
     file = tmp_path / "corpus.jsonl"
     texts = ["", "\u0c5c's " * 2000, *[" ".join(TEXTS) * 3 + f" {i}. Another sentence." for i in range(300)], ""]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    tokenizer.bos = tokenizer.read_bos()
+    tokenizer.bos = tokenizer.find_bos()
     tokenizer.save(tmp_path / "run" / "tokenizer")
     run = f"run:{tmp_path}/run"
     how = PrepareArguments(output=str(tmp_path / "fast"), inputs=(file,), tokenizer=run, workers=1)
     assert prepare(how).encoder == "gigatoken"
-    monkeypatch.setenv(SWITCH, "0")
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "0")
     assert prepare(dataclasses.replace(how, output=str(tmp_path / "slow"))).encoder == "tokenizers"
     for ending in ("bin", "idx"):
         assert (tmp_path / f"fast.{ending}").read_bytes() == (tmp_path / f"slow.{ending}").read_bytes()
@@ -100,7 +100,7 @@ def differing(tmp_path, monkeypatch):
 
     def wrong(self, texts):
         asked.append(len(texts))
-        raise EncodersDiffer(
+        raise EncoderMismatchError(
             "gigatoken and tokenizers encode 'x' differently; to use tokenizers alone set MJAX_GIGATOKEN=0"
         )
 
@@ -108,7 +108,7 @@ def differing(tmp_path, monkeypatch):
     file = tmp_path / "corpus.jsonl"
     file.write_text("".join(json.dumps({"text": text * 200}) + "\n" for text in TEXTS))
     tokenizer.save(tmp_path / "run" / "tokenizer")
-    ids = [token for text in TEXTS for token in [*tokenizer._encode_slowly([text * 200])[0], tokenizer.eod]]
+    ids = [token for text in TEXTS for token in [*tokenizer._encode_with_backend([text * 200])[0], tokenizer.eod]]
     how = {"output": str(tmp_path / "d"), "inputs": (file,), "tokenizer": f"run:{tmp_path}/run", "workers": 1}
     return PrepareArguments(**how, json=True), asked, ids
 
@@ -119,7 +119,7 @@ def test_prepare_stops_when_encoders_differ(differing, monkeypatch, capsys):
     with pytest.raises(UsageError, match="encode 'x' differently; to use tokenizers alone set MJAX_GIGATOKEN=0"):
         prepare(how)
     assert asked, "gigatoken was not asked"
-    monkeypatch.setenv(SWITCH, "0")
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "0")
     prepare(how)
     assert json.loads(capsys.readouterr().out)["encoder"] == "tokenizers"
     assert np.fromfile(f"{how.output}.bin", "<u2").tolist() == ids
@@ -128,18 +128,18 @@ def test_prepare_stops_when_encoders_differ(differing, monkeypatch, capsys):
 def test_many_texts_go_to_gigatoken_and_are_compared(tmp_path):
     tokenizer = library("gpt2", tmp_path)
     texts = ["word " * MIN_GIGATOKEN_CHARACTERS]
-    expected = tokenizer._encode_slowly(texts)
+    expected = tokenizer._encode_with_backend(texts)
     assert tokenizer.encode_batch(texts) == expected
     assert tokenizer.encode_flat(texts)[0].tolist() == expected[0]
     assert tokenizer.encoder == "gigatoken"
     tokenizer._fast._slow = lambda texts: [[0] for _ in texts]
-    with pytest.raises(EncodersDiffer, match="to use tokenizers alone"):
+    with pytest.raises(EncoderMismatchError, match="to use tokenizers alone"):
         tokenizer.encode_batch(texts)
 
 
 def change(tokenizer, model=None, **parts):
     """The tokenizer with other fields in its tokenizer.json."""
-    values = json.loads(tokenizer.library.to_str())
+    values = json.loads(tokenizer.backend.to_str())
     values["model"].update(model or {})
     values |= {name: json.loads(part.__getstate__()) for name, part in parts.items()}
     library = tokenizers.Tokenizer.from_str(json.dumps(values))
@@ -169,11 +169,11 @@ def words_of_llama(behavior="isolated", invert=False, **of_bytes):
     ],
 )
 def test_fields_that_gigatoken_misreads_stay_with_tokenizers(tmp_path, changed):
-    assert fast_encoder(change(library("gpt2", tmp_path), **changed), None) is None
+    assert make_fast_encoder(change(library("gpt2", tmp_path), **changed), None) is None
 
 
 def test_inverted_removal_is_encoded_by_gigatoken(tmp_path):
     """Phi-4 and conversions of tiktoken keep the matches of the pattern, which are the whole text."""
     tokenizer = library("gpt2", tmp_path)
-    tokenizer.library = change(tokenizer, pre_tokenizer=words_of_llama("removed", True, use_regex=False))
+    tokenizer.backend = change(tokenizer, pre_tokenizer=words_of_llama("removed", True, use_regex=False))
     assert_same(tokenizer, [*NASTY.values(), *TEXTS])

@@ -222,7 +222,7 @@ def test_packed_conversations_equal_transformers(family, meshes, tmp_path):
         total, count = 0.0, 0
         for number in np.concatenate([data.conversations(i) for i in range(8)]):
             ids = torch.tensor(data.indexed.get(number).astype(np.int64))
-            labels = torch.where(torch.tensor(data.indexed.mask(number)), ids, -100)[1:]
+            labels = torch.where(torch.tensor(data.indexed.loss_mask(number)), ids, -100)[1:]
             logits = peer(ids[None]).logits[0, :-1]
             total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
             count += int((labels >= 0).sum())

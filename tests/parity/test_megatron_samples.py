@@ -7,7 +7,14 @@ import pytest
 
 from mjax.config.datasets import normalize, split_sequences
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.data.samples import BlendedDataset, GPTDataset, add_labels, build_blend_index, number_within, split_samples
+from mjax.data.samples import (
+    BlendedDataset,
+    GPTDataset,
+    add_labels,
+    build_blend_index,
+    build_dataset_sample_index,
+    count_samples_per_dataset,
+)
 from tests.products import diagonal
 
 pytestmark = pytest.mark.parity
@@ -148,7 +155,7 @@ def test_blend_walk_is_the_compiled_one(weights):
     helpers.build_blending_indices(index, number, shares, len(shares), size, False)
     ours = build_blend_index(shares, size)
     assert (ours == index).all()
-    assert (number_within(ours) == number).all()
+    assert (build_dataset_sample_index(ours) == number).all()
 
 
 @pytest.mark.parametrize(
@@ -167,7 +174,7 @@ def test_blend_is_megatrons(prefixes, tmp_path, monkeypatch, weights, sizes, spl
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     shares = normalize(weights) if weights else None
     for part, samples in enumerate(sizes):
-        of_parts = split_samples(samples, shares) if weights else [None] * len(prefixes)
+        of_parts = count_samples_per_dataset(samples, shares) if weights else [None] * len(prefixes)
         parts = [
             GPTDataset(indexed, split_sequences(split, len(indexed))[part], number, 12, 1234)
             for indexed, number in zip(datasets, of_parts, strict=True)

@@ -16,7 +16,7 @@ from mjax.commands.flags import parse
 from mjax.commands.train import TrainArguments, choose_config
 from mjax.config import load_config
 from mjax.models.build import count_parameters
-from mjax.planner.search import Budget, ModelSize, attempt, largest_model, size_grid, with_tokens
+from mjax.planner.search import Budget, ModelSize, largest_model, size_grid, try_size, with_tokens
 from tests.conftest import ROOT
 
 H100 = gpu_named("h100")
@@ -73,7 +73,7 @@ def test_schedule_ends_with_tokens():
 
 def test_trial_counts_tokens_of_a_ramp_up():
     config = load_config("gpt_175b")  # from 16 to 1,536 sequences
-    trial = attempt(ModelSize(config, count_parameters(config.model)), Budget(64, H100, 1e-9), None)
+    trial = try_size(ModelSize(config, count_parameters(config.model)), Budget(64, H100, 1e-9), None)
     assert 0 <= trial.tokens - 20 * trial.parameters < 1536 * 2048
     assert (trial.best, trial.days) == (None, math.inf)
 

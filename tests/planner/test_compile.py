@@ -20,13 +20,14 @@ from benchmarks.aot.schedule import read_launches, read_overlaps
 from mjax.cluster.hardware import gpu_named
 from mjax.config import axes
 from mjax.errors import UsageError
-from mjax.planner.command import SHEETS, AllocatedMemory, Compilation, compile_section, compile_step, sheet_names
+from mjax.planner.command import TARGETS, AllocatedMemory, Compilation, compile_section, compile_step, sheet_names
 from mjax.planner.ledger import ledger
 from mjax.planner.memory import Memory, predict_memory
 from mjax.profiling.trace import INSTRUCTION, KINDS, OTHER_PROGRAMS, operation_kind
 from mjax.utils.figures import GIB
 from tests.conftest import ROOT
 from tests.small import small_config
+from tests.traced import count_in_program
 
 # Of a real model: cuDNN's attention, a vocabulary that is split, dropout between the layers.
 MODEL = {"layers": 4, "hidden": 256, "heads": 8, "sequence": 128, "vocabulary": 1000, "vocabulary_multiple": 1024}
@@ -63,7 +64,7 @@ def test_ledger_has_bytes_of_compiled_step(mode, tmp_path):
     assert compiled.config.model.attention == "cudnn"
     windows = {int(length) for length in re.findall(r'"sliding_window_length": (\d+)', text)}
     assert windows == {kind.window or 0 for kind in config.model.pattern.group}
-    expected = ledger(config).count_in_program()
+    expected = count_in_program(ledger(config))
     found = counted(collectives)
     assert {key: size for key, (_, size) in found.items()} == {key: size for key, (_, size) in expected.items()}
     # XLA puts several collectives into one, and never cuts one in pieces.
@@ -109,8 +110,8 @@ def test_report_compares_with_formula():
     memory, config = AllocatedMemory(GIB, GIB, GIB, GIB, host=GIB), config_of({"data": 1, "model": 2})
     compiled = Compilation("NVIDIA H100", config, None, {"tracing": 1.0, "compiling": 2.0}, memory, text)
     section = compile_section(compiled, Memory(2.2 * GIB, 0, 0))
-    assert "2.00 GiB on each device, 1.00 of them temporaries; the formula predicts 2.20 GiB, +10.0%" in section.text
-    assert "collectives  1 × all-gather, 1 × all-reduce" in section.text
+    assert "2.00 GiB per device, 1.00 of it temporaries; predicted 2.20 GiB (+10.0%)" in section.text
+    assert "collectives   1 × all-gather, 1 × all-reduce" in section.text
     assert section.values["memory"]["host"] == GIB
 
 
@@ -126,7 +127,7 @@ def test_sheets_describe_their_gpus():
     gigabytes = {"a100": 80, "b200": 180, "h100": 80, "h200": 141}
     assert sheet_names() == sorted(gigabytes)
     for name, size in gigabytes.items():
-        text = (SHEETS / f"{name}.txtpb").read_text()
+        text = (TARGETS / f"{name}.txtpb").read_text()
         assert f"cuda_compute_capability {{ major: {gpu_named(name).compute_capability[0]} " in text
         memory = int(re.search(r"device_memory_size: (\d+)", text)[1])
         assert 1.0 < memory / (size * 1e9) < 1.07

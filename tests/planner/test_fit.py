@@ -57,7 +57,7 @@ def test_refusal_and_warning_have_numbers():
     with pytest.raises(UsageError) as refused:
         check_memory(config, 16 * GIB, gpu, "gpt_8b")
     message = str(refused.value)
-    assert message.startswith(f"gpt_8b needs {total / GIB:.1f} GiB on each GPU (optimizer 7.8, parameters 5.8, activ")
+    assert message.startswith(f"gpt_8b needs {total / GIB:.1f} GiB per GPU (optimizer state 7.8, weights 5.8, activ")
     assert "cheapest first: --mesh.zero 1" in message
     assert check_memory(config, total / 0.949, gpu) == ""
     assert "which leaves 1.0%; the prediction may be off by 5%, so it may not fit; " in check_memory(
@@ -80,7 +80,7 @@ def test_xla_gets_share_of_memory(monkeypatch):
 @pytest.mark.parametrize(
     ("usable", "flags", "code", "words"),
     [
-        (1e5, SIXTEEN, 2, "of cpu are usable"),
+        (1e5, SIXTEEN, 2, "and cpu has 0.0 GiB usable"),
         (1e5, [*SIXTEEN, "--force"], 0, "continuing because of --force"),
         (1e12, SIXTEEN, 0, ""),
         # Other devices than the mesh needs are refused in loop.train, not here.
@@ -119,5 +119,5 @@ def test_gpu_at_hand_limits_kernel_and_host_memory(monkeypatch):
     monkeypatch.setattr(fit, "host_memory", lambda: int(devices * memory.host))
     check_local_gpus(config, "gpt_345m", False, pytest.fail)
     monkeypatch.setattr(fit, "host_memory", lambda: int(devices * memory.host) - 1)
-    with pytest.raises(UsageError, match=r"gpt_345m keeps 0.4 GiB of activations in host memory for each GPU, and"):
+    with pytest.raises(UsageError, match=r"gpt_345m stores 0.4 GiB of activations in host memory for each GPU, and"):
         check_local_gpus(config, "gpt_345m", False, pytest.fail)

@@ -13,7 +13,7 @@ from mjax.config.axes import copies
 from mjax.parallel.pipeline_schedules import build_schedule
 from mjax.planner.command import memory_section
 from mjax.planner.memory import _chunks_in_flight, device_weights, layer_residual_bytes, predict_memory
-from mjax.planner.search import CHUNKS, changes_that_fit, with_loss_chunks
+from mjax.planner.search import LOSS_CHUNKS, changes_that_fit, with_loss_chunks
 from tests.conftest import ROOT
 from tests.planner.configs import changed
 
@@ -110,7 +110,7 @@ def test_plan_compares_host_memory():
     section = memory_section(config, H100)
     assert {"host": 4 * 2**30, "fits": True}.items() <= section.values.items()
     small = memory_section(config, replace(H100, host_memory_per_node=16 * 2**30))
-    assert "but not into the 2.0 GiB of host memory; use --train.recompute full" in small.text
+    assert "but not in the 2.0 GiB of host memory; use --train.recompute full" in small.text
     assert not small.values["fits"]
 
 
@@ -125,6 +125,6 @@ def test_chunks_are_proposed_where_logits_are_peak():
     (chunked,) = with_loss_chunks(config, memory)
     smaller = predict_memory(chunked).total
     changes = changes_that_fit(config, smaller / 0.94)
-    assert f"--train.loss-chunks {CHUNKS}" in {change.flags for change in changes}
+    assert f"--train.loss-chunks {LOSS_CHUNKS}" in {change.flags for change in changes}
     assert with_loss_chunks(chunked, memory) == []
     assert with_loss_chunks(config, memory._replace(moment="backward")) == []

@@ -22,10 +22,10 @@ def test_plan_prints_and_draws_its_sections(capsys, tmp_path):
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines()]
     assert ["parameters", "8,317,040,640"] in rows
-    assert ["model", "all", "293", "23.79", "GiB"] in rows
-    assert "GiB on each device" in printed
+    assert ["model", "total", "293", "23.79", "GiB"] in rows
+    assert "GiB per device, in the backward pass of the layers" in printed
     assert "Schedule" not in printed
-    assert "error bar  ±35% of the measured time, so " in printed
+    assert "error bar         ±35% of the measured time: " in printed
 
 
 def test_plan_has_numbers_of_schedule(capsys):
@@ -83,7 +83,7 @@ REFUSALS = {
     "--compile": "--compile needs a GPU to compile for; add --gpu with one of a100, b200, h100, h200",
     "--compile --gpu v100": "--gpu v100 cannot be compiled for; use one of a100, b200, h100, h200",
     "--compile --gpu h100": "type: pip install 'jax[cuda13]'",
-    "--compile --gpu h100 --mesh.data 3 --train.global-batch 24 --mesh.model 4": "or use --devices-per-node 6",
+    "--compile --gpu h100 --mesh.data 3 --train.global-batch 24 --mesh.model 4": "or type --devices-per-node 6",
 }
 
 

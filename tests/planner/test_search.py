@@ -11,9 +11,9 @@ from mjax.config import Config, GPTConfig, MeshConfig, MixtureConfig, TrainConfi
 from mjax.config.checks import validate
 from mjax.config.model import convert_kind
 from mjax.errors import UsageError
-from mjax.planner.command import check_searchable, enough_devices, refuse_too_big
+from mjax.planner.command import check_searchable, enough_devices, reject_out_of_memory
 from mjax.planner.memory import Memory
-from mjax.planner.search import CHUNKS, WITHIN, candidates, search
+from mjax.planner.search import LOSS_CHUNKS, MAX_SLOWDOWN, candidates, search
 from mjax.planner.time import StepTime
 from tests.planner.configs import changed
 
@@ -122,11 +122,15 @@ def test_search_finds_what_exhaustion_finds(capacity):
     roomy = [each for each, size in zip(every, sizes, strict=True) if size <= 0.95 * capacity]
     assert 0 < len(roomy) <= len(every)
     assert found.ranked[0].config == min(roomy, key=lambda each: time_of(each).mean)
-    assert (found.tried, len(found.ranked), len(found.too_big)) == (len(every), len(roomy), len(every) - len(roomy))
+    assert (found.tried, len(found.ranked), len(found.out_of_memory)) == (
+        len(every),
+        len(roomy),
+        len(every) - len(roomy),
+    )
     seconds = [float(f"{each.time.mean:.4g}") for each in found.ranked]
     assert seconds == sorted(seconds)
     few = search(SMALL, 4, memory_of, time_of, capacity, top=3)
-    within = [each for each in found.ranked if each.time.mean <= WITHIN * found.ranked[0].time.mean]
+    within = [each for each in found.ranked if each.time.mean <= MAX_SLOWDOWN * found.ranked[0].time.mean]
     assert few.ranked == found.ranked[: max(3, len(within))]
     assert few.tried == found.tried
 
@@ -141,7 +145,7 @@ def test_search_tries_loss_in_chunks():
 
     found = search(SMALL, 4, logits, seconds, 100)  # 95 are roomy: micro-batches of up to 4
     trains = [each.config.train for each in found.ranked if each.config.train.loss_chunks > 1]
-    assert {(each.micro_batch, each.recompute, each.loss_chunks) for each in trains} == {(8, "full", CHUNKS)}
+    assert {(each.micro_batch, each.recompute, each.loss_chunks) for each in trains} == {(8, "full", LOSS_CHUNKS)}
     assert found.ranked[0].config.train.loss_chunks == 1
     kept = search(SMALL, 4, logits, seconds, 100, ["train.loss_chunks"])
     assert {each.config.train.loss_chunks for each in kept.ranked} == {1}
@@ -158,11 +162,11 @@ def test_candidates_beyond_host_memory_are_left_out():
     unknown, known = (search(SMALL, 4, memory, time_of, 2, host=host, top=10**6) for host in (None, 2.0))
     offloaded = [each for each in known.ranked if each.config.train.recompute == "offload"]
     assert {each.config.train.micro_batch for each in offloaded} == {1, 2}
-    assert len(unknown.too_big) == 0 < len(known.too_big) == len(unknown.ranked) - len(known.ranked)
+    assert len(unknown.out_of_memory) == 0 < len(known.out_of_memory) == len(unknown.ranked) - len(known.ranked)
     kept = changed(SMALL, train={"recompute": "offload"})
     found = search(kept, 4, memory, time_of, 2, ["train.recompute"], host=0.5)
     with pytest.raises(UsageError, match="needs more host memory than there is; leave out --fix"):
-        refuse_too_big(found, kept, "small", "h100", memory, ["train.recompute"])
+        reject_out_of_memory(found, kept, "small", "h100", memory, ["train.recompute"])
 
 
 def test_simplest_of_equal_times_comes_first():
@@ -188,8 +192,8 @@ def test_refusal_names_smallest_and_enough_gpus():
 
     found = search(SMALL, 8, shared, time_of, 30 * 2**30)
     with pytest.raises(UsageError) as refused:
-        refuse_too_big(found, SMALL, "small", "h100", shared, [])
-    assert "takes 101.0 GiB of 30.0, of which 5% stay free; use --devices 32, where it fits" in str(refused.value)
+        reject_out_of_memory(found, SMALL, "small", "h100", shared, [])
+    assert "takes 101.0 GiB of 30.0, of which 5% must stay free; use --devices 32, where it fits" in str(refused.value)
     assert enough_devices(SMALL, 8, shared, 27.5 * 2**30) == 32
     assert enough_devices(SMALL, 8, shared, 27 * 2**30) == 64  # 32 would leave less than 5% free
     assert enough_devices(SMALL, 8, shared, 2**30) is None

@@ -6,7 +6,7 @@ import pytest
 
 from mjax.cluster.hardware import gpu_named
 from mjax.config import load_config
-from mjax.planner.command import report
+from mjax.planner.command import search_section
 from mjax.planner.memory import Memory
 from mjax.planner.search import search
 from mjax.planner.time import StepTime
@@ -39,19 +39,19 @@ def found():
 
 
 def reported(result):
-    return report(result, "gpt_8b", load_config("gpt_8b"), gpu_named("h100"))
+    return search_section(result, "gpt_8b", load_config("gpt_8b"), gpu_named("h100"))
 
 
 def test_report_shows_fastest_cost_and_plain_values(found):
     section = reported(found)
     assert section.lines[0] == (
-        f"{found.tried:,} ways to run it: {len(found.too_big):,} leave less than 5% of 71.0 GiB free or are too big "
-        f"for the host, {len(found.ranked):,} fit, and 0 take 10% longer or more"
+        f"{found.tried:,} candidates: {len(found.ranked):,} fit; {len(found.out_of_memory):,} out of memory "
+        "(under 5% of 71.0 GiB free, or host memory); 0 pruned (over 10% slower than the fastest)"
     )
     best, values = found.ranked[0], json.loads(json.dumps(section.values))
     hours = 300_000 * best.time.mean / 3600
-    text = f"157,286,400,000 tokens in 300,000 steps: {hours / 24:.3g} days, {64 * hours:,.0f} GPU-hours; "
-    assert f"{text}the prediction: ±5%" in section.text
+    text = f"300,000 steps, 157,286,400,000 tokens: {hours / 24:.3g} days, {64 * hours:,.0f} GPU-hours (±5%)"
+    assert text in section.text
     first = values["best"][0]
     assert len(values["best"]) == 10
     assert first["mesh.pipe"] == best.config.mesh.pipe

@@ -181,7 +181,7 @@ config_with = partial(changed, CONFIG)
 def test_parts_add_up_and_mfu_is_of_peak():
     found = predict_time(config_with(mesh={"pipe": 2, "model": 2}), H100)
     assert sum(found.parts.values()) == found.total
-    assert all((found.parts[name] > 0) == (name not in ("context", "expert", "host")) for name in PARTS)
+    assert all((found.parts[name] > 0) == (name not in ("context", "expert", "host", "recompute")) for name in PARTS)
     assert found.mfu == pytest.approx(found.model_tflops / 989.4)
     assert 0.05 < found.mfu < 0.8
 
@@ -207,9 +207,8 @@ def test_flash_attention_takes_five_products_backward():
     rates = replace(H100_RATES, launch=0.0, attention=((128, 1024, 0.5, 0.4),))
     both = forward / 0.5 + 2.5 * forward / 0.4
     assert predict_time(config, H100, rates).parts["attention"] == pytest.approx(both)
-    assert predict_time(changed(config, train={"recompute": "full"}), H100, rates).parts["attention"] == pytest.approx(
-        both + forward / 0.5
-    )
+    selective = predict_time(changed(config, train={"recompute": "selective"}), H100, rates).parts
+    assert (selective["attention"], selective["recompute"]) == pytest.approx((both, forward / 0.5))
     both_sides = replace(config, model=convert_kind(config.model, "bert"))
     assert predict_time(both_sides, H100, rates).parts["attention"] == pytest.approx(2 * both)
 
@@ -246,7 +245,7 @@ def test_experts_compute_whole_tiles(monkeypatch):
     config = Config(model=model, train=TrainConfig(global_batch=4, micro_batch=1), mesh=MeshConfig(data=4))
 
     def products(tile):
-        monkeypatch.setattr(layer_time, "TILE", tile)
+        monkeypatch.setattr(layer_time, "TILE_ROWS", tile)
         return predict_time(config, H100).parts["matmul"]
 
     assert products(1) == products(64) < products(128) < products(256)

@@ -77,12 +77,12 @@ def by_kind(step):
 def test_step_is_shared_by_computing_copying_and_communicating():
     step = Breakdown(*trace_of(LINES), steps=1)
     assert by_kind(step) == {
-        "products": (pytest.approx(0.040), pytest.approx(0)),
+        "matmuls": (pytest.approx(0.040), pytest.approx(0)),
         "attention": (pytest.approx(0.010), pytest.approx(0)),
         "optimizer": (pytest.approx(0.010), pytest.approx(0)),
         "other programs": (pytest.approx(0.002), pytest.approx(0)),
         "copies and fills": (pytest.approx(0.007), pytest.approx(0.002)),  # the copy from the host is hidden
-        "collectives": (pytest.approx(0.018), pytest.approx(0.012)),
+        "collectives (exposed)": (pytest.approx(0.018), pytest.approx(0.012)),
     }
     assert (step.devices, step.milliseconds) == (1, pytest.approx(0.100))
     parts = {name: milliseconds for name, milliseconds, *_ in step.rows(lambda key: key[1])}
@@ -97,21 +97,21 @@ def test_breakdown_is_mean_of_gpus_and_steps():
     other = {"Stream #13(Compute)": [("nvjet_tst_128x256", 100, 200, of_step("fusion.1"))]}
     step = Breakdown(*trace_of(LINES, other), steps=2)
     assert (step.devices, step.milliseconds) == (2, pytest.approx(0.050))
-    assert by_kind(step)["products"][0] == pytest.approx((0.040 + 0.100) / 2 / 2)
+    assert by_kind(step)["matmuls"][0] == pytest.approx((0.040 + 0.100) / 2 / 2)
 
 
 def test_time_between_steps_is_not_counted():
     aside = ("between steps", 140, 160, {})
     step = Breakdown(*trace_of(LINES, threads=host(100, 200, aside)), steps=1)
     assert step.milliseconds == pytest.approx(0.080)
-    assert by_kind(step)["collectives"][0] == pytest.approx(0)
+    assert by_kind(step)["collectives (exposed)"][0] == pytest.approx(0)
 
 
 def test_kernel_without_instruction_is_known_by_name():
     names = {
-        "ncclDevKernel_AllGather_RING_LL": "collectives",
+        "ncclDevKernel_AllGather_RING_LL": "collectives (exposed)",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention",
-        "void sm90_xmma_gemm_bf16<long name>(int)": "products",
+        "void sm90_xmma_gemm_bf16<long name>(int)": "matmuls",
         "MemcpyD2D": "copies and fills",
         "wrapped_slice": "copies and fills",
         "loop_add_fusion": "other kernels",

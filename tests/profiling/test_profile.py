@@ -44,7 +44,7 @@ def check_table(text):
     names = []
     for lines in text.split("\n\n")[1:3]:
         *rows, total = [line.split() for line in lines.splitlines()[1:] if not line.startswith("  ")]
-        assert total[:2] == ["a", "step"]
+        assert total[0] == "step"
         times = [float(next(word for word in row if "." in word).replace(",", "")) for row in (*rows, total)]
         assert sum(times[:-1]) == pytest.approx(times[-1], abs=0.02 * len(rows))
         assert rows[-1][0] == "idle"
@@ -63,7 +63,7 @@ def test_profile_changes_no_number_and_its_table_adds_up(tmp_path, unprofiled, c
     assert {file.name for file in folder.iterdir()} == FILES
     table = (folder / "table.txt").read_text()
     assert table in output
-    assert {"products", "attention", "optimizer", "layer forward", "layer backward", "head forward"} <= check_table(
+    assert {"matmuls", "attention", "optimizer", "layer forward", "layer backward", "head forward"} <= check_table(
         table
     )
     assert losses(tmp_path) == losses(unprofiled)
@@ -74,7 +74,7 @@ def test_profile_of_four_devices_is_a_trace_of_each(tmp_path, capsys):
     # Step 4 saves, and step 5 evaluates: both lie between profiled steps.
     run_here(tmp_path, "--profile", "4:7", "--mesh.data", "2", "--mesh.model", "2")
     folder = tmp_path / "run" / "profile" / "steps_4_to_6"
-    assert "collectives, exposed" in check_table((folder / "table.txt").read_text())
+    assert "collectives (exposed)" in check_table((folder / "table.txt").read_text())
     (file,) = folder.glob("plugins/profile/*/perfetto_trace.json.gz")
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     assert {"train", "profiled steps", "between steps"} <= {event.get("name") for event in events}
@@ -96,7 +96,7 @@ def test_error_within_profiled_steps_stops_the_profiler(tmp_path, unprofiled, ca
     options = Options(callbacks=[Fails(), Recorder(range(3, 9))])
     with pytest.raises(RunError):
         loop.train(load_config(CONFIG), tmp_path, options=options)
-    assert "the profile that began with step 3 is abandoned" in capsys.readouterr().out
+    assert "the profile that began with step 3 is incomplete and was removed" in capsys.readouterr().out
     assert not list((tmp_path / "profile").iterdir())
     with pytest.raises(RuntimeError, match="No profile started"):
         jax.profiler.stop_trace()

@@ -124,5 +124,5 @@ def test_wrong_combination_gets_one_sentence(tmp_path, tokenizer, name, train, v
 
 
 def test_tokenizer_without_cls_is_rejected():
-    with pytest.raises(UsageError, match="the model's tokenizer is of kind bytes, and rows of this task need a BERT's"):
+    with pytest.raises(UsageError, match="the tokenizer is of kind bytes, and this task needs a BERT's"):
         open_task("mnli", [], [], ByteTokenizer(), 32)

@@ -18,7 +18,7 @@ def tokenizer(tmp_path_factory):
 
 
 def words(tokenizer, row):
-    pieces = {number: piece for piece, number in tokenizer.library.get_vocab().items()}
+    pieces = {number: piece for piece, number in tokenizer.backend.get_vocab().items()}
     return " ".join(pieces[int(token)] for token in row)
 
 

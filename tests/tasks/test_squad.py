@@ -49,12 +49,12 @@ def squad_file(path, context, *questions):
 
 
 def words(tokenizer, row):
-    pieces = {number: piece for piece, number in tokenizer.library.get_vocab().items()}
+    pieces = {number: piece for piece, number in tokenizer.backend.get_vocab().items()}
     return " ".join(pieces[int(token)] for token in row)
 
 
 def context_of(tokenizer, text):
-    return Context(text, *tokenizer.encode_with_characters([text])[0])
+    return Context(text, *tokenizer.encode_with_offsets([text])[0])
 
 
 # --- Spans and characters ---------------------------------------------------------------------------------------------

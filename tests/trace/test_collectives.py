@@ -214,7 +214,7 @@ def test_reader_rejects_what_it_cannot_count(monkeypatch):
     with pytest.raises(ValueError, match="in a loop of unknown length"):
         read_collectives(jax.jit(inside).trace(jnp.ones((8, 3))).jaxpr)
     monkeypatch.delitem(OPERATIONS, "psum_invariant")
-    with pytest.raises(ValueError, match=r"does not know what psum_invariant sends over \('model',\)"):
+    with pytest.raises(ValueError, match=r"psum_invariant over \('model',\) is not a known collective"):
         read_collectives(traced_step(small_config(1, 2))[1])
 
 

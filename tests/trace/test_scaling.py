@@ -10,11 +10,11 @@ from mjax.config import load_config
 from mjax.planner import layer as layers
 from mjax.planner import ledger as ledgers
 from mjax.planner import memory
-from mjax.planner.layer import Traced
-from mjax.planner.search import find, predictions
+from mjax.planner.layer import TraceSpec
+from mjax.planner.search import make_predictors, search_and_time
 from tests.small import small_config
 
-CACHES = layers._record, memory._measure_sizes, find, predictions
+CACHES = layers._record, memory._measure_sizes, search_and_time, make_predictors
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def records_of(of):
 def test_search_traces_each_layer_once(traces):
     """Three modes of recomputation and the head, on 1 to 8 ranks of `model`."""
     made = traces()
-    find(load_config("gpt_345m"), 8, gpu_named("h100"), None, ("mesh.schedule", "mesh.pipe", "mesh.zero"))
+    search_and_time(load_config("gpt_345m"), 8, gpu_named("h100"), None, ("mesh.schedule", "mesh.pipe", "mesh.zero"))
     assert Counter(each.mesh.model for each in made).keys() == {1, 2, 4, 8}
     assert max(Counter(each.mesh.model for each in made).values()) <= 5
 
@@ -66,8 +66,8 @@ def test_earlier_ledger_and_weights_are_read(tmp_path, monkeypatch):
 
 def test_traces_of_earlier_commands_are_read(traces, tmp_path):
     """A mixture, and a layer in float8; a damaged file is as none, and a folder of all."""
-    folder, mixture = tmp_path / "traces", Traced.from_config(load_config("olmoe_1b_7b"))
-    narrow = replace(Traced.from_config(load_config("gpt_345m")), compute="fp8")
+    folder, mixture = tmp_path / "traces", TraceSpec.from_config(load_config("olmoe_1b_7b"))
+    narrow = replace(TraceSpec.from_config(load_config("gpt_345m")), compute="fp8")
     made = traces()
     with layers.earlier_traces(folder):
         records = [records_of(of) for of in (mixture, narrow)]

@@ -140,7 +140,7 @@ def test_other_model_is_refused_by_name_and_shape(checkpoints):
     for changes, message in (
         ({"model": wide}, "model.bias of shape (16,), this config needs (32,)"),
         ({"optimizer": had | {"nu": wider}}, "optimizer.nu in float16, this config needs float32"),
-        ({"optimizer": {}}, "optimizer.count of shape (3,), this config has none"),
+        ({"optimizer": {}}, "optimizer.count of shape (3,), and this config has no such array"),
     ):
         with pytest.raises(UsageError, match=re.escape(f"checkpoint 200 has {message}; use the config.json")):
             checkpoints.restore(target | changes)

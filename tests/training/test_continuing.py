@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mjax.config import BERTConfig, Config, DataConfig, save_config
-from mjax.data.indexed import SAMPLED, SAMPLED_TOKENS, IndexedDataset, IndexedDatasetWriter
+from mjax.data.indexed import DIGEST_SPAN_TOKENS, DIGEST_SPANS, IndexedDataset, IndexedDatasetWriter
 from mjax.errors import UsageError
 from mjax.run import continuing
 from mjax.run.continuing import changes_since, save_digests
@@ -184,7 +184,7 @@ def test_digests_may_be_missing_but_not_damaged(run_of, tmp_path):
 
 
 def test_digest_is_of_tokens_all_over_a_file(tmp_path):
-    prefix = write(tmp_path / "large", 0, documents=SAMPLED * SAMPLED_TOKENS // 30 + 5000)
+    prefix = write(tmp_path / "large", 0, documents=DIGEST_SPANS * DIGEST_SPAN_TOKENS // 30 + 5000)
     before = IndexedDataset(prefix).digest
     with open(f"{prefix}.bin", "r+b") as file:
         file.write(b"\1\0\1\0")

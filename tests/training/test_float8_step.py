@@ -101,8 +101,8 @@ def test_step_is_near_bf16_evaluates_equally_and_is_skipped():
 def test_layer_keeps_inputs_of_products_in_one_byte():
     kept = {}
     for compute in ("bf16", "fp8"):
-        of = trace.Traced.from_config(small_config(compute=compute, dropout=0.0))
-        kept[compute] = trace.layer_backward(of, "cudnn", "none").kept
+        of = trace.TraceSpec.from_config(small_config(compute=compute, dropout=0.0))
+        kept[compute] = trace.layer_backward(of, "cudnn", "none").saved
     elements = 16 * 32  # of the stream of one sample
     inputs = (1 + 1 + 1 + 4) * elements  # of qkv, projection, up and down
     scales = 4 * (4 + 4)  # of these, and of the weights

@@ -19,7 +19,7 @@ from mjax.errors import UsageError
 from mjax.generation.inference import open_run
 from mjax.interop.convert import write_in_blocks
 from mjax.models.build import count_parameters
-from mjax.models.protocol import Context
+from mjax.models.protocol import ForwardContext
 from mjax.parallel import random
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.planner.layer import model_flops
@@ -125,8 +125,8 @@ def test_dropout_of_adapters_is_the_same_on_every_mesh():
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_each_site_of_a_layer_has_its_masks(kind, monkeypatch):
-    sites, key_of = [], Context.layer_key
-    monkeypatch.setattr(Context, "layer_key", lambda self, site: sites.append(site) or key_of(self, site))
+    sites, key_of = [], ForwardContext.layer_key
+    monkeypatch.setattr(ForwardContext, "layer_key", lambda self, site: sites.append(site) or key_of(self, site))
     config = small_config(kind=kind, lora_rank=2, lora_dropout=0.1)
     program = build_program(config, abstract_mesh(config.mesh))
     jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)
@@ -266,7 +266,7 @@ def test_bf16_runs_save_on_meshes_with_copies(runs, tmp_path):
         ({"lora_alpha": 8.0}, "--lora.alpha 8.0 has no effect without adapters; add --lora.rank"),
         ({"lora_rank": 4, "compute": "fp8"}, "is not supported with --precision.compute fp8; type .* bf16"),
         ({"lora_rank": 4, "optimizer": "muon"}, "--optimizer.name muon.* use --optimizer.name adamw"),
-        ({"lora_rank": 4, "kind": "bert"}, "for a model that predicts the next token, not a BERT"),
+        ({"lora_rank": 4, "kind": "bert"}, "is not supported for a BERT"),
     ],
 )
 def test_settings_that_do_not_go_together(changes, words):

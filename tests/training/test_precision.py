@@ -28,30 +28,33 @@ MOVES = """all_gather all_gather_invariant all_to_all bitcast_convert_type broad
     unstack"""
 """Operations that compute nothing on a device; sums over devices are counted in `trace/test_collectives.py`."""
 IN_16_BITS = {
-    "matmul": """Encoder.embed VocabParallelEmbedding.logits _attend_block _of_chunk _product _scores_forward
-        attend_cached chunked_cross_entropy columns ColumnAdapter.__call__ _kernel_gradient linear""",
-    # With a float32 result: scores of attention, products of experts before they are rounded, the loss in chunks.
-    "wide matmul": """_attend_block attend_cached chunked_cross_entropy grouped_product
-        product_in_loops.of_group.of_tile""",
+    "matmul": """Encoder.embed VocabParallelEmbedding.logits _attend_block _chunk_logits _matmul _vocab_logits_forward
+        attend_cached chunked_cross_entropy apply_column_parallel ColumnAdapter.__call__ _kernel_gradient linear""",
+    # With a float32 result: scores of attention, matmuls of experts before they are rounded, the loss in chunks.
+    "wide matmul": """_attend_block attend_cached chunked_cross_entropy grouped_matmul
+        grouped_matmul_loop.multiply_group.multiply_tile""",
     # The residual stream, and biases.
     "add": """Block.__call__ ColumnAdapter.__call__ Encoder.embed Experts.__call__ GPT.embed
-        OutputNormBlock.__call__ PostNormBlock.__call__ SandwichBlock.__call__ _scores_forward add_bias add_bias.add
-        columns RowParallelLinear.__call__""",
+        OutputNormBlock.__call__ PostNormBlock.__call__ SandwichBlock.__call__ _vocab_logits_forward add_bias
+        add_bias.add apply_column_parallel RowParallelLinear.__call__""",
     # Gradients of a value that is used twice.
-    "add_any": """ColumnAdapter.__call__ Encoder.pooled Router.__call__ _by_group.body _norm _one_dim _sum_of_squares
-        _unit_rms_norm columns enter gated all_gather_tokens linear lookup""",
-    "mul": "AttentionMask.scaled ColumnAdapter.__call__ Encoder.pooled Gemma3.embed RowAdapter.__call__ gated",
+    "add_any": """ColumnAdapter.__call__ Encoder.pool Router.__call__ _scan_groups.body _norm _sum_squares
+        _zero_centered_rms_norm apply_column_parallel apply_gate all_gather_tokens column_parallel_input
+        copy_to_region linear lookup""",
+    "mul": """AttentionMask.scale_queries ColumnAdapter.__call__ Encoder.pool Gemma3.embed RowAdapter.__call__
+        apply_gate""",
     "div": "_attend_block attend_cached",  # queries by √d
-    "tanh": "Encoder.pooled",
-    "sub": "Encoder.pooled",  # of its gradient, with one name from jax 0.12 on
-    "one_minus_square": "Encoder.pooled",
+    "tanh": "Encoder.pool",
+    "sub": "Encoder.pool",  # of its gradient, with one name from jax 0.12 on
+    "one_minus_square": "Encoder.pool",
     "gt": "BERT.loss",  # of an accuracy
     # Results of what is computed in float32, weights, and gradients of what was widened.
     "round": """BERT.loss CausalModel.loss Experts.__call__ Output.cross_entropy Router.__call__
-        VocabParallelEmbedding.logits _attend_block _attend_in_blocks _dropout _dropout.masked _gather_layer _norm
-        _one_dim _one_dim.forward _rotate _rotate_by scaled _sum_of_rows _sum_of_squares _unit_rms_norm _weighted _wide
-        activate add_bias as_used attend_cached chunked_cross_entropy columns combined ColumnAdapter.__call__ dispatched
-        _repeat_heads grouped_product lookup positions_of product_in_loops.of_group.of_tile tile_rows""",
+        VocabParallelEmbedding.logits _attend_block _attend_in_blocks _dropout _dropout.mask _gather_layer _norm
+        _norm.forward _rotate _rotate_by scale_rows _sum_rows _sum_squares _zero_centered_rms_norm _apply_weights
+        _wide activate add_bias materialize_weight attend_cached chunked_cross_entropy apply_column_parallel combine
+        ColumnAdapter.__call__ dispatch _repeat_to_query_heads grouped_matmul lookup position_embeddings
+        grouped_matmul_loop.multiply_group.multiply_tile tile_rows""",
     "round integers": "Encoder.embed VocabParallelEmbedding.__call__",  # 0 and 1
 }
 

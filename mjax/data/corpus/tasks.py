@@ -1,32 +1,32 @@
 """Commands as stages of tasks, on this machine's cores or as jobs of Slurm.
 
-A `Job` names its stages. Each task of a stage reads a share of the input, or the files of earlier stages, and writes
-files of its own into the working folder. Its marker, written last, holds what it returns:
+A `Job` lists its stages. Each task of a stage reads a share of the input, or the files of earlier stages, and writes
+its files into the working folder. Its marker, written last, contains its return value:
 
     OUTPUT.tmp/plan.json           the command and its inputs: only the same command continues the work
     OUTPUT.tmp/STAGE.RANK.done     a task is finished; a task without it runs again from its beginning
     OUTPUT.tmp/NAME.RANK           files of a task
 
-    OUTPUT.tmp/STAGE.bytes         input that each task of a stage has read, for who watches
+    OUTPUT.tmp/STAGE.bytes         input that each task of a stage has read, for the progress bar
 
 So an interruption costs the tasks that were running, and the bytes of the output do not depend on the number of tasks.
 The number of tasks is part of the plan: another number starts over.
 
-Markers are JSON, and arrays are files of numbers: nothing that is read here can run anything. Nobody else may write to
-the folder.
+Markers are JSON, and arrays are files of numbers, which contain nothing executable. No other user may write to the
+folder.
 
-With `--sbatch`, each stage is an array job of Slurm that repeats the command with the stage in the environment, and its
-tasks do nothing else.
+With `--sbatch`, each stage is an array job of Slurm that repeats the command with the stage in the environment, and
+runs the tasks of this stage only.
 
-**Filters.** Output files of `mjax dedup` and `mjax clean`: the retained documents, and a record of the removed ones.
+**Filters.** Output files of `mjax dedup` and `mjax clean`: the remaining documents, and a record of the removed ones.
 
-    OUTPUT.jsonl           the retained documents, in input order
-    OUTPUT.removed.jsonl   a line for each document removed: where it came from and why
+    OUTPUT.jsonl           the remaining documents, in input order
+    OUTPUT.removed.jsonl   a line for each removed document: its source and the reason
     OUTPUT.report.json     documents and bytes that each step removed, with examples
 
 All three are written into the folder OUTPUT.jsonl.tmp and renamed, or copied to a store, when everything is done,
 OUTPUT.jsonl last: if it exists, it is complete. After an interruption the same command continues. The same input
-gives the same bytes, whatever the number of tasks and workers.
+results in the same bytes, whatever the number of tasks and workers.
 """
 
 import contextlib
@@ -61,68 +61,66 @@ from mjax.utils.files import lock_folder, parse_json, to_disk, write_whole
 from mjax.utils.progress import Pace, facts, show_progress
 from mjax.utils.remote import RemoteFile, local_neighbor, locate, put, remove
 
-MIN_WORKER_BYTES = 2**22  # bytes of input; less is done before another process has started
-MAX_TASKS = 256  # tasks by default, for less than LARGE bytes each
-LARGE = 2**30
-STAGE, BEGAN = "MJAX_STAGE", "MJAX_BEGAN"
-"""Set in an array job: its stage, and the second at which the command was typed."""
-RETAINED = "kept"
-"""Name of the documents of the output, in the report and as a part of a job."""
-EXAMPLES = 10  # of each step, in the report
-SHOWN = 200  # characters of a text in an example
-SBATCH = {"time": "24:00:00", "mem-per-cpu": "4G"}
-"""Options of sbatch by default."""
+MIN_WORKER_BYTES = 2**22  # of input; a smaller one is processed before another process has started
+MAX_TASKS = 256  # by default, for less than LARGE_TASK_BYTES each
+LARGE_TASK_BYTES = 2**30
+STAGE_VARIABLE, START_TIME_VARIABLE = "MJAX_STAGE", "MJAX_BEGAN"
+"""Environment of an array job: its stage, and the start time of the command."""
+MAX_EXAMPLES = 10  # of each step, in the report
+EXCERPT_CHARACTERS = 200  # of a text in an example
+SBATCH_DEFAULTS = {"time": "24:00:00", "mem-per-cpu": "4G"}
 
 
-def all_cores() -> int:
+def count_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Job:
-    """A command as stages; a stage is a method that takes the rank of a task and returns what its marker keeps: JSON.
+    """A command as stages; a stage is a method of the rank of a task that returns JSON values for its marker.
 
     Attributes:
       arguments, corpus: of the command.
-      output: what is written, for messages and the names of the working folder and the logs.
-      tasks: of each stage but those in `single`, which are one task.
-      stages: names of methods in order, `finish` the last; with several tasks, `lines` comes before all.
-      folder: of the work: beside the output, or in the current folder for one in a store.
-      began: when the command was typed, in seconds since 1970.
-      copies: whether `finish` is copying files to a store, and leaves them in `folder` if it fails.
-      readers: stages that read the input.
-      settings: files besides the input that the result depends on, such as a tokenizer's.
+      output: path of the output, for messages and the names of the working folder and the logs.
+      tasks: number in each stage except `single_task_stages`, which have one.
+      stages: names of methods in order, the last `finish`; with several tasks, the first is `lines`.
+      folder: working folder, next to the output, or in the current folder for an output in a store.
+      start_time: of the command, in seconds since 1970.
+      copies_to_store: True while `finish` copies files to a store, and leaves them in `folder` if it fails.
+      reading_stages: stages that read the input.
+      settings: other files that the result depends on, such as a tokenizer's.
     """
 
-    single: ClassVar[tuple[str, ...]] = ("finish",)
-    readers: ClassVar[tuple[str, ...]] = ("lines",)
+    single_task_stages: ClassVar[tuple[str, ...]] = ("finish",)
+    reading_stages: ClassVar[tuple[str, ...]] = ("lines",)
     settings: Sequence[Path] = ()
-    copies = False
+    copies_to_store = False
     _counter: tuple[int, int] | None = None
 
     def __init__(self, arguments: Any, corpus: TextFiles, output: str | Path, stages: Sequence[str]):
         self.arguments: Any = arguments
         self.corpus, self.output = corpus, str(output)
         self.folder = Path(f"{local_neighbor(output)}.tmp")
-        # By the bytes of input alone, so that another machine continues the work.
-        self.tasks = arguments.tasks or max(1, min(corpus.size // MIN_WORKER_BYTES, MAX_TASKS), corpus.size // LARGE)
-        self.pace, self.began = Pace(), float(os.environ.get(BEGAN, time.time()))
+        # The default depends only on the input, so that another machine can continue the work.
+        default = max(1, min(corpus.size // MIN_WORKER_BYTES, MAX_TASKS), corpus.size // LARGE_TASK_BYTES)
+        self.tasks = arguments.tasks or default
+        self.pace, self.start_time = Pace(), float(os.environ.get(START_TIME_VARIABLE, time.time()))
         self.stages = [*["lines"] * (self.tasks > 1), *stages]
         self._results: dict[str, list[Any]] = {}
 
     def begin(self) -> None:
-        """Do what comes before all tasks, here; repeated when a killed run continues."""
+        """Work in this process before all tasks; repeated when a killed run continues."""
 
     def finish(self, rank: int) -> Any:
-        """The last stage: put the output in place; it can be repeated."""
+        """The last stage: rename the output to its final name; it can be repeated."""
         raise NotImplementedError
 
     def put_outputs(self, files: dict[str, Path]) -> None:
-        """Give files of the folder, by name, their final names in this order; an interruption comes too late then."""
-        if not self.copies:
-            INTERRUPTS.too_late = f"{self.output} is complete; removing {self.folder}\n"
+        """Rename files of the folder to their final paths in this order, which an interruption does not stop."""
+        if not self.copies_to_store:
+            INTERRUPTS.completion_notice = f"{self.output} is complete; removing {self.folder}\n"
         for name, file in files.items():
-            if (self.folder / name).exists():  # else it was put before the run was killed
+            if (self.folder / name).exists():  # else it was renamed before the run was killed
                 put(self.folder / name, file)
 
     def result(self) -> Any:
@@ -137,18 +135,18 @@ class Job:
 
     def lines(self, rank: int) -> dict[str, int]:
         """Line ends in each file that is cut, by its number: shares begin to count where earlier ones end."""
-        return self.corpus.lines(rank, self.tasks, self.advance)
+        return self.corpus.count_lines(rank, self.tasks, self.advance)
 
     def blocks(self, rank: int) -> Iterator[Block]:
         """The blocks of a task's share of the input."""
         lines = self.results("lines") if "lines" in self.stages else []
-        for block in self.corpus.share(rank, self.tasks, lines):
+        for block in self.corpus.read_share(rank, self.tasks, lines):
             yield block
             self.advance(block.size)
 
     @contextmanager
-    def counting(self, stage: str, rank: int) -> Iterator[None]:
-        """Let `advance` count the bytes that a task reads."""
+    def count_input(self, stage: str, rank: int) -> Iterator[None]:
+        """Open the counter of the bytes that a task reads, for `advance`."""
         descriptor = os.open(self.folder / f"{stage}.bytes", os.O_WRONLY | os.O_CREAT, 0o666)
         try:
             self._counter, self._read = (descriptor, rank), 0
@@ -159,67 +157,68 @@ class Job:
             os.close(descriptor)
 
     def advance(self, size: int) -> None:
-        """Add to the bytes of input that the running task has read, or to its results if it reads none."""
+        """Add to the count of input bytes that the running task has read, or of its results if it reads none."""
         self._read += size
         descriptor, rank = self._counter
         os.pwrite(descriptor, self._read.to_bytes(8, "little"), 8 * rank)
 
     def count_bytes(self, stage: str) -> int:
-        """Return the bytes that `advance` has counted in all tasks of a stage."""
+        """The counts of `advance`, summed over all tasks of a stage."""
         file = self.folder / f"{stage}.bytes"
         return int(np.fromfile(file, "<i8").sum()) if file.exists() else 0
 
     def sum_malformed(self, parts: Sequence[dict[str, Any]] = ()) -> MalformedLines:
-        """The malformed lines of all `parts`, which come from markers, under the policy of the command."""
-        together = MalformedLines(self.arguments.malformed)
+        """Sum the malformed lines of all `parts`, which come from markers, under the policy of the command."""
+        total = MalformedLines(self.arguments.malformed)
         for part in parts:
-            together.merge(MalformedLines(**part))
-        return together
+            total.merge(MalformedLines(**part))
+        return total
 
-    def part(self, name: str, rank: int) -> Path:
-        """A file of a task."""
+    def task_file(self, name: str, rank: int) -> Path:
+        """Path of a task's file."""
         return self.folder / f"{name}.{rank:05}"
 
     @contextmanager
-    def writing(self, rank: int, *names: str) -> Iterator[list[BinaryIO]]:
-        """Files of a task to write, on the disk at the end."""
+    def open_files(self, rank: int, *names: str) -> Iterator[list[BinaryIO]]:
+        """Open files of a task for writing, synced to the disk at the end."""
         with contextlib.ExitStack() as stack:
-            yield [stack.enter_context(self.part(name, rank).open("wb")) for name in names]
+            yield [stack.enter_context(self.task_file(name, rank).open("wb")) for name in names]
         for name in names:
-            to_disk(self.part(name, rank))
+            to_disk(self.task_file(name, rank))
 
     def map_file(self, name: str, rank: int, dtype: Any) -> np.ndarray:
-        """The numbers in a file of a task, mapped from disk."""
-        return _map_file(self.part(name, rank), dtype)
+        """The numbers in a task's file, mapped from disk."""
+        return self.values(self.task_file(name, rank).name, dtype)
 
     def values(self, name: str, dtype: Any = np.int64, mode: Literal["r", "r+"] = "r") -> np.ndarray:
-        """The numbers in a file that tasks filled together, mapped from disk."""
-        return _map_file(self.folder / name, dtype, mode)
+        """The numbers in a file of the folder, such as one that all tasks write, mapped from disk."""
+        file = self.folder / name
+        return np.memmap(file, dtype, mode).view(np.ndarray) if file.stat().st_size else np.empty(0, dtype)
 
     def new_values(self, name: str, dtype: Any, count: int) -> np.ndarray:
-        """A file of `count` zeros, to be changed."""
+        """Create a file of `count` zeros, mapped for writing."""
         with (self.folder / name).open("wb") as stream:
             stream.truncate(count * np.dtype(dtype).itemsize)
         return self.values(name, dtype, "r+")
 
-    def put_part(self, name: str, rank: int, file: Path, offset: int) -> None:
-        """Copy a task's file to its place in `file`, which tasks fill together."""
-        with self.part(name, rank).open("rb") as source, _open_at(file, offset) as target:
+    def copy_file(self, name: str, rank: int, file: Path, offset: int) -> None:
+        """Copy a task's file into `file`, which all tasks write, at byte `offset`."""
+        with self.task_file(name, rank).open("rb") as source, _open_at(file, offset) as target:
             shutil.copyfileobj(source, target, 2**22)
 
-    def put_values(self, name: str, first: int, values: np.ndarray) -> None:
-        """Write some of the numbers in a file that tasks fill together, from number `first` on."""
+    def write_values(self, name: str, first: int, values: np.ndarray) -> None:
+        """Write numbers into a file that all tasks write, at index `first`."""
         with _open_at(self.folder / name, first * values.itemsize) as target:
             values.tofile(target)
 
-    def offset(self, name: str, rank: int) -> int:
-        """Bytes of the files `name` of the tasks before this one."""
-        return sum(self.part(name, earlier).stat().st_size for earlier in range(rank))
+    def task_offset(self, name: str, rank: int) -> int:
+        """Bytes of the files `name` of all tasks before this one."""
+        return sum(self.task_file(name, earlier).stat().st_size for earlier in range(rank))
 
     def results(self, stage: str) -> list[Any]:
         """Return values of the tasks of an earlier stage, by rank."""
         if stage not in self._results:
-            markers = (self.marker(stage, rank) for rank in range(self.divide_tasks(stage)))
+            markers = (self.marker(stage, rank) for rank in range(self.count_tasks(stage)))
             fix = f"remove {self.folder} and repeat the command"
             self._results[stage] = [parse_json(marker.read_bytes(), str(marker), fix) for marker in markers]
         return self._results[stage]
@@ -228,51 +227,51 @@ class Job:
 
     @property
     def processes(self) -> int:
-        """Worker processes; 0: little text is done by this one, which answers Ctrl-C when a call of a library ends."""
-        worth = self.corpus.size // MIN_WORKER_BYTES
-        workers = min(self.arguments.workers or max(1, min(all_cores(), worth)), self.tasks)
-        return workers if workers > 1 or worth else 0
+        """Number of worker processes; 0 for a small input, which this process reads."""
+        useful = self.corpus.size // MIN_WORKER_BYTES
+        workers = min(self.arguments.workers or max(1, min(count_cores(), useful)), self.tasks)
+        return workers if workers > 1 or useful else 0
 
-    def divide_tasks(self, stage: str) -> int:
+    def count_tasks(self, stage: str) -> int:
         """Number of tasks of a stage."""
-        return 1 if stage in self.single else self.tasks
+        return 1 if stage in self.single_task_stages else self.tasks
 
-    def left(self, stage: str) -> list[int]:
+    def ranks_to_run(self, stage: str) -> list[int]:
         """Ranks of the tasks of a stage that have not finished."""
-        return [rank for rank in range(self.divide_tasks(stage)) if not self.marker(stage, rank).exists()]
+        return [rank for rank in range(self.count_tasks(stage)) if not self.marker(stage, rank).exists()]
 
     def marker(self, stage: str, rank: int) -> Path:
-        """The file that says that a task is done, with what it returned."""
+        """Path of the file that marks a task as done, with its return value."""
         return self.folder / f"{stage}.{rank:05}.done"
 
     def run_task(self, stage: str, rank: int) -> None:
-        """Do a task that has not been done, and mark it."""
+        """Run a task without a marker, and write its marker."""
         if self.marker(stage, rank).exists():
             return
-        with self.counting(stage, rank):
+        with self.count_input(stage, rank):
             value = getattr(self, stage)(rank)
-            self.advance(stage not in self.readers)
+            self.advance(stage not in self.reading_stages)
         write_whole(self.marker(stage, rank), json.dumps(value, default=asdict))
 
     def plan(self) -> str:
-        """Everything that must be the same for a run to continue the work of another."""
-        how = replace(self.arguments, workers=None, overwrite=False, json=False, sbatch=())
+        """JSON of everything that has to be equal for a command to continue the work."""
+        arguments = replace(self.arguments, workers=None, overwrite=False, json=False, sbatch=())
         files = (file for file in (*self.corpus.inputs, *self.settings) if file.is_file())
         files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        values = {"arguments": repr(how), "inputs": files, "names": self.corpus.names, "tasks": self.tasks}
+        values = {"arguments": repr(arguments), "inputs": files, "names": self.corpus.names, "tasks": self.tasks}
         values |= {"mjax_version": __version__, "gigatoken": os.environ.get("MJAX_GIGATOKEN")}
         values |= {"sha256": hashlib.sha256(repr(values).encode()).hexdigest()}
         return without_secrets(json.dumps(values, indent=2))
 
     def close(self) -> None:
-        """Remove the working folder, the plan first: nothing continues what is half removed."""
+        """Remove the working folder, the plan first, so that no command continues in half of it."""
         remove(self.folder / "plan.json")
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @contextmanager
 def _open_at(file: Path, offset: int) -> Iterator[BinaryIO]:
-    """A file to write from `offset` on, on the disk at the end."""
+    """Open a file for writing at a byte, synced to the disk at the end."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
     with os.fdopen(descriptor, "wb") as target:
         target.seek(offset)
@@ -280,20 +279,16 @@ def _open_at(file: Path, offset: int) -> Iterator[BinaryIO]:
     to_disk(file)
 
 
-def _map_file(file: Path, dtype: Any, mode: Literal["r", "r+"] = "r") -> np.ndarray:
-    return np.memmap(file, dtype, mode).view(np.ndarray) if file.stat().st_size else np.empty(0, dtype)
-
-
-def run(job: Job) -> Any:
+def run_job(job: Job) -> Any:
     """Run all stages, print a summary and return the result; None if Slurm runs them.
 
     Raises:
-      UsageError: as the tasks, or another process writes the same output, or another user may have written the working
-        folder, or there is no Slurm.
+      UsageError: as in the tasks, or another process writes the same output, or another user may have written into the
+        working folder, or there is no Slurm.
       RunError: a worker was killed, a task failed, or the disk is full; the same command continues.
       KeyboardInterrupt: Ctrl-C, SIGTERM or a closed terminal; the same command continues.
     """
-    if stage := os.environ.get(STAGE):
+    if stage := os.environ.get(STAGE_VARIABLE):
         job.run_task(stage, int(os.environ["SLURM_ARRAY_TASK_ID"]))
         if stage == job.stages[-1]:
             job.show(job.result())
@@ -315,16 +310,16 @@ def run(job: Job) -> Any:
 
 
 def _show_progress(job: Job, stage: str) -> contextlib.AbstractContextManager[None]:
-    """Show how far a stage is: by the input it reads, or by tasks."""
+    """Show the progress of a stage, by the bytes it reads or by tasks."""
     verb = f"{stage} ({job.stages.index(stage) + 1} of {len(job.stages)})"
-    if stage in job.readers:
+    if stage in job.reading_stages:
         return show_progress(verb, job.corpus.size, lambda: job.count_bytes(stage), job.pace)
-    return show_progress(verb, job.divide_tasks(stage), lambda: job.count_bytes(stage), job.pace, "tasks")
+    return show_progress(verb, job.count_tasks(stage), lambda: job.count_bytes(stage), job.pace, "tasks")
 
 
 @contextmanager
 def _working_folder(job: Job) -> Iterator[None]:
-    """The folder of `job`, with what the same command left in it; what another left is removed."""
+    """Lock the folder of `job` and continue the work of the same command in it, or empty it."""
     try:
         stream = lock_folder(job.folder, job.output)
         _start_over(job, stream)
@@ -334,11 +329,11 @@ def _working_folder(job: Job) -> Iterator[None]:
         try:
             yield
         except UsageError:
-            if not (job.arguments.sbatch or job.copies):
-                job.close()  # the command or its input has to change, and with it the plan
+            if not (job.arguments.sbatch or job.copies_to_store):
+                job.close()  # the user has to change the command or its input, and so the plan
             raise
         except BaseException as error:
-            if isinstance(error, OSError):  # NumPy's about a full disk has no number
+            if isinstance(error, OSError):  # NumPy's error on a full disk has no errno
                 reason = error if error.errno else f"the disk may be full ({error})"
                 error = RunError(f"writing {job.output} stopped: {reason}")
             error.add_note(f"{CONTINUES} from {job.folder}")
@@ -346,12 +341,12 @@ def _working_folder(job: Job) -> Iterator[None]:
 
 
 def _start_over(job: Job, stream: TextIO) -> None:
-    """Empty the folder of a job, unless the same command has left its work there."""
+    """Empty the folder of a job, unless it has the work of the same command."""
     stream.seek(0)
     plan, older = job.plan(), stream.read()
     if older == plan:
         return
-    if older:  # else what is there was half removed
+    if older:  # else the folder was half removed
         print(f"{job.folder} has the work of another command or another --tasks; starting over", file=sys.stderr)
     stream.truncate(0)
     for file in job.folder.iterdir():
@@ -366,19 +361,20 @@ def _submit(job: Job) -> None:
     name, logs = f"mjax-{job.output}", Path(f"{local_neighbor(job.output)}.logs")
     if not shutil.which("sbatch") or Path(sys.argv[0]).name not in ("mjax", "__main__.py"):
         raise UsageError("--sbatch submits a command typed where sbatch is; type it on a login node of Slurm")
-    if queued := _answer("squeue", "--me", "--noheader", "--format=%A", f"--name={name}").split():
+    if queued := _run_command("squeue", "--me", "--noheader", "--format=%A", f"--name={name}").split():
         raise UsageError(f"jobs of {job.output} are in the queue: {', '.join(queued)}; wait, or scancel them first")
     logs.mkdir(exist_ok=True)
-    options = SBATCH | dict(option.partition("=")[::2] for option in job.arguments.sbatch)
+    options = SBATCH_DEFAULTS | dict(option.partition("=")[::2] for option in job.arguments.sbatch)
     options |= {"job-name": name, "parsable": "", "kill-on-invalid-dep": "yes"}
     at_once = f"%{job.arguments.workers}" if job.arguments.workers else ""
     ids: list[str] = []
     for stage in job.stages:
-        options |= {"array": f"0-{job.divide_tasks(stage) - 1}{at_once}", "output": f"{logs}/{stage}.%a.out"}
+        options |= {"array": f"0-{job.count_tasks(stage) - 1}{at_once}", "output": f"{logs}/{stage}.%a.out"}
         flags = [f"--{key}={value}" if value else f"--{key}" for key, value in options.items()]
-        command = [f"{STAGE}={stage}", f"{BEGAN}={job.began}", sys.executable, "-m", "mjax", *sys.argv[1:]]
-        answer = _answer("sbatch", *flags, script=f"#!/bin/sh\nexec env {shlex.join(command)}\n")
-        ids.append(answer.strip().partition(";")[0])
+        environment = f"{STAGE_VARIABLE}={stage}", f"{START_TIME_VARIABLE}={job.start_time}"
+        command = shlex.join([*environment, sys.executable, "-m", "mjax", *sys.argv[1:]])
+        output = _run_command("sbatch", *flags, script=f"#!/bin/sh\nexec env {command}\n")
+        ids.append(output.strip().partition(";")[0])
         options["dependency"] = f"afterok:{ids[-1]}"
     print(
         f"Submitted {len(ids)} stages of up to {job.tasks} tasks: {', '.join(job.stages)} (jobs {', '.join(ids)})\n"
@@ -388,11 +384,11 @@ def _submit(job: Job) -> None:
     )
 
 
-def _answer(*command: str, script: str = "") -> str:
-    answer = subprocess.run(command, input=script, capture_output=True, text=True)
-    if answer.returncode:
-        raise RunError(f"{command[0]} failed: {answer.stderr.strip()}")
-    return answer.stdout
+def _run_command(*command: str, script: str = "") -> str:
+    result = subprocess.run(command, input=script, capture_output=True, text=True)
+    if result.returncode:
+        raise RunError(f"{command[0]} failed: {result.stderr.strip()}")
+    return result.stdout
 
 
 # --- Processes and signals --------------------------------------------------------------------------------------------
@@ -400,16 +396,16 @@ def _answer(*command: str, script: str = "") -> str:
 
 @contextmanager
 def _workers(job: Job) -> Iterator[ProcessPoolExecutor | None]:
-    """Processes that have `job`; None: this one does the work.
+    """Start worker processes with a copy of `job`; None: this process does the work.
 
-    They are fresh processes, not copies of this one, which may already have threads and a GPU. An exception kills them,
-    whatever they do, as the end of this process does.
+    They are spawned, not forked, because this process may already have threads and a GPU. An exception kills them, and
+    so does the end of this process.
     """
     if not job.processes:
         yield None
         return
     others, context = multiprocessing.active_children(), multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(job.processes, context, initializer=_start, initargs=(job,))
+    pool = ProcessPoolExecutor(job.processes, context, initializer=_init_worker, initargs=(job,))
     try:
         yield pool
     except BaseException:
@@ -422,24 +418,24 @@ def _workers(job: Job) -> Iterator[ProcessPoolExecutor | None]:
 
 
 def _run_stage(job: Job, stage: str, pool: ProcessPoolExecutor | None) -> None:
-    """Do what is left of a stage, the last one in this process.
+    """Run the unfinished tasks of a stage; the last stage runs in this process.
 
     Raises:
       RunError: a worker was killed. Exceptions of tasks are raised here too.
     """
     if pool is None or stage == job.stages[-1]:
-        for rank in job.left(stage):
+        for rank in job.ranks_to_run(stage):
             job.run_task(stage, rank)
         return
-    with INTERRUPTS.delay():  # processes start here, with Ctrl-C blocked: it is answered by this process alone
+    with INTERRUPTS.delay():  # workers start with Ctrl-C blocked: only this process handles it
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            futures = [pool.submit(_call, stage, rank) for rank in job.left(stage)]
+            futures = [pool.submit(_run_in_worker, stage, rank) for rank in job.ranks_to_run(stage)]
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         for future in futures:
-            while not wait([future], timeout=0.5).done:  # a signal to another thread would let `result` sleep on
+            while not wait([future], timeout=0.5).done:  # a signal to another thread would not wake `result`
                 pass
             future.result()
     except BrokenProcessPool:
@@ -449,68 +445,67 @@ def _run_stage(job: Job, stage: str, pool: ProcessPoolExecutor | None) -> None:
         raise RunError(f"{which} was killed, most likely for lack of memory; use {fix}") from None
 
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Interrupts:
-    """`STOPS` raise KeyboardInterrupt in the block, unless they are `delayed`.
+    """`STOP_SIGNALS` raise KeyboardInterrupt in the block, unless `is_delayed`.
 
     Attributes:
-      too_late: if set, they print this instead: the output is complete.
+      completion_notice: if set, signals print it and raise nothing, because the output is complete.
     """
 
     def __init__(self):
-        self.too_late, self.delayed, self._came = "", False, False
-        self._before: dict[signal.Signals, Any] = {}
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> None:
-        self.too_late, self.delayed, self._came = "", False, False
+        self.completion_notice, self.is_delayed, self._is_pending = "", False, False
         if threading.current_thread() is threading.main_thread():
-            for number in STOPS:
+            for number in STOP_SIGNALS:
                 if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-                    self._before[number] = signal.signal(number, self._answer)
+                    self._previous_handlers[number] = signal.signal(number, self._on_signal)
 
     def __exit__(self, *_) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
+        while self._previous_handlers:
+            signal.signal(*self._previous_handlers.popitem())
 
-    def _answer(self, *_) -> None:
-        self._came = self.delayed
-        if self.too_late:
-            os.write(2, self.too_late.encode())  # `print` may be what is interrupted
-        elif not self.delayed:
+    def _on_signal(self, *_) -> None:
+        self._is_pending = self.is_delayed
+        if self.completion_notice:
+            os.write(2, self.completion_notice.encode())  # a signal may interrupt `print`
+        elif not self.is_delayed:
             raise KeyboardInterrupt
 
     @contextmanager
     def delay(self) -> Iterator[None]:
-        """Let the block end first."""
-        self.delayed = True
+        """Handle signals after the block."""
+        self.is_delayed = True
         try:
             yield
         finally:
-            self.delayed = False
-        if self._came:
+            self.is_delayed = False
+        if self._is_pending:
             raise KeyboardInterrupt
 
 
 INTERRUPTS = Interrupts()
 
 
-_job: Any = None  # of a worker process
+_worker_job: Any = None  # of a worker process
 
 
-def _start(job: Job) -> None:
-    global _job
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _job = job
+def _init_worker(job: Job) -> None:
+    global _worker_job
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _worker_job = job
 
 
-def _call(stage: str, rank: int) -> None:
-    _job.run_task(stage, rank)
+def _run_in_worker(stage: str, rank: int) -> None:
+    _worker_job.run_task(stage, rank)
 
 
-def _leave_with_parent() -> None:
-    """End this process when its parent ends, even if that was killed."""
+def _exit_with_parent() -> None:
+    """Exit when the parent process ends, even if it was killed."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -520,7 +515,7 @@ def _leave_with_parent() -> None:
 
 @dataclass
 class Tally:
-    """Documents and bytes of UTF-8 text that a step has counted, with examples."""
+    """Numbers of documents and of bytes of UTF-8 text in a step, with examples."""
 
     name: str
     documents: int = 0
@@ -528,17 +523,17 @@ class Tally:
     examples: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, text: str, /, **example: Any) -> None:
-        """Count one document; the first few keep an `example`."""
+        """Count one document; `example` of the first few is stored."""
         self.documents += 1
         self.bytes += len(text.encode())
-        if example and len(self.examples) < EXAMPLES:
+        if example and len(self.examples) < MAX_EXAMPLES:
             self.examples.append(example)
 
     def merge(self, later: "Tally") -> None:
-        """Add the counts of the documents that follow, from another worker."""
+        """Add the counts of later documents, from another worker."""
         self.documents += later.documents
         self.bytes += later.bytes
-        self.examples += later.examples[: EXAMPLES - len(self.examples)]
+        self.examples += later.examples[: MAX_EXAMPLES - len(self.examples)]
 
 
 def check_outputs(arguments: Any, inputs: Sequence[Path]) -> None:
@@ -561,38 +556,39 @@ def check_outputs(arguments: Any, inputs: Sequence[Path]) -> None:
 
 
 def output_files(output: Path) -> dict[str, Path]:
-    """The files of a run by their names in the working folder, in the order in which they are put in place."""
+    """Final paths of the files by their names in the working folder, in the order in which they are renamed."""
     removed = output.with_suffix(".removed.jsonl")
-    return {"report": output.with_suffix(".report.json"), "removed": removed, RETAINED: output}
+    return {"report": output.with_suffix(".report.json"), "removed": removed, "kept": output}
 
 
 class FilterJob(Job):
-    """A job that writes the three files of a run; a stage before `merge` writes the parts RETAINED and `removed`."""
+    """A job that writes the three files of a filter; the stages before `merge` write "kept" and "removed" per task."""
 
     def __init__(self, arguments: Any, corpus: TextFiles, stages: Sequence[str]):
         arguments = replace(arguments, output=locate(arguments.output))
         super().__init__(arguments, corpus, arguments.output, stages)
 
     def merge(self, rank: int) -> None:
-        """Copy a task's parts to their places."""
-        for name in (RETAINED, "removed"):
-            self.put_part(name, rank, self.folder / name, self.offset(name, rank))
+        """Copy the two files of a task into the outputs."""
+        for name in ("kept", "removed"):
+            self.copy_file(name, rank, self.folder / name, self.task_offset(name, rank))
 
     def tallies(self, parts: Sequence[dict[str, Any]]) -> dict[str, Tally]:
-        """The sums of tallies of all tasks, which come from markers."""
+        """Sum the tallies of all tasks, which come from markers."""
         sums = {name: Tally(name) for name in parts[0]}
         for part in parts:
             for name, tally in part.items():
                 sums[name].merge(Tally(**tally))
         return sums
 
-    def put_files(self, story: dict[str, Any], malformed: MalformedLines) -> dict[str, Any]:
-        """Give the files their names; returns the report: `story`, malformed lines, output and version."""
+    def put_files(self, report: dict[str, Any], malformed: MalformedLines) -> dict[str, Any]:
+        """Rename the files to their final paths; returns `report` with malformed lines, output and version."""
         lines = {"documents": malformed.count, "examples": malformed.examples}
-        text = report_text({**story, "malformed": lines, "output": self.arguments.output, "mjax_version": __version__})
-        if (self.folder / RETAINED).exists():  # else a run that was killed just before its end has put all
+        report |= {"malformed": lines, "output": self.arguments.output, "mjax_version": __version__}
+        text = format_report(report)
+        if (self.folder / "kept").exists():  # else a run that was killed just before its end has renamed all
             (self.folder / "report").write_bytes(text.encode())
-        self.copies = isinstance(self.arguments.output, RemoteFile)
+        self.copies_to_store = isinstance(self.arguments.output, RemoteFile)
         self.put_outputs(output_files(self.arguments.output))
         return json.loads(text)
 
@@ -603,12 +599,12 @@ class FilterJob(Job):
     def show(self, report: dict[str, Any]) -> None:
         """Print the report as JSON, or as a table with remarks and the names of the files."""
         if self.arguments.json:
-            print(report_text(report), end="")
+            print(format_report(report), end="")
             return
         output = self.arguments.output
         console = Console(soft_wrap=True, highlight=False)
-        console.print(f"{output} is ready after {time.time() - self.began:.1f} s", markup=False)
-        console.print(facts(_steps(report), "right"))
+        console.print(f"{output} is ready after {time.time() - self.start_time:.1f} s", markup=False)
+        console.print(facts(_step_rows(report), "right"))
         for remark in self.remarks(report):
             console.print(f"\n{remark}", markup=False)
         malformed = report["malformed"]
@@ -622,12 +618,12 @@ class FilterJob(Job):
 
 
 def document_line(document: Document, key: str, **changes: Any) -> bytes:
-    """A line of JSON for a document, with all its fields; `changes` replace or add some."""
+    """One line of JSON for a document, with all its fields and `changes`."""
     return json_line({**(document.fields or {}), key: document.text, **changes})
 
 
 def json_line(values: dict[str, Any]) -> bytes:
-    """One line of JSON in UTF-8; values that JSON lacks, such as a date of a Parquet file, become text."""
+    """One line of JSON in UTF-8; values without a JSON type, such as a date of a Parquet file, become text."""
     line = json.dumps(values, ensure_ascii=False, default=str)
     try:
         return f"{line}\n".encode()
@@ -635,13 +631,13 @@ def json_line(values: dict[str, Any]) -> bytes:
         return f"{json.dumps(values, default=str)}\n".encode()
 
 
-def report_text(report: dict[str, Any]) -> str:
-    """The report as the file holds it and --json prints it."""
-    text = json.dumps(report, indent=2, ensure_ascii=False, default=_plain)
+def format_report(report: dict[str, Any]) -> str:
+    """JSON of the report, for its file and --json."""
+    text = json.dumps(report, indent=2, ensure_ascii=False, default=_to_json_value)
     return text.encode(errors="replace").decode() + "\n"
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     return asdict(value) if isinstance(value, Tally) else str(value)
 
 
@@ -649,23 +645,23 @@ def _plain(value: Any) -> Any:
 
 
 def excerpt(text: str, start: int = 0) -> str:
-    """Shorten a text for an example: some characters from `start` on."""
-    end = start + SHOWN
+    """Shorten a text for an example to EXCERPT_CHARACTERS from `start` on."""
+    end = start + EXCERPT_CHARACTERS
     return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
 
 
-def where_they_differ(one: str, other: str) -> tuple[str, str]:
+def diff_excerpts(one: str, other: str) -> tuple[str, str]:
     """Excerpts of two texts from shortly before their first difference."""
     pairs = enumerate(zip(one, other, strict=False))
     same = next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
-    start = 0 if same < SHOWN // 2 else same - SHOWN // 4
+    start = 0 if same < EXCERPT_CHARACTERS // 2 else same - EXCERPT_CHARACTERS // 4
     return excerpt(one, start), excerpt(other, start)
 
 
-def _steps(report: dict[str, Any]) -> Iterator[Sequence[str]]:
-    """Documents and bytes: read, changed or removed by each step, retained."""
+def _step_rows(report: dict[str, Any]) -> Iterator[Sequence[str]]:
+    """Rows of documents and bytes: read, changed or removed by each step, and remaining."""
     rows = [(report["read"], ""), *((step, "") for step in report.get("changed", ()))]
-    rows += [*((step, "− ") for step in report["removed"]), (report[RETAINED], "= ")]
+    rows += [*((step, "− ") for step in report["removed"]), (report["kept"], "= ")]
     for tally, sign in rows:
         share = tally["documents"] / max(report["read"]["documents"], 1)
         documents = f"{tally['documents']:,} documents"

@@ -413,7 +413,7 @@ def _balance(arguments: Arguments) -> tuple[dict[str, Any], str]:
         return {"aux_loss_coef": number, "aux_loss_scope": OVER[kind]}, ""
     listed = " and ".join(f"{kind} {number:g}" for kind, number in losses.items())
     return {}, (
-        f"balance loss: mjax has no {listed}{' with groups of experts' if in_groups else ''}, so the run has none; to "
+        f"balance loss: mjax has no {listed}{' with groups of experts' if in_groups else ''}, so it is left out; to "
         "train on with the one of mjax, add --model.aux-loss-coef"
     )
 

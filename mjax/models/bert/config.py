@@ -59,7 +59,7 @@ class BERTConfig(EncoderConfig):
             "order_accuracy",
             "{value:.0%} right",
             verdict="order       {value:.1%} ± {error:.1%} of {sequences:,} pairs right; by chance {guess:.0%}",
-            axis="share of pairs whose order is found",
+            axis="share of pairs with the right order",
             title="sentence order",
             guess=0.5,
             guess_label="by chance, {guess:.0%}",

@@ -64,7 +64,7 @@ BERT = Family(
     only={"type_vocab_size": 2, "position_embedding_type": "absolute", "is_decoder": False},
     without_effect=frozenset({
         "classifier_dropout",  # for heads of other tasks
-        # from Google's own code, in the files of its models
+        # from Google's code, in the files of its models
         "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
         "pooler_size_per_head", "pooler_type",
     }),

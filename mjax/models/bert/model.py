@@ -11,7 +11,7 @@
 
 Layers, mesh and pipeline are those of GPT; only the architecture differs. The output layer is split by vocabulary like
 its embedding, and so is its bias. The three small linear layers are replicated over `model`: together they have two
-matrices of h × h, a sixth of a layer. With sequence parallelism each rank runs them on its own rows.
+matrices of h × h, a sixth of a layer. With sequence parallelism each rank runs them on its rows.
 
 The place of LayerNorm is an option (arXiv 1909.08053, figure 7). `post` is the original BERT, whose embedding has a
 LayerNorm too. `pre` leaves the residual stream free from embedding to heads, with one LayerNorm at its end; beyond 336M
@@ -30,7 +30,7 @@ the mean of both ends. Padding positions are excluded. Sources: Megatron-LM v1.0
 multiple_choice.py; for spans arXiv 1810.04805, section 4.2, with neither pooler nor dropout.
 
 Heads are replicated over `model`, like those of pre-training. With sequence parallelism a rank has the scores of its
-own rows only; they are few, and are combined before the loss.
+rows only; they are few, and are combined before the loss.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ from mjax.models.gpt.model import transformer_layer
 from mjax.models.parts.mask import MASKED
 from mjax.models.parts.mlp import activate
 from mjax.models.parts.norms import LayerNorm
-from mjax.models.parts.positions import document_positions
-from mjax.models.protocol import Context, LanguageModel
+from mjax.models.parts.positions import position_embeddings
+from mjax.models.protocol import ForwardContext, LanguageModel
 from mjax.models.stack import stack
 from mjax.parallel import mappings, random
 from mjax.parallel.autodiff import rematerialize
 from mjax.parallel.layers import VocabParallelEmbedding, normal_init, to_local_ids
 from mjax.parallel.linear import linear
 from mjax.parallel.random import dropout
-from mjax.parallel.reductions import add_bias, lookup
+from mjax.parallel.reductions import accumulation_dtype, add_bias, lookup
 from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.weights import make_param
 
 TOKEN_TYPES = 2
 
 HEAD = "head."
-"""What the names of a task's head begin with: another task's has another meaning, whatever its shape."""
+"""Prefix of the weights of a task's head, which no other task can use, whatever its shape."""
 
 
 class Linear(nnx.Module):
@@ -104,9 +104,8 @@ class Encoder(LanguageModel):
         embedding, positions, token_types, blocks = keys
         self.config = config
         hidden, std = config.hidden, config.init_std
-        self.embedding = VocabParallelEmbedding(
-            embedding, config.vocabulary, config.padded_vocabulary, hidden, std, dtype
-        )
+        sizes = config.vocabulary, config.padded_vocabulary, hidden, std
+        self.embedding = VocabParallelEmbedding(embedding, *sizes, dtype)
         rows = partial(make_param, initializer=normal_init(std), dims=("position", "out"), dtype=dtype)
         self.positions = rows(positions, shape=(config.max_positions, hidden))
         self.token_types = rows(token_types, shape=(TOKEN_TYPES, hidden))
@@ -118,18 +117,18 @@ class Encoder(LanguageModel):
         else:
             self.embedding_norm = norm
 
-    def embed(self, batch: dict[str, Array], context: Context) -> Float[Array, "t h"]:
+    def embed(self, batch: dict[str, Array], context: ForwardContext) -> Float[Array, "t h"]:
         """The stream before the first layer, of `tokens` and `token_types`, int [b, s]."""
         tokens, token_types = context.tokens, context.tokens.local_rows(batch["token_types"].reshape(-1))
         x = self.embedding(batch["tokens"], tokens)
-        x = x + tokens.local_rows(document_positions(self.positions[...], tokens))
-        # A product rather than a lookup: its gradient sums all rows of a type in float32, in any order.
+        x = x + tokens.local_rows(position_embeddings(self.positions[...], tokens))
+        # A matmul rather than a lookup: its gradient sums all rows of a type in float32, in any order.
         x = x + jax.nn.one_hot(token_types, TOKEN_TYPES, dtype=x.dtype) @ self.token_types[...]
         if self.config.layernorm == "post":
             x = self.embedding_norm(x)
         return context.with_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
 
-    def final_norm(self, x: Float[Array, "t h"]) -> Float[Array, "t h"]:
+    def head_input(self, x: Float[Array, "t h"]) -> Float[Array, "t h"]:
         """The input of the heads, from the stream after the last layer."""
         return self.final_norm(x) if self.config.layernorm == "pre" else x
 
@@ -137,16 +136,16 @@ class Encoder(LanguageModel):
         """The pooler's output for each sequence, from its first token.
 
         Args:
-          x: the result of `final_norm`.
+          x: the result of `head_input`.
 
         Returns:
           The outputs, and for which sequences they are valid: with sequence parallelism, or sequences split over
           `context`, a rank has only those whose first token it has.
         """
-        first = jnp.arange(tokens.sequences) * tokens.positions
-        rows, is_local = (
-            to_local_ids(first, x.shape[0]) if tokens.sequence_parallel else (first, jnp.ones(first.shape, bool))
-        )
+        rows = jnp.arange(tokens.sequences) * tokens.positions
+        is_local = jnp.ones(rows.shape, bool)
+        if tokens.sequence_parallel:
+            rows, is_local = to_local_ids(rows, x.shape[0])
         if tokens.context_attention:
             is_local = is_local & (mappings.rank(CONTEXT) == 0)
         return jnp.tanh(self.pooler(lookup(x, rows))), is_local
@@ -169,7 +168,7 @@ class BERT(Encoder):
         self.order = Linear(order, config.hidden, 2, config.init_std, dtype)
 
     def output(self, x: Float[Array, "t h"]) -> Output:
-        """The scores of the original token at each position, from the result of `final_norm`."""
+        """The scores of the original token at each position, from the result of `head_input`."""
         return self.mlm(x, self.embedding)
 
     @classmethod
@@ -182,13 +181,13 @@ class BERT(Encoder):
         masked = batch["loss_mask"].sum(dtype=jnp.int32)
         return {"mlm_loss": masked, "order_loss": sequences, "order_accuracy": sequences}
 
-    def loss(self, x: Float[Array, "t h"], batch: dict[str, Array], context: Context) -> dict[str, Array]:
+    def loss(self, x: Float[Array, "t h"], batch: dict[str, Array], context: ForwardContext) -> dict[str, Array]:
         """The cross entropy of the masked tokens, that of the order of the sequences, and the number of correct orders.
 
         These heads have no dropout.
         """
         tokens = context.tokens
-        x = self.final_norm(x)
+        x = self.head_input(x)
         losses = self.output(x).cross_entropy(batch["labels"], context)
         masked = losses.sum(where=batch["loss_mask"].reshape(-1))
 
@@ -199,8 +198,8 @@ class BERT(Encoder):
         order = -jnp.take_along_axis(log_probabilities, swapped[:, None], axis=-1)[:, 0]
         correct = (scores[:, 1] > scores[:, 0]) == (swapped == 1)
         sums = jnp.stack([order.sum(where=is_local), correct.sum(where=is_local, dtype=order.dtype)])
-        order_loss, order_found = mappings.reduce_from_region(sums) if tokens.sequence_parallel else sums
-        return {"mlm_loss": masked, "order_loss": order_loss, "order_accuracy": order_found}
+        order_loss, order_correct = mappings.reduce_from_region(sums) if tokens.sequence_parallel else sums
+        return {"mlm_loss": masked, "order_loss": order_loss, "order_accuracy": order_correct}
 
 
 class TaskBERT(Encoder):
@@ -215,7 +214,7 @@ class TaskBERT(Encoder):
             self.pooler = Linear(pooler, config.hidden, config.hidden, config.init_std, dtype)
         self.head = Linear(head, config.hidden, config.outputs, config.init_std, dtype)
 
-    def scores(self, x: Float[Array, "t h"], batch: dict[str, Array], context: Context) -> Float[Array, "b ..."]:
+    def scores(self, x: Float[Array, "t h"], batch: dict[str, Array], context: ForwardContext) -> Float[Array, "b ..."]:
         """The scores of each sample, from the stream after the last layer.
 
         Args:
@@ -227,7 +226,7 @@ class TaskBERT(Encoder):
           Scores of the classes [b, classes], of the choices [b, c], or of being the first and the last token of the
           answer [b, 2, s], −1e30 at padding; float32 or wider, replicated over `model`.
         """
-        x, tokens = self.final_norm(x), context.tokens
+        x, tokens = self.head_input(x), context.tokens
         if self.config.head == "span":
             scores = self.head(x)
             if tokens.sequence_parallel:
@@ -237,12 +236,10 @@ class TaskBERT(Encoder):
         pooled, is_local = self.pool(x, tokens)
         pooled = dropout(pooled, self.config.hidden_dropout, context.with_layer(0).layer_key(random.HEAD))
         scores = _wide(self.head(pooled))
-        axes = [
-            axis for axis, splits in ((MODEL, tokens.sequence_parallel), (CONTEXT, tokens.context_attention)) if splits
-        ]
-        if axes:
+        split_over = [MODEL] * tokens.sequence_parallel + [CONTEXT] * (tokens.context_attention is not None)
+        if split_over:
             scores = jnp.where(is_local[:, None], scores, 0)
-        for axis in axes:
+        for axis in split_over:
             scores = mappings.reduce_from_region(scores, axis)
         return scores.reshape(-1, self.config.num_labels)
 
@@ -251,7 +248,7 @@ class TaskBERT(Encoder):
         samples = mappings.mask_count_to_first_context_rank(len(batch[self.config.label_names[0]]))
         return {"loss": samples, "accuracy": samples}
 
-    def loss(self, x: Float[Array, "t h"], batch: dict[str, Array], context: Context) -> dict[str, Array]:
+    def loss(self, x: Float[Array, "t h"], batch: dict[str, Array], context: ForwardContext) -> dict[str, Array]:
         """The cross entropy of the labels, and the number of samples whose labels have the highest scores."""
         scores = self.scores(x, batch, context)
         labels = jnp.stack([batch[name] for name in self.config.label_names], axis=1)  # [b, 1], for a span [b, 2]
@@ -266,4 +263,4 @@ class TaskBERT(Encoder):
 
 
 def _wide(scores: Array) -> Array:
-    return scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    return scores.astype(accumulation_dtype(scores.dtype))

@@ -21,11 +21,11 @@ class Gemma3Config(DecoderConfig):
     head_dim: Annotated[Count | None, By("head_size")] = 256
     """Width of an attention head, d."""
     window: Annotated[Count | None, TUNING] = 512
-    """Tokens that a position sees in a layer with a window, itself included."""
+    """Tokens that a position attends to in a layer with a window, including itself."""
     global_attention_interval: Annotated[Count | None, TUNING] = 6
     """Every so many layers one has no window, the last of each group. Layers after the last whole group have one."""
     rope_theta: Annotated[Positive, NEW_RUN] = 1_000_000.0
-    """Base of the rotary frequencies in layers that see everything; --model.rope-scaling is for these layers too."""
+    """Base of the rotary frequencies in layers without a window, as is --model.rope-scaling."""
     local_rope_theta: Positive = 10_000.0
     """Base of the rotary frequencies in layers with a window."""
     query_pre_attn_scalar: Count = 256

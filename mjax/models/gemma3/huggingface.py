@@ -12,21 +12,13 @@ from typing import Any
 from mjax.errors import UsageError
 from mjax.models.gemma3.config import Gemma3Config
 from mjax.models.huggingface.family import SIZES
-from mjax.models.llama.huggingface import (
-    FULL,
-    LAYER,
-    LLAMA,
-    SLIDING,
-    attention_kinds,
-    global_attention_interval,
-    layer_types,
-)
+from mjax.models.llama.huggingface import FULL, LAYER, LLAMA, SLIDING, attention_interval, attention_kinds, layer_types
 
 
 def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings without those of positions and kinds of layers, and our fields for these."""
     values = dict(values)
-    every = _global_attention_interval(values, file)
+    every = _read_interval(values, file)
     by_kind = values.pop("rope_parameters", None) or {}
     if not isinstance(by_kind, dict) or not by_kind.keys() <= {FULL, SLIDING}:
         raise UsageError(
@@ -44,14 +36,12 @@ def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, 
     fields = rope(FULL, "rope_theta", values.pop("rope_scaling", None))
     local = rope(SLIDING, "rope_local_base_freq", None)
     if local["rope_scaling"] != "none":
-        raise UsageError(
-            f"{file}: rope_type of {SLIDING} is {local['rope_scaling']!r}, and mjax scales the positions of {FULL} "
-            "only; convert another model"
-        )
+        scaled = f"rope_type of {SLIDING} is {local['rope_scaling']!r}, and mjax scales the positions of {FULL} only"
+        raise UsageError(f"{file}: {scaled}; convert another model")
     return values, {**fields, "global_attention_interval": every}
 
 
-def _global_attention_interval(values: dict[str, Any], file: str) -> int | None:
+def _read_interval(values: dict[str, Any], file: str) -> int | None:
     """Take the kinds of layers out of `values`: of so many layers the last sees everything."""
     pattern, old = values.pop("_sliding_window_pattern", 6), values.pop("sliding_window_pattern", None)
     every, layers = pattern if old is None else old, values.get("num_hidden_layers")
@@ -60,7 +50,7 @@ def _global_attention_interval(values: dict[str, Any], file: str) -> int | None:
     kinds = layer_types(values, file)
     if not kinds or (len(kinds) == layers and kinds == attention_kinds(layers, every)):
         return every
-    return global_attention_interval(kinds, layers, file)
+    return attention_interval(kinds, layers, file)
 
 
 def _write(model: Gemma3Config) -> dict[str, Any]:

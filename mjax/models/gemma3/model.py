@@ -3,11 +3,11 @@
     x ─┬─ norm ─ attention ─ norm ─ + ─┬─ norm ─ MLP ─ norm ─ + ─▶
        └────────────────────────────┘  └──────────────────────┘
 
-Five layers see a window and turn by a small rotary base, the sixth sees everything and turns by a large one. Their
-weights have the same shapes, so a group of six is one stack. 4B has 34 layers: the four after the last group are a
-second stack, of layers with windows.
+Five layers have a window and a small rotary base, the sixth has full attention and a large base. Their weights have the
+same shapes, so a group of six is one stack. 4B has 34 layers: the four after the last group are a second stack, of
+layers with windows.
 
-The norm is y = cast(x / √(mean(x²) + ε) · (1 + w)), rounded once, where a Llama's rounds before the product. The
+The norm is y = cast(x / √(mean(x²) + ε) · (1 + w)), rounded once, where a Llama's rounds before · w. The
 embedding is multiplied by √h in the compute type (√640 = 25.298 is 25.25 in bf16). Both are as in `transformers`.
 """
 
@@ -32,7 +32,7 @@ from mjax.models.parts.attention import Attention
 from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.positions import Positions
 from mjax.models.parts.rotary import Rotary
-from mjax.models.protocol import Context
+from mjax.models.protocol import ForwardContext
 from mjax.parallel import random
 from mjax.parallel.autodiff import rematerialize
 from mjax.parallel.reductions import accumulation_dtype
@@ -46,7 +46,7 @@ class SandwichBlock(Block):
         super().__init__(**parts)
         self.attention_out_norm, self.mlp_out_norm = attention_out_norm, mlp_out_norm
 
-    def __call__(self, x: Array, context: Context, attention: Callable | None = None) -> Array:
+    def __call__(self, x: Array, context: ForwardContext, attention: Callable | None = None) -> Array:
         y = (attention or self.attention)(self.attention_norm(x), context)
         y = self.attention_out_norm(checkpoint_name(y, "residual"))
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
@@ -55,7 +55,7 @@ class SandwichBlock(Block):
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
 
 
-class UnitRMSNorm(nnx.Module):
+class ZeroCenteredRMSNorm(nnx.Module):
     """RMSNorm of the last dim with the weight 1 + w. Shapes: x […, width] → the same; `of_heads` as in `RMSNorm`."""
 
     def __init__(self, width: int, epsilon: float, dtype, of_heads: bool = False):
@@ -64,38 +64,38 @@ class UnitRMSNorm(nnx.Module):
         self.scale = make_param(None, zeros, (width,), ("out",), dtype, grad_partial_over_model=of_heads)
 
     def __call__(self, x: Array) -> Array:
-        return rematerialize(partial(_unit_rms_norm, epsilon=self.epsilon))(x, self.scale[...])
+        return rematerialize(partial(_zero_centered_rms_norm, epsilon=self.epsilon))(x, self.scale[...])
 
 
-def _unit_rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
+def _zero_centered_rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
     wide = x.astype(accumulation_dtype(x.dtype))
     normed = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon)
     return (normed * (1 + scale.astype(wide.dtype))).astype(x.dtype)
 
 
 @dataclass(frozen=True)
-class LocalAndGlobal(Positions):
-    """Rotary positions of layers with a window and of those that see everything."""
+class LocalGlobalRotary(Positions):
+    """Rotary positions of layers with a window and of layers with full attention."""
 
     config: Gemma3Config
 
-    def turn(self, q: Array, k: Array, context: Context) -> tuple[Array, Array]:
+    def apply_to_qk(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
         config = self.config
         local = Rotary(config.rotary_dim, config.local_rope_theta)
         rotary = local if context.kind.window else make_rotary(config)
-        return rotary.turn(q, k, context)
+        return rotary.apply_to_qk(q, k, context)
 
 
 def _layer(key: Array, config: Gemma3Config, dtype) -> SandwichBlock:
     attention, mlp = jax.random.split(key)
-    norm = partial(UnitRMSNorm, epsilon=config.norm_epsilon, dtype=dtype)
+    norm = partial(ZeroCenteredRMSNorm, epsilon=config.norm_epsilon, dtype=dtype)
     return SandwichBlock(
         attention_norm=norm(config.hidden),
         attention=Attention(
             attention,
             config,
             dtype,
-            LocalAndGlobal(config),
+            LocalGlobalRotary(config),
             config.groups,
             bias=False,
             scale=math.sqrt(config.head_size / config.query_pre_attn_scalar),
@@ -116,8 +116,8 @@ class Gemma3(Llama):
 
     def __init__(self, key: Array, config: Gemma3Config, dtype=jnp.float32):
         super().__init__(key, config, dtype)
-        self.final_norm = UnitRMSNorm(config.hidden, config.norm_epsilon, dtype)
+        self.final_norm = ZeroCenteredRMSNorm(config.hidden, config.norm_epsilon, dtype)
 
-    def embed(self, batch: dict[str, Array], context: Context) -> Array:
+    def embed(self, batch: dict[str, Array], context: ForwardContext) -> Array:
         x = super().embed(batch, context)
         return x * jnp.asarray(math.sqrt(self.config.hidden), x.dtype)

@@ -56,7 +56,5 @@ class GPTConfig(TransformerConfig):
 
     def check(self, config) -> None:
         if self.positions == "alibi" and config.data.reset_positions:
-            raise UsageError(
-                "--data.reset-positions is not supported with --model.positions alibi (a distance does not depend on "
-                "where a document begins); remove it"
-            )
+            alibi = "--model.positions alibi (distances do not depend on where a document begins)"
+            raise UsageError(f"--data.reset-positions is not supported with {alibi}; remove it")

@@ -24,13 +24,13 @@ from mjax.models.gpt.config import GPTConfig, TransformerConfig
 from mjax.models.parts.attention import Attention
 from mjax.models.parts.mlp import MLP
 from mjax.models.parts.norms import LayerNorm
-from mjax.models.parts.positions import NO_POSITIONS, ALiBi, Positions, document_positions
-from mjax.models.protocol import Context
+from mjax.models.parts.positions import NO_POSITIONS, ALiBi, Positions, position_embeddings
+from mjax.models.protocol import ForwardContext
 from mjax.models.stack import stack
 from mjax.parallel import random
 from mjax.parallel.layers import VocabParallelEmbedding, normal_init
 from mjax.parallel.reductions import lookup
-from mjax.parallel.weights import make_param
+from mjax.parallel.weights import OUT, POSITION, make_param
 
 
 class GPT(CausalModel):
@@ -38,31 +38,25 @@ class GPT(CausalModel):
 
     def __init__(self, key: Array, config: GPTConfig, dtype=jnp.float32):
         embedding, positions, blocks = jax.random.split(key, 3)
-        self.config = config
-        self.embedding = VocabParallelEmbedding(
-            embedding, config.vocabulary, config.padded_vocabulary, config.hidden, config.init_std, dtype
-        )
+        self.config, hidden, std = config, config.hidden, config.init_std
+        sizes = config.vocabulary, config.padded_vocabulary, hidden, std
+        self.embedding = VocabParallelEmbedding(embedding, *sizes, dtype)
         if config.positions == "learned":
-            self.positions = make_param(
-                positions,
-                normal_init(config.init_std),
-                (config.max_positions, config.hidden),
-                ("position", "out"),
-                dtype,
-            )
+            shape = config.max_positions, hidden
+            self.positions = make_param(positions, normal_init(std), shape, (POSITION, OUT), dtype)
         if config.embedding_layernorm:
-            self.embedding_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
-        within = ALiBi(config.heads) if config.positions == "alibi" else NO_POSITIONS
-        self.blocks = stack(blocks, config, lambda key: transformer_layer(key, config, dtype, positions=within))
-        self.final_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
+            self.embedding_norm = LayerNorm(hidden, config.layernorm_epsilon, dtype)
+        encoding = ALiBi(config.heads) if config.positions == "alibi" else NO_POSITIONS
+        self.blocks = stack(blocks, config, lambda key: transformer_layer(key, config, dtype, positions=encoding))
+        self.final_norm = LayerNorm(hidden, config.layernorm_epsilon, dtype)
 
-    def embed(self, batch: dict[str, Array], context: Context) -> Float[Array, "t h"]:
+    def embed(self, batch: dict[str, Array], context: ForwardContext) -> Float[Array, "t h"]:
         tokens = context.tokens
         x = self.embedding(batch["tokens"], tokens)
         if self.config.embedding_layernorm:
             x = self.embedding_norm(x)
         if self.config.positions == "learned" and context.positions is None:
-            x = x + tokens.local_rows(document_positions(self.positions[...], tokens))
+            x = x + tokens.local_rows(position_embeddings(self.positions[...], tokens))
         elif self.config.positions == "learned":
             x = x + lookup(self.positions[...], tokens.local_rows(context.positions.reshape(-1)))
         return context.with_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)

@@ -1,7 +1,7 @@
 """A family of foreign models as a table: names and layout of its tensors, and settings of its config.json.
 
-A family is a row for each of our modules and a row for each setting. Shapes are in neither: they follow from our own
-parameters (`weights.py`), so a family only states differences in layout.
+A family is a row for each of our modules and a row for each setting. Shapes are in neither: they follow from our
+weights (`weights.py`), so a family only states differences in layout.
 
 A setting of config.json is one of four things: it is a field of `ModelConfig`; it changes what the model computes, and
 mjax supports one value of it; it has no effect on what the model computes; or it is unknown, and rejected by name,
@@ -213,7 +213,7 @@ def _read(family: Family, values: dict[str, Any], name: str, file: str) -> Any:
 
 
 def _check_known(family: Family, values: dict[str, Any], file: str) -> None:
-    """Reject settings, or values, that mjax does not support; false is no default: `is_causal` is true without it."""
+    """Reject settings, or values, that mjax does not support; false may not be the default: `is_causal` is true."""
     only = {name: value for name, value in {**ONLY, **family.only}.items() if name not in family.fields}
     known = {"model_type", *only, *family.fields, *family.same} | WITHOUT_EFFECT | family.without_effect
     for name, value in values.items():

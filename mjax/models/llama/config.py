@@ -36,12 +36,12 @@ class LlamaConfig(DecoderConfig):
     ] = "silu"
     """Activation of the MLP's gate: silu makes it SwiGLU, GELU GeGLU (arXiv 2002.05202)."""
     norms: Literal["pre", "post"] = "pre"
-    """RMSNorm before attention and MLP, or after each and before it is added to the stream, as in OLMo 2."""
+    """RMSNorm before attention and MLP, or after them and before the residual sum, as in OLMo 2."""
     qk_norm: Annotated[Literal["none", "head", "heads"], Synonyms("qk-layernorm=head")] = "none"
-    """RMSNorm of queries and keys before they are turned: of each head by itself with one weight for all (Qwen 3), or
-    of all heads together (OLMo 2)."""
+    """RMSNorm of queries and keys before the rotation. head: each head, with one weight for all (Qwen 3); heads: all
+    heads together (OLMo 2)."""
     qkv_bias: Annotated[bool, Synonyms("add-qkv-bias")] = False
-    """Whether queries, keys and values have a bias, as in Qwen 2."""
+    """Add a bias to queries, keys and values, as in Qwen 2."""
     tie_embeddings: Annotated[bool, Synonyms("tie-word-embeddings")] = False
     """Use the embedding as the output layer too."""
     rotary_percent: Annotated[float, Bounds(gt=0, le=1), Synonyms("partial-rotary-factor rotary-pct")] = 1.0

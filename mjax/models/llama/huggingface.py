@@ -1,7 +1,7 @@
 """Llama, Mistral, Qwen 2, Qwen 3 and OLMo 2 of `transformers`: one model here, a class each there.
 
-Queries, keys and values have tensors of their own there and are one weight here; so have the gate and the other half of
-the MLP. Rotary positions do not fit a table: config.json has two spellings, `rope_parameters` since
+Queries, keys and values are separate tensors there and one weight here; likewise the gate and the other half of the
+MLP. Rotary positions do not fit a table: config.json has two spellings, `rope_parameters` since
 transformers 5, and `rope_theta` with `rope_scaling` before. Older readers do not know the new one and take θ = 10,000
 without a word, so both are read and both are written.
 """
@@ -174,10 +174,7 @@ def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[
     kinds = kinds or [FULL if layer < first else SLIDING for layer in range(layers)]
     if SLIDING not in kinds:
         return values, no_window
-    return values, fields | {
-        "window": window,
-        "global_attention_interval": global_attention_interval(kinds, layers, file),
-    }
+    return values, fields | {"window": window, "global_attention_interval": attention_interval(kinds, layers, file)}
 
 
 def attention_kinds(layers: int, every: int | None) -> list[str]:
@@ -185,7 +182,7 @@ def attention_kinds(layers: int, every: int | None) -> list[str]:
     return [FULL if every and layer % every == 0 else SLIDING for layer in range(1, layers + 1)]
 
 
-def global_attention_interval(kinds: list[str], layers: Any, file: str) -> int | None:
+def attention_interval(kinds: list[str], layers: Any, file: str) -> int | None:
     """The n of a pattern in which every n-th layer sees everything; None if no layer does."""
     every = kinds.index(FULL) + 1 if FULL in kinds else None
     if len(kinds) == layers and kinds == attention_kinds(layers, every):

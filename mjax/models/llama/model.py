@@ -30,7 +30,7 @@ from mjax.models.parts.config import RotaryConfig
 from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.norms import RMSNorm, scale_rows
 from mjax.models.parts.rotary import Rotary
-from mjax.models.protocol import Context
+from mjax.models.protocol import ForwardContext
 from mjax.models.stack import stack
 from mjax.parallel import mappings, random
 from mjax.parallel.autodiff import rematerialize
@@ -78,10 +78,10 @@ def _qk_norm(heads: int, config: LlamaConfig, dtype) -> nnx.Module | None:
 
 
 class AllHeadsRMSNorm(nnx.Module):
-    """Normalise all heads of a position together: a sum of squares for each position crosses `model`.
+    """Normalize all heads of a position together: the ranks of `model` add up one sum of squares for each position.
 
-    The weight [n, d] is split by heads; x are those of this rank. With fewer heads than ranks each rank has one, the
-    same as its neighbours.
+    The weight [n, d] is split by heads; x are this rank's heads. With fewer heads than ranks each rank has one, the
+    same as its neighbors.
     """
 
     def __init__(self, heads: int, size: int, epsilon: float, dtype):
@@ -90,8 +90,8 @@ class AllHeadsRMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "b s n d"]) -> Float[Array, "b s n d"]:
         squares = rematerialize(_sum_squares)(x)
-        summed = x.shape[-2] * mappings.size(MODEL)  # heads, those of several ranks as often
-        mean = mappings.psum(squares, frozenset({MODEL})) / (summed * self.size)
+        heads = x.shape[-2] * mappings.size(MODEL)  # a head of several ranks counts several times
+        mean = mappings.psum(squares, frozenset({MODEL})) / (heads * self.size)
         scale = local_columns(self.scale[...], self.heads, 0)
         return rematerialize(scale_rows)(x, jax.lax.rsqrt(mean + self.epsilon), scale)
 
@@ -101,7 +101,7 @@ def _sum_squares(x: Float[Array, "b s n d"]) -> Float[Array, "b s 1 1"]:
 
 
 class Llama(CausalModel):
-    """A decoder-only language model of today.
+    """A decoder-only language model with RMSNorm, rotary positions and a gated MLP.
 
     Attributes:
       layers: by `LayerKind.weights`, (key, config, dtype) → a layer.
@@ -111,23 +111,16 @@ class Llama(CausalModel):
 
     def __init__(self, key: Array, config: DecoderConfig, dtype=jnp.float32):
         embedding, blocks, head = jax.random.split(key, 3)
-        table = partial(
-            VocabParallelEmbedding,
-            vocabulary=config.vocabulary,
-            rows=config.padded_vocabulary,
-            width=config.hidden,
-            std=config.init_std,
-            dtype=dtype,
-        )
+        sizes = config.vocabulary, config.padded_vocabulary, config.hidden, config.init_std
         self.config = config
-        self.embedding = table(embedding)
+        self.embedding = VocabParallelEmbedding(embedding, *sizes, dtype)
         layers = {name: partial(layer, config=config, dtype=dtype) for name, layer in self.layers.items()}
         self.blocks = stack(blocks, config, layers)
         self.final_norm = RMSNorm(config.hidden, config.norm_epsilon, dtype)
         if not config.tie_embeddings:
-            self.head = table(head)
+            self.head = VocabParallelEmbedding(head, *sizes, dtype)
 
-    def embed(self, batch: dict[str, Array], context: Context) -> Float[Array, "t h"]:
+    def embed(self, batch: dict[str, Array], context: ForwardContext) -> Float[Array, "t h"]:
         x = self.embedding(batch["tokens"], context.tokens)
         return context.with_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
 

@@ -1,5 +1,4 @@
-"""The config of a mixture of experts: a Llama whose MLPs are several, of which every token takes a few. No JAX is
-imported here."""
+"""The config of a mixture of experts: a Llama with experts instead of its MLPs. No JAX is imported here."""
 
 from __future__ import annotations
 

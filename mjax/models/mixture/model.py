@@ -28,8 +28,8 @@ from mjax.parallel import mappings
 class Mixture(Llama):
     """A decoder-only mixture of experts.
 
-    Its losses beside the cross entropy are means over the layers with experts; their coefficients are of every layer's,
-    so they count times the number of these layers.
+    Its auxiliary losses are means over the layers with experts. A coefficient is that of one layer's loss, so the mean
+    has the coefficient times the number of these layers.
     """
 
     layers: ClassVar = {"": llama_layer, EXPERTS: partial(llama_layer, mlp=Experts)}
@@ -46,7 +46,7 @@ class Mixture(Llama):
         sequences = mappings.mask_count_to_first_context_rank(batch["tokens"].shape[0])
         tokens = batch["tokens"].size * layers
         counts = {"router_entropy": tokens, "z_loss": tokens, "balance_loss": sequences * layers}
-        # Not a mean but numbers of tokens, exact in float32 up to 2²⁴: dividing them would round.
+        # Numbers of tokens, not a mean; exact in float32 up to 2²⁴: dividing them would round.
         counts["expert_load"] = jnp.ones((layers, self.config.experts), jnp.int32)
         used = {"router_entropy", "expert_load"} | self.loss_weights.keys()
         return super().counts(batch) | {name: count for name, count in counts.items() if name in used}
@@ -59,7 +59,7 @@ class Mixture(Llama):
         return means | {"expert_load": (load.max(-1) / load.mean(-1)).max(), "expert_shares": shares}
 
     def adjustments(self, means: dict[str, Array]) -> dict[str, Array]:
-        """The step of every router's bias, [l, E]: `router_bias_update_rate` towards a balanced `expert_load`."""
+        """The change of every router's bias, [l, E]: `router_bias_update_rate`, up or down, from `expert_load`."""
         if not self.config.router_bias_update_rate:
             return {}
         load = means["expert_load"]

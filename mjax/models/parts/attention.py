@@ -15,10 +15,10 @@ from jaxtyping import Array, Float, Int
 from mjax.config.axes import MODEL
 from mjax.config.model import ModelConfig
 from mjax.models.decoding import KeyValues, attend_cached
-from mjax.models.parts.attention_kernels import attend_across
+from mjax.models.parts.attention_kernels import attend_over_context
 from mjax.models.parts.mask import AttentionMask
 from mjax.models.parts.positions import NO_POSITIONS, Positions
-from mjax.models.protocol import Context
+from mjax.models.protocol import ForwardContext
 from mjax.parallel import mappings, random
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, apply_column_parallel
 
@@ -38,7 +38,7 @@ class Attention(nnx.Module):
         scale: float = 1.0,
         qk_norm: Callable[[int], nnx.Module | None] = lambda heads: None,
     ):
-        """Initialise the matrices.
+        """Initialize the weights.
 
         Args:
           key: of `jax.random`.
@@ -47,7 +47,7 @@ class Attention(nnx.Module):
           positions: position encoding in attention.
           kv_heads: key-value heads k, each shared by as many neighbouring query heads (arXiv 2305.13245); by default n.
             With n queries, keys and values are one matrix [h, 3, n, d], else two, [h, n, d] and [h, 2, k, d].
-          bias: whether these have a bias, and the output.
+          bias: whether these and the output have a bias.
           out_bias: whether the output has a bias; by default as `bias`.
           scale: as in `AttentionMask`.
           qk_norm: makes the norm of queries or keys [b, s, heads / p, d] from a number of heads; None: no norm.
@@ -67,12 +67,12 @@ class Attention(nnx.Module):
         self.out = RowParallelLinear(out, (heads, size), config.hidden, config.residual_std, dtype, out_bias)
         self.query_norm, self.key_norm = qk_norm(heads), qk_norm(kv_heads or heads)
 
-    def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
+    def __call__(self, x: Float[Array, "t h"], context: ForwardContext) -> Float[Array, "t h"]:
         lora = context.layer_key(random.LORA_QKV)
         q, k, v = self._split_heads(apply_column_parallel(x, context.tokens, *self._projections(), key=lora), context)
-        attended = attend_across(q, k, v, self._mask(context), self.config.attention, context.tokens)
+        attended = attend_over_context(q, k, v, self._mask(context), self.config.attention, context.tokens)
         attended = attended.reshape(context.tokens.num_tokens, *attended.shape[2:])
-        return self.out(checkpoint_name(attended, "context"), context.tokens, context.layer_key(random.LORA_OUT))
+        return self.out(checkpoint_name(attended, "attended"), context.tokens, context.layer_key(random.LORA_OUT))
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> KeyValues:
         """Like `Block.empty_cache`, for attention alone."""
@@ -81,36 +81,35 @@ class Attention(nnx.Module):
         return KeyValues(empty, empty)
 
     def decode(
-        self, x: Float[Array, "t h"], context: Context, cached: KeyValues, lengths: Int[Array, " b"]
+        self, x: Float[Array, "t h"], context: ForwardContext, cached: KeyValues, lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "t h"], KeyValues]:
         """Like `Block.decode`, for attention alone."""
-        wholes = apply_column_parallel(
-            x, context.tokens, *self._projections(), whole=True
-        )  # weights are not cut for every token
-        parts = [part for y in wholes for part in (y[None] if y.ndim == 3 else y.swapaxes(0, 1))]
+        # Splitting the outputs is cheaper than splitting the weights for every token.
+        outputs = apply_column_parallel(x, context.tokens, *self._projections(), whole=True)
+        parts = [part for y in outputs for part in (y[None] if y.ndim == 3 else y.swapaxes(0, 1))]
         (q, k, v), mask = self._split_heads(parts, context), self._mask(context)
         if context.slots is None:
-            attended = attend_across(q, k, v, mask, self.config.attention, context.tokens)
+            attended = attend_over_context(q, k, v, mask, self.config.attention, context.tokens)
             cached = cached.fill(k, v)
         else:
             attended, cached = attend_cached(q, k, v, cached, lengths, context.slots, mask)
         return self.out(attended.reshape(context.tokens.num_tokens, *attended.shape[2:]), context.tokens), cached
 
-    def _mask(self, context: Context) -> AttentionMask:
-        config, documents, slopes = self.config, context.documents, self.positions.slopes()
-        key = context.layer_key(random.ATTENTION) if config.attention_dropout else None
-        seen = config.causal, context.kind.window, self.scale
-        return AttentionMask(*seen, config.attention_dropout, key, documents, slopes)
+    def _mask(self, context: ForwardContext) -> AttentionMask:
+        config, slopes = self.config, self.positions.slopes()
+        window, rate, documents = context.kind.window, config.attention_dropout, context.documents
+        key = context.layer_key(random.ATTENTION) if rate else None
+        return AttentionMask(config.causal, window, self.scale, rate, key, documents, slopes)
 
     def _projections(self) -> tuple[ColumnParallelLinear, ...]:
         return (self.query, self.key_value) if self.grouped else (self.qkv,)
 
     def _split_heads(
-        self, parts: Sequence[Float[Array, "bs _ d"]], context: Context
+        self, parts: Sequence[Float[Array, "bs _ d"]], context: ForwardContext
     ) -> tuple[Float[Array, "b s n d"], Float[Array, "b s k d"], Float[Array, "b s k d"]]:
-        """Queries, and keys and values, of this rank's heads, at least one, with their positions."""
+        """Queries, keys and values of this rank's heads, at least one, with norms and positions applied."""
         q, k, v = (context.tokens.split_sequences(checkpoint_name(part, "qkv")) for part in parts)
         if self.query_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        q, k = self.positions.turn(q, k, context)
+        q, k = self.positions.apply_to_qk(q, k, context)
         return q, k, v

@@ -3,18 +3,18 @@
 | kernel       | where            | implementation                                                          |
 |--------------|------------------|-------------------------------------------------------------------------|
 | `cudnn`      | GPUs since A100  | cuDNN's fused flash attention: no s × s matrix in memory, no dropout     |
-| `flash`      | GPUs since A100  | flash attention in Pallas, with dropout (`flash.py`); only if asked for, |
+| `flash`      | GPUs since A100  | flash attention in Pallas, with dropout (`flash.py`); only if selected,  |
 |              |                  | or for queries of some positions                                        |
 | `xla`        | anywhere         | scores, softmax and weighted sum, compiled by XLA                       |
-| `xla_blocks` | meant for CPUs   | the same over four blocks of queries, skipping keys that none sees      |
+| `xla_blocks` | meant for CPUs   | the same over four blocks of queries, without keys that all of them mask |
 
-All take q, k, v [b, s, n, d] with this rank's heads and return [b, s, n, d]. `xla` and `flash` also take the queries of
-some positions with the keys of all (`attend_across`). The kernel of a run is resolved once, at the start, by rule
+All map q, k, v [b, s, n, d] with this rank's heads to [b, s, n, d]. `xla` and `flash` also support the queries of some
+positions with the keys of all (`attend_over_context`). A rule selects the kernel of a run once, at the start
 (`config/kernels.py`); nothing falls back later. `mjax doctor` runs it.
 
-If a sample has several documents that must be kept apart, all kernels take the number of each token's document and mask
-other documents. With ALiBi all take the slopes of the heads (`positions.py`) and add a penalty on distance to the
-scores; only cuDNN's kernel needs it written out. With a window all mask the keys before it.
+If a sample has several separate documents, all kernels use the number of each token's document and mask other
+documents. With ALiBi all use the slopes of the heads (`positions.py`) and add a penalty on distance to the scores; only
+cuDNN's kernel needs the penalty in memory. With a window all mask the keys before it.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ from mjax.parallel.token_layout import TokenLayout
 def attend(
     q: Float[Array, "b s n d"], k: Float[Array, "b S k d"], v: Float[Array, "b S k e"], mask: AttentionMask, kernel: str
 ) -> Float[Array, "b s n e"]:
-    """The weighted sums of the values that each query sees.
+    """Softmax attention of this rank's heads.
 
     Args:
-      q, k, v: keys and values may have fewer heads, each shared by as many neighbouring query heads, and with
+      q, k, v: keys and values may have fewer heads, each shared by as many neighboring query heads, and with
         `mask.position_ids` more positions.
-      mask: what a query sees, and how scores are made.
+      mask: the visible keys of a query, scale, ALiBi and dropout.
       kernel: `cudnn`, `flash`, `xla` or `xla_blocks`.
 
     Raises:
-      UsageError: a fused kernel has no such attention.
+      UsageError: a fused kernel does not support it.
     """
-    assert mask.slopes is None or mask.causal, "ALiBi says nothing about positions after a query's own"
-    assert mask.window is None or mask.causal, "a window ends at a query's own position"
+    assert mask.slopes is None or mask.causal, "ALiBi needs causal attention"
+    assert mask.window is None or mask.causal, "a window needs causal attention"
     axes = mappings.varying_axes(q)
     q, mask = mask.scale_queries(q), jax.tree.map(lambda x: mappings.vary(x, axes), mask)
     if mask.window is not None and mask.window >= k.shape[1]:
         mask = replace(mask, window=None)  # no effect
     if not kernel.startswith("xla"):
         return attend_fused(q, k, v, mask, kernel)
-    k, v = (_repeat_heads(x, q.shape[2]) for x in (k, v))
+    k, v = (_repeat_to_query_heads(x, q.shape[2]) for x in (k, v))
     if mask.slopes is not None:
-        # Tied to this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every layer
-        # reads from memory what is free to compute.
+        # A barrier in this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every
+        # layer reads from memory what is free to compute.
         slopes, _ = optimization_barrier((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
         mask = replace(mask, slopes=slopes)
     if kernel == "xla" or mask.position_ids is not None:
@@ -71,7 +71,7 @@ def attend(
     return _attend_in_blocks(q, k, v, mask)
 
 
-def _repeat_heads(x: Float[Array, "b s k d"], heads: int) -> Float[Array, "b s n d"]:
+def _repeat_to_query_heads(x: Float[Array, "b s k d"], heads: int) -> Float[Array, "b s n d"]:
     """Keys or values repeated to one head per query head."""
     if (count := heads // x.shape[2]) == 1:
         return x
@@ -86,9 +86,9 @@ def _repeat_heads(x: Float[Array, "b s k d"], heads: int) -> Float[Array, "b s n
 def _attend_in_blocks(q: Array, k: Array, v: Array, mask: AttentionMask) -> Array:
     """Attention over four blocks of queries.
 
-    On a CPU it pays to copy once into [b, n, s, d], to skip the keys that no query of a block sees, in its future or
-    before its window, and to compute in float32: XLA runs small bf16 products there on one thread. The backward pass
-    computes the probabilities again: kept, they and the keys of every block are a third of a step's activations.
+    On a CPU it is faster to copy once into [b, n, s, d], to skip the keys that all queries of a block mask, in its
+    future or before its window, and to compute in float32: XLA runs small bf16 matmuls there on one thread. The
+    backward pass recomputes the probabilities: they and the keys of every block are a third of a step's activations.
     """
     positions, dtype = q.shape[1], q.dtype
     width = positions // (1 if positions % 4 else 4)
@@ -98,8 +98,8 @@ def _attend_in_blocks(q: Array, k: Array, v: Array, mask: AttentionMask) -> Arra
         def block(first: int) -> Array:
             start = 0 if mask.window is None else max(0, first - mask.window + 1)
             end = first + width if mask.causal else positions
-            k_read, v_read = k[:, :, start:end], v[:, :, start:end]
-            return _attend_block(q[:, :, first : first + width], k_read, v_read, first, mask, start, heads_first=True)
+            keys, values, queries = k[:, :, start:end], v[:, :, start:end], q[:, :, first : first + width]
+            return _attend_block(queries, keys, values, first, mask, start, heads_first=True)
 
         return jnp.concatenate([block(first) for first in range(0, positions, width)], axis=2)
 
@@ -116,23 +116,23 @@ def _attend_block(
     """
     documents, rows = mask.documents, mask.position_ids
     queries, keys = ("bnqd", "bnkd") if heads_first else ("bqnd", "bknd")
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = accumulation_dtype(q.dtype)
     scores = jnp.einsum(f"{queries},{keys}->bnqk", q / math.sqrt(q.shape[-1]), k, preferred_element_type=wide)
     visible = True
     if mask.causal:
         # Computed on the device: a NumPy array would be a residual of every layer that recomputes its scores.
-        query, other = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[2:], dim) for dim in (0, 1))
+        query, key = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[2:], dim) for dim in (0, 1))
         # Numbered from the first key, like the keys.
         query = (first + query if rows is None else rows[:, None]) - first_key
-        visible = mask.visible(query, other)  # [q, k]
+        visible = mask.visible(query, key)  # [q, k]
         if mask.slopes is not None:
-            scores = scores + distance_penalty(mask.slopes, other - query, wide)
+            scores = scores + distance_penalty(mask.slopes, key - query, wide)
     if documents is not None:
-        end, read = first + scores.shape[2], first_key + scores.shape[3]
-        of_queries = documents[:, first:end] if rows is None else documents[:, rows]
-        same = of_queries[:, :, None] == documents[:, None, first_key:read]
+        end, end_key = first + scores.shape[2], first_key + scores.shape[3]
+        query_documents = documents[:, first:end] if rows is None else documents[:, rows]
+        same = query_documents[:, :, None] == documents[:, None, first_key:end_key]
         visible = (visible & same)[:, None]  # [b, 1, q, k]
-    # Added rather than selected: the backward pass of a sum keeps no mask.
+    # Added rather than selected: the backward pass of a sum saves no mask.
     scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     if mask.key is not None:
@@ -143,30 +143,29 @@ def _attend_block(
 
 
 # --- Sequences over context -------------------------------------------------------------------------------------------
-# Attention of sequences whose positions are split over `context`, with any of the kernels
-# (`attention_kernels.py`).
+# Attention of sequences whose positions are split over `context`, with any of the kernels above.
 #
-#     heads     an all-to-all gives each rank all positions of n / c of the heads, and one back its own positions of all
-#               (DeepSpeed-Ulysses, arXiv 2309.14509). Kernels, windows, documents and masks see whole sequences.
+#     heads     an all-to-all gives each rank all positions of n / c of the heads, and a second one its positions of all
+#               heads (DeepSpeed-Ulysses, arXiv 2309.14509). Kernels, windows, documents and masks see whole sequences.
 #
 #                   [b, s / c, n, d] ── all-to-all ──▶ [b, s, n / c, d] ── attention ── all-to-all ──▶ [b, s / c, n, d]
 #
-#     gather    every rank gets the keys and values of all positions, and attends from its own queries (Llama 3, arXiv
+#     gather    every rank gathers the keys and values of all positions, and attends from its queries (Llama 3, arXiv
 #               2407.21783, section 3.3.2). With grouped heads these are few. The backward pass sums their gradients by
-#               a reduce-scatter. Queries are balanced: rank r of c has the chunks r and 2c − 1 − r of 2c
+#               a reduce-scatter. Queries are in zigzag order: rank r of c has the chunks r and 2c − 1 − r of 2c
 #               (`token_layout.py`).
 #
 # Numbers sent by a rank in the forward pass of a layer: 4 · (c − 1) / c · b s n d / c of `heads`, and 2 · (c − 1) / c ·
 # b s k d of `gather`, with n heads and k key-value heads on a rank of `model`.
 #
-# Where there are fewer key-value heads than ranks of `context`, `heads` sends copies of them, which rank needs which:
-# lcm(k, c) heads. Their gradients are summed where they come from.
+# If there are fewer key-value heads than ranks of `context`, `heads` sends copies of them: lcm(k, c) heads, of which a
+# rank gets those that it needs. Their gradients are summed on the rank that sent them.
 
 
 HEADS, POSITIONS = 2, 1
 
 
-def attend_across(
+def attend_over_context(
     q: Float[Array, "b s n d"],
     k: Float[Array, "b s k d"],
     v: Float[Array, "b s k e"],
@@ -180,7 +179,7 @@ def attend_across(
       q, k, v: with this rank's positions, and its heads of `model`; keys and values may have fewer.
       mask: with the slopes of these heads, and documents of whole sequences.
       kernel: as for `attend`.
-      tokens: which positions they are, and how to attend to those of other ranks.
+      tokens: these positions, and how to attend to those of other ranks.
     """
     if tokens.context_attention == "ulysses":
         local, slopes = q.shape[HEADS] // mappings.size(CONTEXT), mask.slopes
@@ -188,7 +187,7 @@ def attend_across(
         if slopes is not None:
             slopes = jax.lax.dynamic_slice_in_dim(slopes, first, local)
         first = mappings.rank(MODEL) * q.shape[HEADS] + first
-        q, k, v = (mappings.all_to_all(x, CONTEXT, HEADS, POSITIONS) for x in (q, *map(_enough, (k, v))))
+        q, k, v = (mappings.all_to_all(x, CONTEXT, HEADS, POSITIONS) for x in (q, *map(_repeat_kv_heads, (k, v))))
         attended = attend(q, k, v, replace(mask, slopes=slopes, first_head=first), kernel)
         return mappings.all_to_all(attended, CONTEXT, POSITIONS, HEADS)
     if tokens.context_attention == "allgather":
@@ -197,7 +196,7 @@ def attend_across(
     return attend(q, k, v, mask, kernel)
 
 
-def _enough(x: Float[Array, "b s k d"]) -> Float[Array, "b s _ d"]:
+def _repeat_kv_heads(x: Float[Array, "b s k d"]) -> Float[Array, "b s _ d"]:
     """Key-value heads repeated until `context` divides their number."""
     heads, ranks = x.shape[HEADS], mappings.size(CONTEXT)
     copies = math.lcm(heads, ranks) // heads

@@ -1,5 +1,4 @@
-"""Fields of a config that belong to a part of a model: the config of an architecture derives from the parts it has. No
-JAX is imported here."""
+"""Config fields of the parts of models; the config of a model derives from its parts. No JAX is imported here."""
 
 from __future__ import annotations
 
@@ -11,24 +10,24 @@ from mjax.config.bounds import Bounds, Count, CountOrZero, Positive
 from mjax.config.marks import FILE_ONLY, NEW_RUN, TUNING, By, Synonyms
 from mjax.config.model import AttentionDropout, FeedForward, Gelu, ModelConfig, Tuned
 from mjax.config.pattern import LayerKind, Pattern
-from mjax.errors import UsageError
+from mjax.errors import UsageError, either
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 EXPERTS = "experts"
-"""The name of weights of layers with experts; the others have one MLP."""
+"""Name of the weights of layers with experts; other layers have one MLP."""
 
 
 @dataclass(frozen=True)
 class GroupedQueryConfig(ModelConfig):
-    """Attention whose heads share keys and values, with a window in all layers or some."""
+    """Grouped-query attention, with a window in all or some layers."""
 
     kv_heads: Annotated[Count | None, By("groups"), Synonyms("query-groups key-value-heads")] = None
-    """Heads of keys and values, k, each for heads / kv_heads neighbouring heads of queries (grouped-query attention,
-    arXiv 2305.13245); as many as heads when not given."""
+    """Heads of keys and values, k, each for heads / kv_heads adjacent query heads (grouped-query attention, arXiv
+    2305.13245); by default heads."""
     head_dim: Annotated[Count | None, By("head_size"), Synonyms("kv-channels")] = None
-    """Width of an attention head, d; hidden / heads when not given."""
+    """Width of an attention head, d; by default hidden / heads."""
     window: Annotated[Count | None, TUNING, Synonyms("sliding-window window~")] = None
-    """Tokens that a position sees in attention, itself included (sliding window); all before it when not given."""
+    """Tokens that a position attends to, including itself (sliding window); by default all tokens before it."""
     global_attention_interval: Annotated[Count | None, TUNING] = None
     """Every so many layers one has no window, the last of each group: 2 alternates, 4 is OLMo 3; none by default."""
     attention_dropout: AttentionDropout = 0.0
@@ -51,15 +50,11 @@ class GroupedQueryConfig(ModelConfig):
     def check(self, config) -> None:
         super().check(config)
         if self.global_attention_interval is not None and self.window is None:
-            raise UsageError(
-                f"--model.global-attention-interval {self.global_attention_interval} does nothing without a window; "
-                "add --model.window, such as 4096"
-            )
+            interval = f"--model.global-attention-interval {self.global_attention_interval}"
+            raise UsageError(f"{interval} does nothing without a window; add --model.window, such as 4096")
         if self.heads % self.groups:
-            raise UsageError(
-                f"--model.kv-heads {self.groups} does not divide --model.heads {self.heads}; use one of "
-                f"{', '.join(str(number) for number in range(1, self.heads + 1) if self.heads % number == 0)}"
-            )
+            fix = either(number for number in range(1, self.heads + 1) if self.heads % number == 0)
+            raise UsageError(f"--model.kv-heads {self.groups} does not divide --model.heads {self.heads}; use {fix}")
 
 
 @dataclass(frozen=True)
@@ -69,16 +64,16 @@ class RotaryConfig(ModelConfig):
     rope_theta: Annotated[Positive, NEW_RUN, Synonyms("rotary-base")] = 10_000.0
     """Base of the rotary frequencies, θ (arXiv 2104.09864)."""
     rope_scaling: Annotated[RopeScaling, TUNING] = "none"
-    """How frequencies are lowered for sequences longer than those of pretraining: all equally, as Llama 3.1 does, or by
-    YaRN (arXiv 2309.00071)."""
+    """Scaling of the frequencies for sequences longer than in pretraining: linear, as in Llama 3.1, or YaRN (arXiv
+    2309.00071)."""
     rope_factor: Annotated[float, Bounds(ge=1), TUNING, Synonyms("rope-scaling-factor")] = 1.0
-    """By how much: the new length over the old one."""
+    """Scaling factor: the new length / the length of pretraining."""
     rope_original_length: Annotated[Count | None, TUNING] = None
     """Positions of pretraining, for llama3 and yarn."""
 
     @property
     def rotary_dim(self) -> int:
-        """Dims of a head that rotary positions turn."""
+        """Dims of a head that are rotated."""
         return self.head_size
 
     @property
@@ -88,20 +83,14 @@ class RotaryConfig(ModelConfig):
     def check(self, config) -> None:
         super().check(config)
         if self.rotary_dim % 2 or not self.rotary_dim:
-            raise UsageError(
-                f"rotary positions turn pairs of dims, and here {self.rotary_dim} of a head's {self.head_size}; choose "
-                "--model.head-dim and --model.rotary-percent so that it is an even number"
-            )
+            odd = f"pairs of dims are rotated, and here {self.rotary_dim} of a head's {self.head_size}"
+            raise UsageError(f"{odd}; make it even by --model.head-dim and --model.rotary-percent")
         if self.rope_scaling == "none" and self.rope_factor != 1:
-            raise UsageError(
-                f"--model.rope-factor {self.rope_factor:g} does nothing with --model.rope-scaling none; add "
-                "--model.rope-scaling yarn, llama3 or linear"
-            )
+            scaling = "--model.rope-scaling none; add --model.rope-scaling yarn, llama3 or linear"
+            raise UsageError(f"--model.rope-factor {self.rope_factor:g} does nothing with {scaling}")
         if self.rope_scaling in ("llama3", "yarn") and self.rope_original_length is None:
-            raise UsageError(
-                f"--model.rope-scaling {self.rope_scaling} needs the length of pretraining; add "
-                "--model.rope-original-length, such as 8192"
-            )
+            needs = "needs the length of pretraining; add --model.rope-original-length, such as 8192"
+            raise UsageError(f"--model.rope-scaling {self.rope_scaling} {needs}")
 
 
 @dataclass(frozen=True)
@@ -127,7 +116,7 @@ class GatedMLPConfig(ModelConfig):
     """An MLP with a gate."""
 
     feed_forward: FeedForward = None
-    """Width of the MLP, f; 8/3 × hidden, rounded up to a multiple of 256, when not given."""
+    """Width of the MLP, f; by default 8/3 × hidden, rounded up to a multiple of 256."""
 
     activation = "silu"
 
@@ -147,7 +136,7 @@ class ExpertsConfig(GatedMLPConfig):
     experts: Annotated[Count, Synonyms("experts local-experts n-routed-experts")] = 8
     """Experts of a layer, E: gated MLPs."""
     experts_per_token: Annotated[Count, Synonyms("moe-router-topk experts-per-tok")] = 2
-    """Experts that a token takes, those with the best scores, k."""
+    """Experts each token is routed to, those with the best scores, k."""
     moe_ffn_hidden: Annotated[Count | None, By("expert_width"), Synonyms("moe-ffn-hidden moe-intermediate")] = None
     """Width of an expert; feed_forward by default."""
     first_dense_layers: Annotated[CountOrZero, Synonyms("first-k-dense-replace")] = 0
@@ -159,11 +148,9 @@ class ExpertsConfig(GatedMLPConfig):
     """Kernel of the grouped matmuls of experts. auto: pallas on an NVIDIA GPU, elsewhere xla, which runs one matmul
     after the other."""
     router: Annotated[Literal["softmax", "sigmoid"], Synonyms("moe-router-score-function")] = "softmax"
-    """Function from the router's scores to the weights of the experts: a softmax over all of them, or a sigmoid of each
-    (DeepSeek-V3, arXiv 2412.19437)."""
+    """Weights of the experts: the softmax of the router's scores, or their sigmoid (DeepSeek-V3, arXiv 2412.19437)."""
     router_normalized: bool = True
-    """Divide the weights of a token's experts by their sum. With softmax it is the same as a softmax over the scores of
-    those k only (Mixtral)."""
+    """Divide the weights of a token's experts by their sum; with softmax, a softmax over these k scores (Mixtral)."""
     router_scale: Annotated[Positive, Synonyms("moe-router-topk-scaling-factor routed-scaling-factor")] = 1.0
     """Factor of the weights (DeepSeek-V3: 2.5)."""
     router_n_groups: Annotated[Count, Synonyms("moe-router-num-groups n-group")] = 1
@@ -185,7 +172,7 @@ class ExpertsConfig(GatedMLPConfig):
     """Tokens that the load-balancing loss compares. sequence: of each sequence, independent of mesh and micro-batch;
     micro_batch: of a micro-batch, as Megatron's aux_loss, so it changes with train.micro_batch and the mesh."""
     z_loss: Annotated[Tuned, Synonyms("moe-z-loss-coeff")] = 0.0
-    """Coefficient of the mean of logsumexp(scores)² over tokens, of every layer: keeps the router's scores small
+    """Coefficient of the z-loss of every layer, the mean of logsumexp(scores)² over tokens: it keeps the scores small
     (arXiv 2202.08906)."""
 
     @property
@@ -195,7 +182,7 @@ class ExpertsConfig(GatedMLPConfig):
 
     @property
     def top_groups(self) -> int:
-        """Groups that a token chooses."""
+        """Groups that a token selects."""
         return self.router_n_groups if self.router_topk_groups is None else self.router_topk_groups
 
     @property
@@ -220,31 +207,23 @@ class ExpertsConfig(GatedMLPConfig):
     def check(self, config) -> None:
         super().check(config)
         if self.expert_layers < 1:
-            raise UsageError(
-                f"--model.first-dense-layers {self.first_dense_layers} and --model.moe-layer-freq "
-                f"{self.moe_layer_freq} leave no layer of --model.layers {self.layers} with experts; lower them, or "
-                "use --model.kind llama"
-            )
+            none = f"leave no layer of --model.layers {self.layers} with experts; lower them, or use --model.kind llama"
+            dense = f"--model.first-dense-layers {self.first_dense_layers}"
+            raise UsageError(f"{dense} and --model.moe-layer-freq {self.moe_layer_freq} {none}")
         if config.precision.compute == "fp8":
-            raise UsageError(
-                "--precision.compute fp8 is not supported for a mixture of experts (grouped matmuls run in bf16); use "
-                "--precision.compute bf16"
-            )
+            fp8 = "--precision.compute fp8 is not supported for a mixture of experts (grouped matmuls run in bf16)"
+            raise UsageError(f"{fp8}; use --precision.compute bf16")
         in_groups, several = self.experts // self.router_n_groups * self.top_groups, self.router_n_groups > 1
         uneven = self.experts % self.router_n_groups or (several and self.experts < 2 * self.router_n_groups)
         if uneven or not 1 <= self.top_groups <= self.router_n_groups:
-            raise UsageError(
-                f"--model.router-n-groups {self.router_n_groups} and --model.router-topk-groups {self.top_groups} do "
-                f"not cut {self.experts} experts into groups of two or more, of which that many can be chosen; use a "
-                f"divisor of --model.experts {self.experts}, and at most as many"
-            )
+            flags = f"--model.router-n-groups {self.router_n_groups} and --model.router-topk-groups {self.top_groups}"
+            fix = f"use a divisor of --model.experts {self.experts}, and at most as many"
+            raise UsageError(f"{flags} do not cut {self.experts} experts into groups of two or more; {fix}")
         if self.experts_per_token > in_groups:
-            raise UsageError(
-                f"--model.experts-per-token {self.experts_per_token} is more than the {in_groups} experts that a token "
-                "can choose from; lower it, or raise --model.experts"
-            )
+            flag = f"--model.experts-per-token {self.experts_per_token}"
+            most = f"is more than the {in_groups} experts that a token can choose from"
+            raise UsageError(f"{flag} {most}; lower it, or raise --model.experts")
         if self.router_bias_update_rate and self.experts_per_token == self.experts:
-            raise UsageError(
-                f"--model.router-bias-update-rate {self.router_bias_update_rate:g} does nothing where a token "
-                f"takes all {self.experts} experts; remove it, or lower --model.experts-per-token"
-            )
+            rate = f"--model.router-bias-update-rate {self.router_bias_update_rate:g}"
+            fix = "remove it, or lower --model.experts-per-token"
+            raise UsageError(f"{rate} does nothing where a token uses all {self.experts} experts; {fix}")

@@ -1,14 +1,14 @@
-"""The fused kernels of attention: cuDNN's, and `flash`, with dropout, in Pallas for GPUs (arXiv 2307.08691).
+"""The fused attention kernels: cuDNN's, and `flash`, with dropout, in Pallas for GPUs (arXiv 2307.08691).
 
 cuDNN's attention has no dropout in JAX's public interface, and XLA's writes scores and probabilities [b, n, s, s] to
 memory. Here the mask of a tile is hashed where its probabilities are, from `DropoutKey.row_words`: the same masks as
 those of the other kernels, on every mesh, and nothing of the size s × s in memory.
 
-With P = softmax(S), M the mask over 1 − rate, and O = (P ∘ M) V, the backward pass computes P and M again, by tiles:
+With P = softmax(S), M the mask over 1 − rate, and O = (P ∘ M) V, the backward pass recomputes P and M, by tiles:
 
     dV = (P ∘ M)ᵀ dO      dS = P ∘ (M ∘ (dO Vᵀ) − D)      D_i = Σ_j P_ij M_ij (dO Vᵀ)_ij = Σ_d dO_id O_id
 
-    kernel     a program has       and goes through         it writes
+    kernel     a program has       and loops over           it writes
     forward    a block of queries  blocks of keys           O, and for each row the logarithm of its sum
     keys       a block of keys     blocks of queries        dK and dV, summed over the query heads of a key's head
     queries    a block of queries  blocks of keys           dQ
@@ -42,14 +42,14 @@ LOG2_E = math.log2(math.e)
 
 
 class FlashInputs(NamedTuple):
-    """The arrays besides queries, keys and values; None where there is no such thing.
+    """The arrays besides queries, keys and values; None if not used.
 
     Attributes:
       first, second: words of the rows of probabilities (`DropoutKey.row_words`).
       documents: number of each token's document.
       slopes: of ALiBi.
       starts: the first block of each half of the queries among those of the keys, where the queries are not
-        all positions, in order; then there are more keys than queries.
+        all positions, in order, so that there are more keys than queries.
     """
 
     first: UInt32[Array, "b n s"] | None = None
@@ -62,10 +62,10 @@ class FlashInputs(NamedTuple):
 def attend_fused(
     q: Float[Array, "b s n d"], k: Float[Array, "b S k d"], v: Float[Array, "b S k e"], mask: AttentionMask, kernel: str
 ) -> Float[Array, "b s n e"]:
-    """`attention_kernels.attend` with a kernel that writes no scores: cuDNN's, `flash`, or what stands in for one.
+    """`attention_kernels.attend` with a kernel that writes no scores: cuDNN's, `flash`, or a stand-in.
 
     Raises:
-      UsageError: the kernel cannot do what is asked; by the config `config/kernels.py` chooses one that can.
+      UsageError: the kernel lacks a feature; `config/kernels.py` chooses one that has it.
     """
     lacks = {"values of another width": v.shape[-1] != q.shape[-1]}
     if kernel == "cudnn":
@@ -78,7 +78,7 @@ def attend_fused(
 
 
 def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
-    # JAX passes a mask to cuDNN as a bias, which is written out, and cuDNN writes out its gradient, which is not used:
+    # JAX passes a mask to cuDNN as a bias in memory, and cuDNN writes its gradient to memory, which is not used:
     # 2 b s² bytes each, once for all heads and layers.
     documents = mask.documents
     same = None if documents is None else documents[:, None, :, None] == documents[:, None, None]  # [b, 1, s, s]
@@ -86,11 +86,11 @@ def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask
     # with documents 2 b n s².
     bias = None
     if mask.slopes is not None:
-        query, other = (jax.lax.broadcasted_iota(jnp.int32, (q.shape[1], q.shape[1]), dim) for dim in (0, 1))
-        bias = distance_penalty(mask.slopes, other - query, q.dtype)[None]
+        query, key = (jax.lax.broadcasted_iota(jnp.int32, (q.shape[1], q.shape[1]), dim) for dim in (0, 1))
+        bias = distance_penalty(mask.slopes, key - query, q.dtype)[None]
     if kernel == FLASH_STAND_IN:
         return flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, same) if x is not None))
-    local = None if mask.window is None else (mask.window - 1, 0)  # JAX counts positions without the query's own
+    local = None if mask.window is None else (mask.window - 1, 0)  # JAX does not count the query's position
     return jax.nn.dot_product_attention(
         q, k, v, bias=bias, mask=same, is_causal=mask.causal, local_window_size=local, implementation="cudnn"
     )
@@ -99,7 +99,7 @@ def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask
 def _attend_flash(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
     (positions, heads), rows = q.shape[1:3], mask.position_ids
     run = positions if rows is None else positions // 2
-    assert run % BLOCK == k.shape[1] % BLOCK == 0, "flash takes whole blocks of queries and keys (position_unit)"
+    assert run % BLOCK == k.shape[1] % BLOCK == 0, "flash takes whole blocks of queries and keys (position_multiple)"
     words = None, None
     if mask.key is not None:
         words = mask.key.row_words(mask.heads(heads), jnp.arange(positions) if rows is None else rows)
@@ -115,27 +115,27 @@ def flash_attention(
     k: Float[Array, "b S k d"],
     v: Float[Array, "b S k d"],
     aux: FlashInputs,
-    how: AttentionMask,
+    mask: AttentionMask,
     interpret: bool = False,
 ) -> Float[Array, "b s n d"]:
-    """Attention of the queries to keys and values, of which each has n / k neighbouring query heads.
+    """Attention of the queries to keys and values, of which each has n / k neighboring query heads.
 
-    S is s, or with `aux.starts` more; documents are those of the keys. `how` has no arrays. With `interpret` the
+    S is s, or with `aux.starts` more; documents are those of the keys. `mask` has no arrays. With `interpret` the
     kernels run without a GPU, for tests.
     """
-    return _forward(q, k, v, aux, how, interpret)[0]
+    return _forward(q, k, v, aux, mask, interpret)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, aux: FlashInputs, how: AttentionMask, interpret: bool):
+def _forward(q: Array, k: Array, v: Array, aux: FlashInputs, mask: AttentionMask, interpret: bool):
     batch, positions, heads, _ = q.shape
     specs, grid = _Specs(q, k, aux), (positions // BLOCK, batch, heads)
     ins, outs = [specs.query_block, specs.keys, specs.keys, *specs.aux], [specs.query_block, specs.row_block]
     shapes = [_like(q), _like(q, (batch, heads, positions), jnp.float32)]
-    out, log_sums = _run(_forward_kernel, 2, how, interpret, grid, ins, outs, shapes, (q, k, v, *aux))
+    out, log_sums = _run(_forward_kernel, 2, mask, interpret, grid, ins, outs, shapes, (q, k, v, *aux))
     return out, (q, k, v, aux, out, log_sums)
 
 
-def _backward(how: AttentionMask, interpret: bool, residuals, gradient: Array):
+def _backward(mask: AttentionMask, interpret: bool, residuals, gradient: Array):
     q, k, v, aux, out, log_sums = residuals
     batch, positions, heads, _ = q.shape
     wide = jnp.float32
@@ -144,11 +144,11 @@ def _backward(how: AttentionMask, interpret: bool, residuals, gradient: Array):
     specs, grid = _Specs(q, k, aux, heads // k.shape[2]), (k.shape[1] // BLOCK, batch, k.shape[2])
     ins = [specs.queries, specs.key_block, specs.key_block, specs.queries, specs.rows, specs.rows, *specs.aux]
     outs, shapes = [specs.key_block] * 2, [_like(q, k.shape)] * 2
-    to_k, to_v = _run(_keys_kernel, 4, how, interpret, grid, ins, outs, shapes, inputs)
+    dk, dv = _run(_keys_kernel, 4, mask, interpret, grid, ins, outs, shapes, inputs)
     specs, grid = _Specs(q, k, aux), (positions // BLOCK, batch, heads)
     ins = [specs.query_block, specs.keys, specs.keys, specs.query_block, specs.row_block, specs.row_block, *specs.aux]
-    to_q = _run(_queries_kernel, 3, how, interpret, grid, ins, specs.query_block, _like(q), inputs)
-    return to_q, to_k, to_v, None
+    dq = _run(_queries_kernel, 3, mask, interpret, grid, ins, specs.query_block, _like(q), inputs)
+    return dq, dk, dv, None
 
 
 flash_attention.defvjp(_forward, _backward)
@@ -159,24 +159,24 @@ def _like(x: Array, shape: tuple[int, ...] | None = None, dtype=None) -> jax.Sha
     return jax.ShapeDtypeStruct(shape or x.shape, dtype or x.dtype, manual_axis_type=jax.typeof(x).mat)
 
 
-def _run(kernel: Callable, products: int, how: AttentionMask, interpret: bool, grid, ins, outs, out_shape, inputs):
+def _run(kernel: Callable, products: int, mask: AttentionMask, interpret: bool, grid, ins, outs, out_shape, inputs):
     """Run a kernel over a grid, with its role and its number of matmuls of s × s in its name in a compiled program."""
     return pl.pallas_call(
-        partial(kernel, how=how, size=inputs[0].shape[-1]),
+        partial(kernel, mask=mask, size=inputs[0].shape[-1]),
         grid=grid,
         in_specs=ins,
         out_specs=outs,
         out_shape=out_shape,
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
-        name=f"flash{kernel.__name__.removesuffix('_kernel')}{'_causal' * how.causal}_of_{products}",
+        name=f"flash{kernel.__name__.removesuffix('_kernel')}{'_causal' * mask.causal}_of_{products}",
     )(*inputs)
 
 
 class _Specs:
-    """The part of each array that a program of the grid (block, sample, head) gets. A head is a query head, or with
-    `queries` above 1 a key-value head with its query heads. Head sizes are padded to a power of two, as Triton's tiles
-    need; `_load` masks the padding."""
+    """The part of each array in a program of the grid (block, sample, head). A head is a query head, or with `queries`
+    above 1 a key-value head with its query heads. Head sizes are padded to a power of two, as Triton's tiles need;
+    `_load` masks the padding."""
 
     def __init__(self, q: Array, k: Array, aux: FlashInputs, queries: int = 1):
         positions, size, group = q.shape[1], pl.next_power_of_2(q.shape[-1]), q.shape[2] // k.shape[2] // queries
@@ -190,8 +190,8 @@ class _Specs:
         documents = pl.BlockSpec((None, all_positions), lambda i, b, n: (b, 0))
         slope = pl.BlockSpec((queries,), lambda i, b, n: (n,))
         starts = pl.BlockSpec((2,), lambda i, b, n: (0,))
-        every = FlashInputs(self.rows, self.rows, documents, slope, starts)
-        self.aux = [None if array is None else spec for array, spec in zip(aux, every, strict=True)]
+        aux_specs = FlashInputs(self.rows, self.rows, documents, slope, starts)
+        self.aux = [None if array is None else spec for array, spec in zip(aux, aux_specs, strict=True)]
 
 
 # --- Traced only ------------------------------------------------------------------------------------------------------
@@ -199,15 +199,15 @@ class _Specs:
 
 @jax.custom_vjp
 def flash_stand_in(q: Array, k: Array, v: Array, *biases: Array) -> Array:
-    """Inputs, outputs and residuals of a fused kernel; `biases` are what is written out for it."""
+    """Inputs, outputs and residuals of a fused kernel; `biases` are the biases that it needs in memory."""
     return _stand_in_forward(q, k, v, *biases)[0]
 
 
 def _stand_in_forward(*inputs: Array):
-    # Besides its result cuDNN's kernel keeps a float32 number for each row of scores.
+    # Besides its result cuDNN's kernel saves a float32 number for each row of scores.
     like = jax.ShapeDtypeStruct(inputs[0].shape, inputs[0].dtype), jax.ShapeDtypeStruct(inputs[0].shape[:-1], "float32")
-    context, rows = _never_run(like, *inputs)
-    return context, (*inputs, context, rows)
+    attended, rows = _never_run(like, *inputs)
+    return attended, (*inputs, attended, rows)
 
 
 def _stand_in_backward(residuals: tuple[Array, ...], gradient: Array):
@@ -249,8 +249,8 @@ def _store(ref, values: Array, size: int) -> None:
 
 
 class _Query(NamedTuple):
-    """A block of queries: its number among this rank's, and among all, which those of keys are counted with; and its
-    head among those of the program."""
+    """A block of queries: its number among this rank's, and among all, as the blocks of keys are numbered; and its head
+    among those of the program."""
 
     local: Array
     position: Array
@@ -266,122 +266,122 @@ def _query(local, blocks: int, aux: FlashInputs, head: Array | int = 0) -> _Quer
     return _Query(local, jnp.where(local < half, first + local, second + local - half), head)
 
 
-def _scores(q: Array, k: Array, query: _Query, key, aux: FlashInputs, how: AttentionMask, size: int) -> Array:
-    """Scores of a block of queries and a block of keys, over log 2, with MASKED where a query does not see a key:
-    float32 [BLOCK, BLOCK]."""
+def _scores(q: Array, k: Array, query: _Query, key, aux: FlashInputs, mask: AttentionMask, size: int) -> Array:
+    """Scores of a block of queries and a block of keys, over log 2, with MASKED where a key is not visible: float32
+    [BLOCK, BLOCK]."""
     scores = triton.dot(q, k.T) * (LOG2_E / math.sqrt(size))
     row, column = query.position * BLOCK + jnp.arange(BLOCK)[:, None], key * BLOCK + jnp.arange(BLOCK)[None, :]
-    seen = how.visible(row, column)
+    visible = mask.visible(row, column)
     if aux.slopes is not None:
         scores += (LOG2_E * aux.slopes[query.head]) * (column - row).astype(jnp.float32)
     if aux.documents is not None:
         same = aux.documents[_span(query.position)][:, None] == aux.documents[_span(key)][None, :]
-        seen = same & seen
-    return scores if seen is True else jnp.where(seen, scores, MASKED)
+        visible = same & visible
+    return scores if visible is True else jnp.where(visible, scores, MASKED)
 
 
-def _apply_dropout(x: Array, query: _Query, key, aux: FlashInputs, how: AttentionMask) -> Array:
+def _apply_dropout(x: Array, query: _Query, key, aux: FlashInputs, mask: AttentionMask) -> Array:
     """A tile of probabilities, or of their gradients, with dropout."""
     if aux.first is None:
         return x
     first, second = (words[query.head, _span(query.local)][:, None] for words in (aux.first, aux.second))
     column = (key * BLOCK + jnp.arange(BLOCK)[None, :]).astype(jnp.uint32)
-    return jnp.where(keep_mask_from_words(how.rate, first, second, column), x * (1.0 / (1.0 - how.rate)), 0.0)
+    return jnp.where(keep_mask_from_words(mask.rate, first, second, column), x * (1.0 / (1.0 - mask.rate)), 0.0)
 
 
-def _key_range(query: _Query, blocks: int, how: AttentionMask) -> tuple:
-    """The first and the last but one of the blocks of keys that a block of queries sees."""
-    if not how.causal:
+def _key_range(query: _Query, blocks: int, mask: AttentionMask) -> tuple:
+    """The range of the blocks of keys that are visible to a block of queries."""
+    if not mask.causal:
         return 0, blocks
-    first = 0 if how.window is None else lax.max(0, lax.div(query.position * BLOCK - how.window + 1, BLOCK))
+    first = 0 if mask.window is None else lax.max(0, lax.div(query.position * BLOCK - mask.window + 1, BLOCK))
     return first, query.position + 1
 
 
-def _query_range(key, blocks: int, aux: FlashInputs, how: AttentionMask) -> list[tuple]:
-    """The same of the blocks of queries that see a block of keys, in each run of neighbours."""
-    if not how.causal:
+def _query_range(key, blocks: int, aux: FlashInputs, mask: AttentionMask) -> list[tuple]:
+    """The ranges of the blocks of queries to which a block of keys is visible, one for each run of neighbors."""
+    if not mask.causal:
         return [(0, blocks)]
-    last = None if how.window is None else lax.div((key + 1) * BLOCK + how.window - 2, BLOCK) + 1
+    last = None if mask.window is None else lax.div((key + 1) * BLOCK + mask.window - 2, BLOCK) + 1
     if aux.starts is None:
         return [(key, blocks if last is None else lax.min(blocks, last))]
     half = blocks // 2
     ranges = []
     for i in (0, 1):
-        ahead = i * half - aux.starts[i]  # of its number among this rank's blocks before that among all
+        ahead = i * half - aux.starts[i]  # a block's number among this rank's, less that among all
         end = (i + 1) * half
         ranges.append((lax.max(i * half, key + ahead), end if last is None else lax.min(end, last + ahead)))
     return ranges
 
 
-def _forward_kernel(q_ref, k_ref, v_ref, *refs, how: AttentionMask, size: int) -> None:
+def _forward_kernel(q_ref, k_ref, v_ref, *refs, mask: AttentionMask, size: int) -> None:
     *aux, out_ref, log_sum_ref = refs
     aux, q = FlashInputs(*aux), _load(q_ref, size)
     query = _query(pl.program_id(0), pl.num_programs(0), aux)
 
     def add(key, carry):
-        out, highest, total = carry
-        scores = _scores(q, _load(k_ref, size, key), query, key, aux, how, size)
-        following = jnp.maximum(highest, scores.max(-1))
-        correction = jnp.exp2(highest - following)
-        exponentials = jnp.exp2(scores - following[:, None])
+        out, largest, total = carry
+        scores = _scores(q, _load(k_ref, size, key), query, key, aux, mask, size)
+        new_largest = jnp.maximum(largest, scores.max(-1))
+        correction = jnp.exp2(largest - new_largest)
+        exponentials = jnp.exp2(scores - new_largest[:, None])
         total = total * correction + exponentials.sum(-1)
         v = _load(v_ref, size, key)
-        dropped = _apply_dropout(exponentials, query, key, aux, how).astype(v.dtype)
-        return out * correction[:, None] + triton.dot(dropped, v), following, total
+        dropped = _apply_dropout(exponentials, query, key, aux, mask).astype(v.dtype)
+        return out * correction[:, None] + triton.dot(dropped, v), new_largest, total
 
-    nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(BLOCK, MASKED, jnp.float32), jnp.zeros(BLOCK, jnp.float32)
-    out, highest, total = lax.fori_loop(*_key_range(query, k_ref.shape[0] // BLOCK, how), add, nothing)
+    start = jnp.zeros(q.shape, jnp.float32), jnp.full(BLOCK, MASKED, jnp.float32), jnp.zeros(BLOCK, jnp.float32)
+    out, largest, total = lax.fori_loop(*_key_range(query, k_ref.shape[0] // BLOCK, mask), add, start)
     _store(out_ref, out / total[:, None], size)
-    log_sum_ref[...] = highest + jnp.log2(total)
+    log_sum_ref[...] = largest + jnp.log2(total)
 
 
-def _tile(q, k, v, gradient, log_sums, deltas, query: _Query, key, aux: FlashInputs, how: AttentionMask, size: int):
+def _tile(q, k, v, gradient, log_sums, deltas, query: _Query, key, aux: FlashInputs, mask: AttentionMask, size: int):
     """The probabilities of a tile after dropout, and the gradient of its scores."""
-    probabilities = jnp.exp2(_scores(q, k, query, key, aux, how, size) - log_sums[:, None])
-    to_dropped = _apply_dropout(triton.dot(gradient, v.T), query, key, aux, how)
-    to_scores = probabilities * (to_dropped - deltas[:, None]) * (1 / math.sqrt(size))
-    return _apply_dropout(probabilities, query, key, aux, how), to_scores
+    probabilities = jnp.exp2(_scores(q, k, query, key, aux, mask, size) - log_sums[:, None])
+    ddropped = _apply_dropout(triton.dot(gradient, v.T), query, key, aux, mask)
+    dscores = probabilities * (ddropped - deltas[:, None]) * (1 / math.sqrt(size))
+    return _apply_dropout(probabilities, query, key, aux, mask), dscores
 
 
 def _keys_kernel(
-    q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, how: AttentionMask, size: int
+    q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, mask: AttentionMask, size: int
 ) -> None:
-    *aux, to_k_ref, to_v_ref = refs
+    *aux, dk_ref, dv_ref = refs
     aux, key, k, v = FlashInputs(*aux), pl.program_id(0), _load(k_ref, size), _load(v_ref, size)
     blocks = q_ref.shape[0] // BLOCK
 
     def add(head, local, carry):
-        to_k, to_v = carry
+        dk, dv = carry
         query = _query(local, blocks, aux, head)
         q, gradient = _load(q_ref, size, local, head), _load(gradient_ref, size, local, head)
-        of_rows = log_sum_ref[head, _span(local)], delta_ref[head, _span(local)]
-        dropped, to_scores = _tile(q, k, v, gradient, *of_rows, query, key, aux, how, size)
-        to_v += triton.dot(dropped.astype(gradient.dtype).T, gradient)
-        return to_k + triton.dot(to_scores.astype(q.dtype).T, q), to_v
+        row_inputs = log_sum_ref[head, _span(local)], delta_ref[head, _span(local)]
+        dropped, dscores = _tile(q, k, v, gradient, *row_inputs, query, key, aux, mask, size)
+        dv += triton.dot(dropped.astype(gradient.dtype).T, gradient)
+        return dk + triton.dot(dscores.astype(q.dtype).T, q), dv
 
     def add_head(head, sums):
-        for run in _query_range(key, blocks, aux, how):
+        for run in _query_range(key, blocks, aux, mask):
             sums = lax.fori_loop(*run, partial(add, head), sums)
         return sums
 
-    nothing = jnp.zeros(k.shape, jnp.float32)
-    to_k, to_v = lax.fori_loop(0, q_ref.shape[1], add_head, (nothing, nothing))
-    _store(to_k_ref, to_k, size)
-    _store(to_v_ref, to_v, size)
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    dk, dv = lax.fori_loop(0, q_ref.shape[1], add_head, (zeros, zeros))
+    _store(dk_ref, dk, size)
+    _store(dv_ref, dv, size)
 
 
 def _queries_kernel(
-    q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, how: AttentionMask, size: int
+    q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, mask: AttentionMask, size: int
 ) -> None:
-    *aux, to_q_ref = refs
+    *aux, dq_ref = refs
     aux, q, gradient = FlashInputs(*aux), _load(q_ref, size), _load(gradient_ref, size)
     query = _query(pl.program_id(0), pl.num_programs(0), aux)
-    of_rows = log_sum_ref[...], delta_ref[...]
+    row_inputs = log_sum_ref[...], delta_ref[...]
 
-    def add(key, to_q):
+    def add(key, dq):
         k, v = _load(k_ref, size, key), _load(v_ref, size, key)
-        _, to_scores = _tile(q, k, v, gradient, *of_rows, query, key, aux, how, size)
-        return to_q + triton.dot(to_scores.astype(k.dtype), k)
+        _, dscores = _tile(q, k, v, gradient, *row_inputs, query, key, aux, mask, size)
+        return dq + triton.dot(dscores.astype(k.dtype), k)
 
-    blocks = _key_range(query, k_ref.shape[0] // BLOCK, how)
-    _store(to_q_ref, lax.fori_loop(*blocks, add, jnp.zeros(q.shape, jnp.float32)), size)
+    blocks = _key_range(query, k_ref.shape[0] // BLOCK, mask)
+    _store(dq_ref, lax.fori_loop(*blocks, add, jnp.zeros(q.shape, jnp.float32)), size)

@@ -1,4 +1,4 @@
-"""What a position sees, and how scores become probabilities: one description for every kernel of attention."""
+"""The mask, scale, ALiBi slopes and dropout of attention: one description for every kernel."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _static = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionMask:
-    """Softmax(scale · q kᵀ / √d − slope · distance), with dropout, over the positions that a query sees.
+    """Softmax(scale · q kᵀ / √d − slope · distance), with dropout, over the positions visible to a query.
 
-    These are all positions, or with `causal` those up to its own; of these only the last `window`, and only those in
-    its document.
+    These are all positions, or with `causal` no later one; of these only the last `window`, and only those in the
+    query's document.
 
     Attributes:
-      causal: a query sees no later position; False: bidirectional (BERT).
-      window: how many positions a query sees, including its own; only with `causal`. None: all up to its own.
+      causal: mask later positions; False: bidirectional (BERT).
+      window: number of visible positions, including the query's; only with `causal`. None: all up to the query's.
       scale: factor of the scores besides 1 / √d, such as Gemma 3's, or the square of YaRN's magnitude.
       rate, key: dropout of the probabilities; without a key there is none, and `rate` has no effect.
       documents: number of each token's document, [b, S]; None: a sample is one document.
@@ -52,7 +52,7 @@ class AttentionMask:
         return q if self.scale == 1 else q * jnp.asarray(self.scale, q.dtype)
 
     def visible(self, query: Int[Array, "*q"], key: Int[Array, "*k"]) -> Bool[Array, "*qk"] | bool:
-        """True where the position `query` sees the position `key`, whatever their documents."""
+        """True where the position `key` is visible to the position `query`, in the same document."""
         if not self.causal:
             return True
         visible = key <= query

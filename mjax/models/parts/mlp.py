@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from mjax.models.parts.config import GatedMLPConfig, MLPConfig
-from mjax.models.protocol import Context
+from mjax.models.protocol import ForwardContext
 from mjax.parallel import random
 from mjax.parallel.autodiff import rematerialize
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -30,9 +30,9 @@ class MLP(nnx.Module):
         self.up = ColumnParallelLinear(up, config.hidden, (config.mlp_width,), 0, config.init_std, dtype)
         self.down = RowParallelLinear(down, (config.mlp_width,), config.hidden, config.residual_std, dtype)
 
-    def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
+    def __call__(self, x: Float[Array, "t h"], context: ForwardContext) -> Float[Array, "t h"]:
         up = checkpoint_name(self.up(x, context.tokens, context.layer_key(random.LORA_UP)), "mlp_up")
-        # Recomputed in the backward pass: autodiff would keep several tensors of width f for it.
+        # Recomputed in the backward pass: autodiff would save several tensors of width f for it.
         activation = rematerialize(partial(activate, name=self.activation))
         return self.down(activation(up), context.tokens, context.layer_key(random.LORA_DOWN))
 
@@ -40,7 +40,7 @@ class MLP(nnx.Module):
 class GatedMLP(nnx.Module):
     """y = (act(x A) ⊙ x B) C: SwiGLU or GeGLU (arXiv 2002.05202).
 
-    A and B are one product [h, 2, f]: a rank has the same columns of both.
+    A and B are one weight [h, 2, f]: a rank has the same columns of both.
     """
 
     def __init__(self, key: Array, config: GatedMLPConfig, dtype, width: int | None = None):
@@ -50,7 +50,7 @@ class GatedMLP(nnx.Module):
         self.up = ColumnParallelLinear(up, config.hidden, (2, width), 1, std, dtype, bias=False, parts=("gate", "up"))
         self.down = RowParallelLinear(down, (width,), config.hidden, config.residual_std, dtype, bias=False)
 
-    def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
+    def __call__(self, x: Float[Array, "t h"], context: ForwardContext) -> Float[Array, "t h"]:
         both = self.up(x, context.tokens, context.layer_key(random.LORA_UP))
         both = checkpoint_name(both, "mlp_up")  # [b s, 2, f / p]
         activation = rematerialize(partial(apply_gate, activation=self.activation))

@@ -1,9 +1,9 @@
 """LayerNorm (arXiv 1607.06450) and RMSNorm (arXiv 1910.07467); statistics in float32.
 
     LayerNorm   y = (x − mean(x)) / √(var(x) + ε) · w + b
-    RMSNorm     y = w · cast(x / √(mean(x²) + ε))              cast to the dtype of x before the product, as in Llama
+    RMSNorm     y = w · cast(x / √(mean(x²) + ε))              cast to the dtype of x before · w, as in Llama
 
-RMSNorm also normalises queries or keys, each head by itself, with one weight [d] for all (Qwen 3).
+RMSNorm also normalizes queries or keys, each head separately, with one weight [d] for all (Qwen 3).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mjax.parallel.weights import make_param
 
 
 class LayerNorm(nnx.Module):
-    """Normalise the last dim to mean 0 and variance 1, then scale and shift; the weights are replicated."""
+    """Normalize the last dim to mean 0 and variance 1, then scale and shift; the weights are replicated."""
 
     def __init__(self, width: int, epsilon: float, dtype):
         self.epsilon = epsilon
@@ -34,9 +34,9 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Normalise the last dim to mean square 1, then scale; the weight is replicated.
+    """Normalize the last dim to mean square 1, then scale; the weight is replicated.
 
-    `of_heads` says that x are heads, which the ranks of `model` have different ones of.
+    With `of_heads` x are heads, different ones on each rank of `model`.
     """
 
     def __init__(self, width: int, epsilon: float, dtype, of_heads: bool = False):
@@ -55,23 +55,23 @@ def scale_rows(x: Array, inverse: Array, scale: Array) -> Array:
     return (rows.astype(wide) * scale.astype(wide)).astype(x.dtype)
 
 
-# --- Of one dim -------------------------------------------------------------------------------------------------------
+# --- Forward and backward ---------------------------------------------------------------------------------------------
 
 
 def _norm(
     x: Float[Array, "*rows h"], scale: Float[Array, " h"], bias: Float[Array, " h"] | None, epsilon: float
 ) -> Float[Array, "*rows h"]:
-    """LayerNorm of the last dim, or without a bias RMSNorm."""
+    """LayerNorm of the last dim, or without a bias RMSNorm.
+
+    The backward pass recomputes the statistics from x, which the residual stream saves anyway: autodiff would save
+    several float32 arrays of x's shape, more than the rest of the layer together. It is custom for the memory traffic
+    of a GPU: the gradient of x needs sums along rows and those of the weights sums over rows, and no kernel of XLA
+    computes both. From one program it would write the normalized rows in float32 for the second kernel. After a barrier
+    the second reads x and the statistics of each row.
+    """
     axes = mappings.varying_axes(x)
-    return _one_dim(x, *(None if weight is None else mappings.vary(weight, axes) for weight in (scale, bias)), epsilon)
+    weights = (None if weight is None else mappings.vary(weight, axes) for weight in (scale, bias))
 
-
-# The backward pass computes the statistics again from x, which the residual stream keeps anyway: autodiff would keep
-# several float32 arrays of x's shape, more than the rest of the layer together. It is written out for the memory
-# traffic of a GPU: the gradient of x needs sums along rows and those of the weights sums over rows, and no kernel of
-# XLA computes both. From one program it would write the normed rows in float32 for the second kernel. Behind a barrier
-# the second reads x and the statistics of each row.
-def _one_dim(x: Array, scale: Array, bias: Array | None, epsilon: float) -> Array:
     def forward(_, saved):
         x, scale, bias = saved
         statistics = _statistics(x, epsilon, bias is not None)
@@ -79,43 +79,43 @@ def _one_dim(x: Array, scale: Array, bias: Array | None, epsilon: float) -> Arra
             return scale_rows(x, *statistics, scale)
         return (_normalize(x, statistics) * scale + bias).astype(x.dtype)
 
-    return with_backward(forward, partial(_one_dim_backward, epsilon), (), (x, scale, bias))
+    return with_backward(forward, partial(_norm_backward, epsilon), (), (x, *weights))
 
 
-def _one_dim_backward(epsilon: float, saved, gradient: Array):
+def _norm_backward(epsilon: float, saved, gradient: Array):
     x, scale, bias = saved
     x, gradient = optimization_barrier((x, gradient))
     statistics = _one_pass_statistics(x, epsilon) if bias is not None else _statistics(x, epsilon, False)
     rows = _normalize(x, statistics)
-    g = gradient.astype(rows.dtype)
-    along = g * scale
-    to_x = along - rows * (along * rows).mean(-1, keepdims=True)
+    dy = gradient.astype(rows.dtype)
+    drows = dy * scale
+    dx = drows - rows * (drows * rows).mean(-1, keepdims=True)
     if bias is not None:
-        to_x = to_x - along.mean(-1, keepdims=True)
-    to_x = (to_x * statistics[-1]).astype(x.dtype)
+        dx = dx - drows.mean(-1, keepdims=True)
+    dx = (dx * statistics[-1]).astype(x.dtype)
 
     rows = _normalize(x, optimization_barrier(statistics))
     rows = rows.astype(x.dtype) if bias is None else rows
 
-    def to_weight(terms, weight):
+    def sum_rows(terms, weight):
         return blockwise_sum(terms.reshape(-1, terms.shape[-1])).astype(weight.dtype)
 
-    return None, (to_x, to_weight(g * rows, scale), None if bias is None else to_weight(g, bias))
+    return None, (dx, sum_rows(dy * rows, scale), None if bias is None else sum_rows(dy, bias))
 
 
-def _statistics(x: Float[Array, "*rows h"], epsilon: float, centred: bool) -> tuple[Float[Array, "*rows 1"], ...]:
-    """Mean of the last dim, if `centred`, and the inverse of the root of the mean square around it or around 0; in
+def _statistics(x: Float[Array, "*rows h"], epsilon: float, centered: bool) -> tuple[Float[Array, "*rows 1"], ...]:
+    """Mean of the last dim, if `centered`, and the inverse of the root of the mean square around it or around 0; in
     float32 or wider."""
     wide = x.astype(accumulation_dtype(x.dtype))
-    mean = [wide.mean(-1, keepdims=True)] if centred else []
-    return *mean, jax.lax.rsqrt(jnp.square(_around(wide, mean)).mean(-1, keepdims=True) + epsilon)
+    mean = [wide.mean(-1, keepdims=True)] if centered else []
+    return *mean, jax.lax.rsqrt(jnp.square(_subtract_mean(wide, mean)).mean(-1, keepdims=True) + epsilon)
 
 
 def _one_pass_statistics(
     x: Float[Array, "*rows h"], epsilon: float
 ) -> tuple[Float[Array, "*rows 1"], Float[Array, "*rows 1"]]:
-    """Mean and inverse standard deviation, of the distances from the first element of a row: their sum and that of
-    their squares are one kernel, and neither is large beside the variance."""
+    """Mean and inverse standard deviation, from the distances to the first element of a row: their sum and the sum of
+    their squares are one kernel, and neither is large compared with the variance."""
     wide = x.astype(accumulation_dtype(x.dtype))
     first = wide[..., :1]
     mean = (wide - first).mean(-1, keepdims=True)
@@ -126,8 +126,8 @@ def _one_pass_statistics(
 def _normalize(x: Array, statistics: tuple[Array, ...]) -> Array:
     """x with mean 0, if that is among the statistics, and mean square 1, in float32 or wider."""
     *mean, inverse = statistics
-    return _around(x.astype(inverse.dtype), mean) * inverse
+    return _subtract_mean(x.astype(inverse.dtype), mean) * inverse
 
 
-def _around(x: Array, mean: list[Array]) -> Array:
+def _subtract_mean(x: Array, mean: list[Array]) -> Array:
     return x - mean[0] if mean else x

@@ -29,7 +29,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import MODEL
-from mjax.models.protocol import Context
+from mjax.errors import UsageError
+from mjax.models.protocol import ForwardContext
 from mjax.parallel import mappings
 from mjax.parallel.reductions import lookup, tile_rows
 from mjax.parallel.token_layout import TokenLayout
@@ -39,22 +40,26 @@ from mjax.parallel.token_layout import TokenLayout
 class Positions:
     """The position encoding of attention; this one does nothing. Subclasses override one of the two methods."""
 
-    def turn(
-        self, q: Float[Array, "b s n d"], k: Float[Array, "b s k d"], context: Context
+    def __init_subclass__(cls):
+        if "turn" in vars(cls):
+            raise UsageError(f"{cls.__name__}.turn is apply_to_qk now; rename the method")
+
+    def apply_to_qk(
+        self, q: Float[Array, "b s n d"], k: Float[Array, "b s k d"], context: ForwardContext
     ) -> tuple[Float[Array, "b s n d"], Float[Array, "b s k d"]]:
-        """Queries and keys as attention compares them; a rotary embedding rotates them here."""
+        """Apply the encoding to queries and keys; a rotary embedding rotates them here."""
         return q, k
 
     def slopes(self) -> Float[Array, " n"] | None:
-        """The penalty of one position of distance on a score, for each of this rank's heads; None: no penalty."""
+        """The penalty on a score for one position of distance, for each of this rank's heads; None: no penalty."""
         return None
 
 
 NO_POSITIONS = Positions()
 
 
-def document_positions(table: Float[Array, "S h"], tokens: TokenLayout) -> Float[Array, "bs h"]:
-    """The rows of a learned table of positions for all tokens."""
+def position_embeddings(table: Float[Array, "S h"], tokens: TokenLayout) -> Float[Array, "bs h"]:
+    """Rows of a learned table of positions, one for each token."""
     if not tokens.context_attention:
         return tile_rows(table[: tokens.positions], tokens.sequences)
     return tile_rows(lookup(table, tokens.position_ids()), tokens.sequences)

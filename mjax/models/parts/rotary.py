@@ -1,8 +1,8 @@
-"""Rotary positions (RoPE, arXiv 2104.09864): queries and keys are turned by an angle that grows with the position, so
-that their product depends on the distance between them.
+"""Rotary positions (RoPE, arXiv 2104.09864): queries and keys are rotated by an angle that grows with the position, so
+that their scores depend on the distance between them.
 
-The dims i and i + d/2 of a head are a pair, as in Hugging Face and megatron-core (Meta's own files have neighbours as
-pairs). At position p the pair i turns by p · f_i:
+The dims i and i + d/2 of a head are a pair, as in Hugging Face and megatron-core (Meta's files pair neighbors). At
+position p the pair i is rotated by p · f_i:
 
     f_i = θ^(−2i/d)           i < d/2          [a, b] → [a cos − b sin, b cos + a sin]
 
@@ -11,8 +11,8 @@ For sequences longer than those of pretraining the frequencies are lowered, by a
     linear   f / c
     llama3   wavelengths 2π/f below original / 4 stay, those above the original length have f / c, and between the two
              limits it is a mixture, linear in original · f / 2π (Llama 3.1)
-    yarn     pairs that turn more than 32 times over the original length stay, those that turn less than once have
-             f / c, and between is a ramp over i; both cos and sin are multiplied by 0.1 ln c + 1 (arXiv 2309.00071)
+    yarn     pairs with more than 32 rotations over the original length stay, those with less than one have f / c, and
+             between is a ramp over i; both cos and sin are multiplied by 0.1 ln c + 1 (arXiv 2309.00071)
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mjax.models.parts.positions import Positions
-from mjax.models.protocol import Context
+from mjax.models.protocol import ForwardContext
 from mjax.parallel.autodiff import linear_call
 from mjax.parallel.reductions import accumulation_dtype
 
-LOW, HIGH = 1.0, 4.0  # of llama3: what the original length is divided by for the two limits of a wavelength
-SLOW, FAST = 1.0, 32.0  # of yarn: turns over the original length
+LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR = 1.0, 4.0  # of llama3: rotations over the original length, between two limits
+BETA_SLOW, BETA_FAST = 1.0, 32.0  # of yarn: rotations over the original length
 
 
 @dataclass(frozen=True)
 class Rotary(Positions):
-    """Queries and keys are turned.
+    """Rotary positions of queries and keys.
 
     Attributes:
-      dims: of a head that are turned, its first ones; even.
+      dims: of a head that are rotated, its first ones; even.
       theta: base of the frequencies.
       scaling: `none`, `linear`, `llama3` or `yarn`.
       factor: by which frequencies are lowered.
@@ -52,10 +52,10 @@ class Rotary(Positions):
     factor: float = 1.0
     original: int | None = None
 
-    def turn(
-        self, q: Float[Array, "b s n d"], k: Float[Array, "b s k d"], context: Context
+    def apply_to_qk(
+        self, q: Float[Array, "b s n d"], k: Float[Array, "b s k d"], context: ForwardContext
     ) -> tuple[Float[Array, "b s n d"], Float[Array, "b s k d"]]:
-        """Queries and keys, turned by the positions of their tokens within their documents."""
+        """Rotate queries and keys by the positions of their tokens within their documents."""
         positions = context.position_ids()
         return _rotate(q, positions, self), _rotate(k, positions, self)
 
@@ -65,14 +65,14 @@ class Rotary(Positions):
         if self.scaling == "linear":
             return plain / self.factor
         if self.scaling == "llama3":
-            turns = self.original * plain / (2 * math.pi)
-            unscaled = np.clip((turns - LOW) / (HIGH - LOW), 0, 1)
+            rotations = self.original * plain / (2 * math.pi)
+            unscaled = np.clip((rotations - LOW_FREQ_FACTOR) / (HIGH_FREQ_FACTOR - LOW_FREQ_FACTOR), 0, 1)
         elif self.scaling == "yarn":
-            pair_with = [
-                self.dims * math.log(self.original / (2 * math.pi * turns)) / (2 * math.log(self.theta))
-                for turns in (FAST, SLOW)
-            ]
-            low, high = max(math.floor(pair_with[0]), 0), min(math.ceil(pair_with[1]), self.dims - 1)
+            fast, slow = (
+                self.dims * math.log(self.original / (2 * math.pi * rotations)) / (2 * math.log(self.theta))
+                for rotations in (BETA_FAST, BETA_SLOW)
+            )  # pairs
+            low, high = max(math.floor(fast), 0), min(math.ceil(slow), self.dims - 1)
             unscaled = 1 - np.clip((np.arange(self.dims // 2) - low) / max(high - low, 0.001), 0, 1)
         else:
             return plain
@@ -83,11 +83,11 @@ class Rotary(Positions):
         return 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" else 1.0
 
 
-# Written out because a rotation is linear: all its gradient needs is the positions, where autodiff would keep cos and
-# sin of every layer.
+# A custom backward pass, because a rotation is linear: its gradient needs the positions only, where autodiff would save
+# cos and sin of every layer.
 def _rotate(x: Float[Array, "b s n d"], positions: Int[Array, "#b s"], rotary: Rotary) -> Float[Array, "b s n d"]:
-    forward, backward = (partial(_rotate_by, rotary=rotary, direction=direction) for direction in (1.0, -1.0))
-    return linear_call(forward, backward, x, positions)
+    forward, transpose = (partial(_rotate_by, rotary=rotary, direction=direction) for direction in (1.0, -1.0))
+    return linear_call(forward, transpose, x, positions)
 
 
 def _rotate_by(x: Array, positions: Array, rotary: Rotary, direction: float) -> Array:

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts a token takes, with which weights, and how evenly they are used.
+"""The router of a mixture of experts: the experts of a token, their weights, and the losses that balance them.
 
     scores l = x R [t, E], in float32 whatever the compute dtype
     softmax     p = softmax(l)                 the k best of p           Mixtral, Qwen 3 MoE, OLMoE
@@ -8,19 +8,19 @@ The weights are those p, divided by their sum if `router_normalized`, times `rou
 scores is the same as a softmax over all, divided by the sum of those k. With `router_bias_update_rate` experts, and
 groups of experts, are chosen by p + bias; the weights are still those of p.
 
-Nothing is dropped: an expert takes all tokens that chose it. So a token's result depends on that token alone, not on
-those beside it, which a capacity would make it depend on.
+No token is dropped: an expert computes all tokens that chose it. So a token's result does not depend on the other
+tokens of the batch, as it does with a capacity.
 
 **Losses.** Experts that are chosen more often learn more and are chosen more often still. The balance loss
 E · Σ f P (arXiv 2101.03961, section 2.2) compares the share f of assignments with the mean probability P; 1 if all are
-equal. It is not a sum over tokens but one of products of two means, so the tokens that are compared matter: those of a
+equal. It is a sum of products of two means, not a sum over tokens, so it depends on the tokens of the means: those of a
 sequence here (DeepSeek-V3, section 2.1.2), the same on every mesh; those of a micro-batch in Megatron; those of all
 layers in `transformers`.
 
-**Bias.** A loss that balances also pulls at what is learned. `router_bias_update_rate` balances without one (arXiv
-2408.15664; DeepSeek-V3, section 2.1.2): after each step the bias of an expert grows by that rate if it had fewer tokens
-than the mean of its layer, and falls by it if more. The tokens are those of the whole batch, and their numbers are
-exact, so the bias is the same on every mesh.
+**Bias.** A loss that balances experts also changes the model. `router_bias_update_rate` balances without one
+(arXiv 2408.15664; DeepSeek-V3, section 2.1.2): after each step the bias of an expert grows by that rate if it had fewer
+tokens than the mean of its layer, and falls by it if more. The tokens are those of the whole batch, and their numbers
+are exact, so the bias is the same on every mesh.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT
 from mjax.models.parts.config import ExpertsConfig
-from mjax.models.protocol import Context
+from mjax.models.protocol import ForwardContext
 from mjax.parallel import mappings
 from mjax.parallel.layers import normal_init
 from mjax.parallel.reductions import accumulation_dtype
 from mjax.parallel.token_layout import TokenLayout
-from mjax.parallel.weights import make_param
+from mjax.parallel.weights import IN, OUT, make_param
 
 Sums = dict[str, Array]
 
@@ -50,8 +50,8 @@ class RouterOutput(NamedTuple):
     """The router's result for rows of the stream.
 
     Attributes:
-      experts: from 0.
-      weights: float32 or wider, like the others.
+      experts: the k best, from 0.
+      weights: of these experts, float32 or wider, like the other arrays.
       scores: before softmax or sigmoid.
       probabilities: of every expert, with sum 1.
     """
@@ -68,92 +68,95 @@ class Router(nnx.Module):
 
     def __init__(self, key: Array, config: ExpertsConfig, dtype):
         self.config = config
-        shape, dims = (config.hidden, config.experts), ("in", "out")
-        self.kernel = make_param(key, normal_init(config.init_std), shape, dims, dtype, muon=False, keep_fp32=True)
+        shape, init = (config.hidden, config.experts), normal_init(config.init_std)
+        self.kernel = make_param(key, init, shape, (IN, OUT), dtype, muon=False, keep_fp32=True)
         if config.router_bias_update_rate:
-            self.bias = make_param(key, jax.nn.initializers.zeros, (config.experts,), ("out",), dtype, keep_fp32=True)
+            self.bias = make_param(key, jax.nn.initializers.zeros, (config.experts,), (OUT,), dtype, keep_fp32=True)
 
     def __call__(self, x: Float[Array, "t h"]) -> RouterOutput:
         config, wide = self.config, accumulation_dtype(x.dtype)
         kernel = self.kernel[...].astype(wide)
         scores = jnp.dot(x.astype(wide), kernel, precision=jax.lax.Precision.HIGHEST)
         affinities = jax.nn.softmax(scores) if config.router == "softmax" else jax.nn.sigmoid(scores)
-        # Kept whatever is recomputed: a score that differs in its last bit could choose another expert.
-        preferred = affinities + self.bias[...].astype(wide) if config.router_bias_update_rate else affinities
-        experts = checkpoint_name(self._best(jax.lax.stop_gradient(preferred)), "experts")
+        # Saved in every mode of recomputation: a score that differs in its last bit could choose another expert.
+        biased = affinities + self.bias[...].astype(wide) if config.router_bias_update_rate else affinities
+        experts = checkpoint_name(self._choose_experts(jax.lax.stop_gradient(biased)), "experts")
         weights = jnp.take_along_axis(affinities, experts, axis=-1)
         if config.router_normalized:
-            weights = weights / _min_float32(weights.sum(-1, keepdims=True))
-        probabilities = (
-            affinities if config.router == "softmax" else affinities / _min_float32(affinities.sum(-1, keepdims=True))
-        )
+            weights = weights / _clamp_to_tiny(weights.sum(-1, keepdims=True))
+        probabilities = affinities
+        if config.router != "softmax":
+            probabilities = affinities / _clamp_to_tiny(affinities.sum(-1, keepdims=True))
         return RouterOutput(experts, weights * config.router_scale, scores, probabilities)
 
-    def _best(self, affinities: Float[Array, "t E"]) -> Int[Array, "t k"]:
+    def _choose_experts(self, affinities: Float[Array, "t E"]) -> Int[Array, "t k"]:
         """The k best experts of each row, in order; of equal ones the first."""
         config = self.config
         if config.top_groups < config.router_n_groups:
             groups = affinities.reshape(len(affinities), config.router_n_groups, -1)
-            two_best = jax.lax.top_k(groups, 2)[0].sum(-1)
-            chosen = jax.nn.one_hot(jax.lax.top_k(two_best, config.top_groups)[1], config.router_n_groups).sum(1)
+            group_scores = jax.lax.top_k(groups, 2)[0].sum(-1)
+            chosen = jax.nn.one_hot(jax.lax.top_k(group_scores, config.top_groups)[1], config.router_n_groups).sum(1)
             affinities = jnp.where(chosen[..., None] > 0, groups, -jnp.inf).reshape(affinities.shape)
         return jax.lax.top_k(affinities, config.experts_per_token)[1].astype(jnp.int32)
 
-    def aux_loss_sums(self, choice: RouterOutput, tokens: TokenLayout) -> Sums:
-        """Sums over this rank's rows, of which `sums` makes the layer's losses and metrics."""
-        config, scores = self.config, choice.scores
-        chosen = jax.nn.one_hot(choice.experts, config.experts, dtype=scores.dtype).sum(1)  # [t, E]
-        entropy = -(choice.probabilities * jnp.log(_min_float32(choice.probabilities))).sum()
+    def aux_loss_sums(self, routing: RouterOutput, tokens: TokenLayout) -> Sums:
+        """Sums over this rank's rows, from which `sums` computes the layer's losses and metrics."""
+        config, scores = self.config, routing.scores
+        chosen = jax.nn.one_hot(routing.experts, config.experts, dtype=scores.dtype).sum(1)  # [t, E]
+        entropy = -(routing.probabilities * jnp.log(_clamp_to_tiny(routing.probabilities))).sum()
         sums = {"router_entropy": jax.lax.stop_gradient(entropy), "expert_load": chosen.sum(0)}
         if config.z_loss:
             sums["z_loss"] = jnp.square(jax.nn.logsumexp(scores, axis=-1)).sum()
         if config.aux_loss_coef:
-            of_compared = _sum_by_sequence if config.aux_loss_scope == "sequence" else lambda rows, _: rows.sum(0)
-            sums |= {"used": of_compared(chosen, tokens), "given": of_compared(choice.probabilities, tokens)}
+            sum_rows = _sum_by_sequence if config.aux_loss_scope == "sequence" else lambda rows, _: rows.sum(0)
+            sums |= {"assignments": sum_rows(chosen, tokens), "probabilities": sum_rows(routing.probabilities, tokens)}
         return sums
 
-    def sums(self, of_rows: Sums, context: Context) -> Sums:
+    def sums(self, rank_sums: Sums, context: ForwardContext) -> Sums:
         """The sums that a layer adds to the means of the model: its losses and the tokens of each expert, in
         this layer's row of [l, E], of the l layers with experts."""
-        config, sums = self.config, _reduce_sums(of_rows, context.tokens)
+        config, sums = self.config, _reduce_sums(rank_sums, context.tokens)
         moe_layer = (context.layer - config.first_dense_layers) // config.moe_layer_freq - 1
-        here = jnp.arange(config.expert_layers)[:, None] == moe_layer
-        sums["expert_load"] = jnp.where(here, sums["expert_load"], 0)
+        is_this_layer = jnp.arange(config.expert_layers)[:, None] == moe_layer
+        sums["expert_load"] = jnp.where(is_this_layer, sums["expert_load"], 0)
         if self.config.aux_loss_coef:
-            sums |= self._balance(sums.pop("used"), sums.pop("given"), context.tokens)
+            sums |= self._balance_loss(sums.pop("assignments"), sums.pop("probabilities"), context.tokens)
         return sums
 
-    def _balance(self, used: Float[Array, "*b E"], given: Float[Array, "*b E"], tokens: TokenLayout) -> Sums:
-        """The balance loss of the assignments and the probabilities of each expert, by sequence or of all."""
-        config = self.config
+    def _balance_loss(
+        self, assignments: Float[Array, "*b E"], probabilities: Float[Array, "*b E"], tokens: TokenLayout
+    ) -> Sums:
+        """The balance loss from the assignments and the probabilities of each expert, by sequence or of all tokens."""
+        config, by_sequence = self.config, self.config.aux_loss_scope == "sequence"
         if tokens.context_attention:  # of whole sequences
-            used, given = mappings.reduce_from_region(jnp.stack([used, given]), CONTEXT)
-        compared = tokens.global_positions * (1 if config.aux_loss_scope == "sequence" else tokens.sequences)
-        products = mappings.mask_to_first_context_rank(
-            (used * given).sum() * config.experts / (config.experts_per_token * compared**2)
+            both = jnp.stack([assignments, probabilities])
+            assignments, probabilities = mappings.reduce_from_region(both, CONTEXT)
+        count = tokens.global_positions * (1 if by_sequence else tokens.sequences)
+        loss = mappings.mask_to_first_context_rank(
+            (assignments * probabilities).sum() * config.experts / (config.experts_per_token * count**2)
         )
-        return {"balance_loss": products if config.aux_loss_scope == "sequence" else products * tokens.sequences}
+        return {"balance_loss": loss if by_sequence else loss * tokens.sequences}
 
 
 def bias_update_sign(load: Float[Array, "l E"]) -> Int[Array, "l E"]:
-    """The sign of each expert's adjustment: 1 if it had fewer tokens than the mean of its layer, -1 if more, 0 if as
-    many, from its tokens, which are whole numbers in a float dtype. In integers, so that a tie is one in any order of
-    sums."""
+    """The sign of each expert's adjustment: 1 if it had fewer tokens than the mean of its layer, -1 if more, 0 if
+    equal. Tokens are whole numbers in a float dtype; compared as integers, so that a tie does not depend on the order
+    of sums."""
     load = jnp.round(load).astype(jnp.int32)
     mean, rest = jnp.divmod(load.sum(-1, keepdims=True), load.shape[-1])
     return jnp.where(load == mean, jnp.sign(rest), jnp.sign(mean - load))
 
 
-def _min_float32(x: Array) -> Array:
+def _clamp_to_tiny(x: Array) -> Array:
     return jnp.maximum(x, jnp.finfo(x.dtype).tiny)
 
 
 def _reduce_sums(sums: Sums, tokens: TokenLayout) -> Sums:
-    """Sums over this rank's rows, as those over all of them, replicated over `model`: in one collective."""
+    """Reduce sums over this rank's rows to sums over all rows, replicated over `model`, in one collective."""
     if not tokens.sequence_parallel:
         return sums
-    flat, back = ravel_pytree(sums)
-    return back(mappings.reduce_from_region(flat))
+    flat, unravel = ravel_pytree(sums)
+    return unravel(mappings.reduce_from_region(flat))
 
 
 def _sum_by_sequence(rows: Float[Array, "t E"], tokens: TokenLayout) -> Float[Array, "b E"]:
@@ -161,5 +164,5 @@ def _sum_by_sequence(rows: Float[Array, "t E"], tokens: TokenLayout) -> Float[Ar
     if not tokens.sequence_parallel:
         return tokens.split_sequences(rows).sum(1)
     sequences = tokens.local_rows(jnp.arange(tokens.num_tokens) // tokens.positions)
-    nothing = mappings.vary(jnp.zeros((tokens.sequences, *rows.shape[1:]), rows.dtype), mappings.varying_axes(rows))
-    return nothing.at[sequences].add(rows)
+    zeros = mappings.vary(jnp.zeros((tokens.sequences, *rows.shape[1:]), rows.dtype), mappings.varying_axes(rows))
+    return zeros.at[sequences].add(rows)

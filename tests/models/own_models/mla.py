@@ -19,7 +19,7 @@ from mjax.models.block import Block
 from mjax.models.causal import Output
 from mjax.models.llama.model import make_rotary
 from mjax.models.mixture.model import Mixture
-from mjax.models.parts.attention_kernels import attend_across
+from mjax.models.parts.attention_kernels import attend_over_context
 from mjax.models.parts.config import EXPERTS, ExpertsConfig, RotaryConfig
 from mjax.models.parts.experts import Experts
 from mjax.models.parts.mask import MASKED, AttentionMask
@@ -82,7 +82,7 @@ class LatentAttention(nnx.Module):
         latent, shared = jnp.split(self.kv_down(x), [c.kv_rank], axis=-1)
         shared = tokens.split_sequences(tokens.gather_rows(shared))[:, :, None]
         q_nope, q_rope = jnp.split(q, [c.nope_dim], axis=-1)
-        q_rope, shared = self.positions.turn(q_rope, shared, context)
+        q_rope, shared = self.positions.apply_to_qk(q_rope, shared, context)
         return jnp.concatenate([q_nope, q_rope], axis=-1), self.kv_norm(latent), shared
 
     def expanded(self, latent, shared, tokens):
@@ -95,11 +95,11 @@ class LatentAttention(nnx.Module):
         k, v = self.expanded(latent, shared, context.tokens)
         q, k, v = (checkpoint_name(part, "qkv") for part in (q, k, v))
         mask = AttentionMask(documents=context.documents)
-        return self.joined(attend_across(q, k, v, mask, self.config.attention, context.tokens), context)
+        return self.joined(attend_over_context(q, k, v, mask, self.config.attention, context.tokens), context)
 
     def joined(self, attended, context):
         attended = attended.reshape(context.tokens.num_tokens, *attended.shape[2:])
-        return self.out(checkpoint_name(attended, "context"), context.tokens)
+        return self.out(checkpoint_name(attended, "attended"), context.tokens)
 
     def __call__(self, x, context):
         return self.attended(*self.compressed(x, context), context)
