@@ -182,8 +182,8 @@ def format_record(record: Record, shown: Sequence[Metric] = ()) -> str:
 def format_losses(loss: float, metrics: dict[str, float], shown: Sequence[Metric] = ()) -> str:
     """Format the losses of a step or an evaluation as the model shows them (`ModelConfig.metrics`).
 
-    'mlm 3.1234  ppl 22.7  order 0.6512  62% right'; without such metrics 'loss 3.1234  ppl 22.7', or 'loss 0.3123
-    accuracy 0.8750' with others.
+    'mlm loss 3.1234  ppl 22.7  sop loss 0.6512  sop accuracy 62%'; without such metrics 'loss 3.1234  ppl 22.7', or
+    'loss 0.3123  accuracy 0.8750' with others.
     """
     if not metrics:
         return f"loss {loss:.4f}  ppl {_perplexity(loss):.4g}"
