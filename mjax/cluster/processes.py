@@ -347,10 +347,10 @@ class StopSignal:
         self.name = self.name or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
         # The host dispatches a step while the previous one runs, so up to two more steps are printed.
         status = "still saving" if repeated else f"{self.name}: saving after the steps in flight, two at most"
-        left = "once more" if self._interrupts else "twice"
+        remaining = "once more" if self._interrupts else "twice"
         with contextlib.suppress(OSError):  # stderr may no longer be read
             # Written directly: a handler may run while the console is in the middle of a line.
-            os.write(2, f"\n{status}; Ctrl-C {left} stops at once\n".encode())
+            os.write(2, f"\n{status}; Ctrl-C {remaining} stops at once\n".encode())
 
 
 # --- Connections to process 0 -----------------------------------------------------------------------------------------
