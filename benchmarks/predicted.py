@@ -33,7 +33,7 @@ from mjax.errors import RunError, UsageError
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import (
     MJAX,
-    PARTS,
+    NAMES,
     Calibration,
     default_calibration,
     predict_time,
@@ -160,7 +160,7 @@ def main() -> int:
     for run, peak in zip(runs, peaks, strict=True):
         step = predict_time(run.config, gpu, calibration)
         memory = predict_memory(run.config).total
-        share = sorted(PARTS, key=lambda part: -step.parts[part])[:3]
+        share = sorted(NAMES, key=lambda part: -step.parts[part])[:3]
         rows.append(
             (
                 run.name,

@@ -36,7 +36,7 @@ MEGATRON_V100 = replace(
 
 
 @dataclass(frozen=True)
-class Written:
+class PublishedTraffic:
     """Traffic of a program that cannot be traced, as read from its code: bytes of 16-bit activations that the kernels
     of a layer's forward pass read and write, per element of the given tensor.
 
@@ -76,7 +76,7 @@ class Written:
 # The program of arXiv 2104.04473 (Megatron-LM v2): GELU, dropout with residual, and softmax are fused kernels;
 # attention stores its scores and a dropout mask; gradients are fp16.
 MEGATRON_2021 = FrameworkModel(
-    traffic=Written(stream=26, mlp=6, scores=10, logits=16, kernels=11, backward=1.6),
+    traffic=PublishedTraffic(stream=26, mlp=6, scores=10, logits=16, kernels=11, backward=1.6),
     flash=False, overlap=Overlap(backward=0.0),
     repeated_sums=2, gradient_bytes=2, accumulate_bytes=6, optimizer_bytes=52,
     splits_messages=True, sums_stacks=False,
@@ -90,7 +90,7 @@ MEGATRON_2022 = replace(MEGATRON_2021, overlap=Overlap(backward=0.5), accumulate
 # mask and softmax each read and write.
 MEGATRON_2019 = replace(
     MEGATRON_2021,
-    traffic=Written(stream=34, mlp=12, scores=21, logits=16, kernels=11, backward=1.6),
+    traffic=PublishedTraffic(stream=34, mlp=12, scores=21, logits=16, kernels=11, backward=1.6),
     splits_messages=False,
 )
 

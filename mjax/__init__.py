@@ -9,9 +9,9 @@ import JAX.
     simulate(devices)              simulate several devices on one CPU; before the first array
     make_mesh(config.mesh)         the mesh, over the devices that JAX sees
     build_program(config, mesh)    initial state, train step and evaluation step
-    Trainer(config, folder)        a run, with your own data source, callbacks, loss and optimizer
-    Callback                       what else happens around the steps of a run
-    KeepBestCheckpoint()           keeps the checkpoint with the lowest validation loss
+    Trainer(config, folder)        a run, optionally with a custom data source, callbacks, loss and optimizer
+    Callback                       base class of code that runs around the steps of a run
+    KeepBestCheckpoint()           keep the checkpoint with the lowest validation loss
     EvaluateWithHarness(tasks, n)  tasks of lm-eval every n steps
     open_run(folder)               config, tokenizer and weights of a run
     generate(run, prompts)         continue prompts, or token ids

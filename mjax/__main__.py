@@ -6,7 +6,7 @@ from mjax.cluster.huge_pages import restart_with_huge_pages
 
 
 def main() -> None:
-    """Run the command line, after setting up the process for this machine."""
+    """Set up the process for this machine, then run the command line."""
     restart_with_huge_pages()  # before imports that would be made twice
     try:
         from mjax.cluster.launch import claim_gpu_memory
@@ -14,7 +14,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name.split(".")[0] == "mjax":
             raise
-        sys.exit(f"mjax: error: the package {error.name} is not installed; install mjax again, with what it needs")
+        sys.exit(f"mjax: error: the package {error.name} is not installed; install mjax again, with its requirements")
 
     claim_gpu_memory()
     sys.exit(cli.main())

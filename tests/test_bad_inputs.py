@@ -70,7 +70,7 @@ TRAIN_FLAGS = {
     "--model.sequence 2048 --model.max-position-embeddings 1024": "exceeds the 1024 learned positions",
     "--mesh.data 3": "use a multiple of 3, such as 513",
     "--train.micro-batch 3": "does not divide the 512 sequences",
-    "--mesh.expert 2": "needs a mixture of experts, and a GPT is dense; remove it",
+    "--mesh.expert 2": "needs experts, and a GPT is dense; remove it",
     "--model.kind mixture --mesh.expert 4 --mesh.data 2": "does not divide --mesh.data 2",
     "--mesh.replicate 2 --mesh.data 4": "--mesh.zero 0 makes none; add --mesh.zero 3",
     "--mesh.replicate 3 --mesh.data 4 --mesh.zero 3": "does not divide --mesh.data 4: it is the number of groups",
@@ -91,7 +91,7 @@ TRAIN_FLAGS = {
     "--train.recompute offload --train.unroll on": "offload is not supported with --train.unroll on",
     # --- the batch
     "--train.batch-rampup 504 5 100": "in whole increments; use a START below it and an INCREMENT that divides",
-    "--train.batch-rampup 4 4 100": "not a multiple of 8 (data 1 × micro-batch 8); use multiples, here and for",
+    "--train.batch-rampup 4 4 100": "not a multiple of 8 (data 1 × micro-batch 8); use multiples, also as",
     "--train.batch-rampup 256 16 100000 --mesh.pipe 4 --mesh.virtual-stages 2": "272 from step 26 on, which is not a",
     # --- settings that do nothing, or that contradict
     "--optimizer.warmup-steps 300000": "must be below the 300000 steps of the schedule",

@@ -199,7 +199,7 @@ def test_prepared_data_depend_on_every_input(base, tmp_path):
 
 BASE = "--init runs/base --data chat.jsonl"
 WRONG = {
-    "--data chat.jsonl": "mjax sft trains a model further: add --init RUN",
+    "--data chat.jsonl": "mjax sft needs --init RUN; type mjax sft --init runs/q",
     "--init runs/base": "there are no conversations; add --data FILE.jsonl",
     "--init runs/none --data chat.jsonl": "runs/none does not exist",
     "--init runs/base --data missing.jsonl": "there is no file missing.jsonl",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -32,12 +33,8 @@ class Bounds:
 
     def hold(self, number: float) -> bool:
         """True if `number` is within the bounds."""
-        return (
-            (self.ge is None or number >= self.ge)
-            and (self.gt is None or number > self.gt)
-            and (self.le is None or number <= self.le)
-            and (self.lt is None or number < self.lt)
-        )
+        ends = (operator.ge, self.ge), (operator.gt, self.gt), (operator.le, self.le), (operator.lt, self.lt)
+        return all(end is None or compare(number, end) for compare, end in ends)
 
     def __str__(self) -> str:
         """'at least 0 and below 1, such as 0.5'."""

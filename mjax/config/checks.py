@@ -88,9 +88,7 @@ def _check_axes(config: Config) -> None:
         raise UsageError(f"--mesh.model {mesh.model} {fails} {what} {size}; use {_join_numbers(possible)}")
     if mesh.expert > 1:
         if not (experts := model.experts):
-            raise UsageError(
-                f"--mesh.expert {mesh.expert} needs a mixture of experts, and {model.title} is dense; remove it"
-            )
+            raise UsageError(f"--mesh.expert {mesh.expert} needs experts, and {model.title} is dense; remove it")
         possible = _divisors(math.gcd(mesh.data, experts))
         for what, size in ((f"--mesh.data {mesh.data}", mesh.data), (f"{experts} experts", experts)):
             _check_divides("--mesh.expert", mesh.expert, what, size, possible)
@@ -119,9 +117,7 @@ def _check_lora(config: Config) -> None:
     if config.precision.compute == "fp8":
         raise UsageError(f"{rank} is not supported with --precision.compute fp8; type --precision.compute bf16")
     if config.optimizer.name != "adamw":
-        raise UsageError(
-            f"{rank} is not supported with --optimizer.name {config.optimizer.name}; use --optimizer.name adamw"
-        )
+        raise UsageError(f"{rank} is not supported with --optimizer.name {config.optimizer.name}; use adamw")
 
 
 def _check_context(config: Config) -> None:
@@ -156,10 +152,8 @@ def check_offload(config: Config) -> None:
     if pipe > 1:
         raise UsageError(f"{offload} --mesh.pipe {pipe} (stages save activations by slot); use --train.recompute full")
     # For H100s XLA put all copies to the host into the backward pass (docs/results/log/2026-11-25-host-memory.md).
-    raise UsageError(
-        f"{offload} --train.unroll on (without a loop over the layers, XLA copies their inputs to the host in the "
-        "backward pass, which saves nothing); remove one of the two"
-    )
+    late = "(without a loop over the layers, XLA copies to the host too late)"
+    raise UsageError(f"{offload} --train.unroll on {late}; remove one of the two")
 
 
 def _check_schedules(config: Config) -> None:
@@ -181,9 +175,7 @@ def _check_schedules(config: Config) -> None:
     # Of conversations, some padding may fill the last batch.
     needed = samples_before(train.steps - 1) + 1 if config.data.conversations else samples_before(train.steps)
     if (samples := config.data.train_samples) is not None and samples < needed:
-        raise UsageError(
-            f"--data.train-samples {samples} is below the {needed} samples of all steps; remove it or raise it"
-        )
+        raise UsageError(f"--data.train-samples {samples} is below the {needed} samples of all steps; remove it")
 
 
 def _check_conditions(config: Config) -> None:
@@ -237,7 +229,7 @@ def check_batch_sizes(config: Config) -> None:
     for first_step, _, size in BatchSizes.from_config(config).ahead():
         if size % unit:
             odd = f"a batch of {size} from step {first_step + 1} on, which is not a multiple of {unit} ({factors})"
-            fix = f"use multiples, there and for --train.global-batch, such as {_nearest_multiple(size, unit)}"
+            fix = f"use multiples, also as --train.global-batch, such as {_nearest_multiple(size, unit)}"
             raise UsageError(f"{flag} has {odd}; {fix}")
 
 
@@ -256,18 +248,17 @@ def check_devices(config: Config, available: int, name: str = "this config") -> 
 
 def _check_pipeline(config: Config) -> None:
     layers, mesh = config.model.layers, config.mesh
+    flag, simplest = f"--mesh.virtual-stages {mesh.virtual_stages}", "--mesh.virtual-stages 1"
+    if mesh.pipe == 1 and mesh.virtual_stages > 1:
+        raise UsageError(f"{flag} needs a pipeline; set --mesh.pipe too, or {simplest}")
     if mesh.pipe == 1:
-        if mesh.virtual_stages > 1:
-            flag = f"--mesh.virtual-stages {mesh.virtual_stages}"
-            raise UsageError(f"{flag} needs a pipeline; set --mesh.pipe too, or --mesh.virtual-stages 1")
         return
     stages = mesh.pipe * mesh.virtual_stages
     if layers % stages:
         below, above = layers // stages * stages, -(-layers // stages) * stages
         counts = f"{below} or {above}" if below else str(above)
-        virtual = f" × --mesh.virtual-stages {mesh.virtual_stages}" if mesh.virtual_stages > 1 else ""
+        virtual, simplest = (f" × {flag}", simplest) if mesh.virtual_stages > 1 else ("", "--mesh.pipe 1")
         possible = [n for n in _divisors(layers) if n > 1 and layers % (n * mesh.virtual_stages) == 0]
-        simplest = "--mesh.virtual-stages 1" if mesh.virtual_stages > 1 else "--mesh.pipe 1"
         pipe = f"--mesh.pipe {_join_numbers(possible)}" if possible else simplest
         divides = f"--mesh.pipe {mesh.pipe}{virtual} does not divide {layers} layers"
         raise UsageError(f"{divides}; use --model.layers {counts}, or {pipe}")
@@ -352,9 +343,7 @@ def resolve_steps(config: Config, typed: Set[str] = frozenset()) -> tuple[Config
     if "train.steps" in typed and "train.tokens" not in typed:
         return replace(config, train=replace(train, tokens=None)), []
     if "train.steps" in typed or ("train.tokens" not in typed and train.steps != type(train)().steps):
-        raise UsageError(
-            f"--train.steps {train.steps} and --train.tokens {tokens} both set the length; leave one of them out"
-        )
+        raise UsageError(f"--train.steps {train.steps} and --train.tokens {tokens} both set the length; remove one")
     if not (count := parse_tokens(str(tokens))):
         raise UsageError(f"--train.tokens {tokens} is not a number of tokens above 0; write 300B, 1.5T, 10M or 5K")
     sample, sizes = config.model.sequences * config.model.sequence, BatchSizes.from_config(config)

@@ -54,7 +54,7 @@ def parse_blend(values: Sequence[str], flag: str = "--data.path") -> Blend:
         prefixes, weights = values[1::2], [number or 0 for number in numbers[::2]]
     fits = weights is None or (len(weights) == len(prefixes) and all(0 < weight < math.inf for weight in weights))
     if not fits or not all(values) or len(prefixes) >= MAX_DATASETS:
-        fix = f"write a weight above 0 before all prefixes, such as {flag} 0.3 data/a 0.7 data/b, or before none"
+        fix = f"write a weight above 0 before every prefix, such as {flag} 0.3 data/a 0.7 data/b, or before none"
         raise UsageError(f"{flag} {' '.join(values)} is not a blend of at most {MAX_DATASETS:,} datasets; {fix}")
     return Blend(tuple(map(local_prefix, prefixes)), weights and tuple(weights))
 

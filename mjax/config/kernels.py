@@ -161,10 +161,9 @@ def is_unrolled(config: Config, on_gpu: bool) -> bool:
     if train.unroll != "auto":
         return train.unroll == "on"
     from_servers = mesh.zero == 3 and mesh.devices > SERVER
-    by_layer = from_servers or mesh.context > 1 or train.recompute in ("full", "offload") or model.experts
-    return on_gpu and not (
-        by_layer or mesh.pipe > 1 or len(layer_stacks(model)) > 1 or model.layers > MAX_UNROLLED_LAYERS
-    )
+    looped = from_servers or mesh.context > 1 or train.recompute in ("full", "offload") or model.experts
+    looped = looped or mesh.pipe > 1 or len(layer_stacks(model)) > 1 or model.layers > MAX_UNROLLED_LAYERS
+    return on_gpu and not looped
 
 
 def with_unrolling(config: Config, on_gpu: bool) -> Config:
@@ -224,9 +223,7 @@ def _why_not_gpu(platform: str, capability: tuple[int, ...]) -> str | None:
     if platform != "gpu":
         return f"it needs an NVIDIA GPU and this process runs on {platform}"
     if capability < AMPERE:
-        return (
-            f"it needs compute capability 8.0 or more, as an A100 has, and the GPU has {'.'.join(map(str, capability))}"
-        )
+        return f"it needs compute capability 8.0 (A100) or more, and the GPU has {'.'.join(map(str, capability))}"
     return None
 
 

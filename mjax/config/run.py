@@ -115,9 +115,7 @@ class MeshConfig:
 class DataConfig:
     """Sources of samples."""
 
-    path: Annotated[
-        tuple[str, ...], BLEND, PLANNED, Synonyms("data data-path dataset data-dir data-file train-file")
-    ] = ()
+    path: Annotated[tuple[str, ...], BLEND, PLANNED, Synonyms("data data-path dataset data-dir train-file")] = ()
     """Prefixes of indexed datasets (PREFIX.bin and PREFIX.idx, written by `mjax prepare` or Megatron's
     preprocess_data): one dataset; several with a weight before each, such as 0.3 data/a 0.7 data/b, blended by weight;
     or several without weights, each used once, blended in proportion to their sizes."""
@@ -193,9 +191,7 @@ class OptimizerConfig:
     """Learning rate at the end of the schedule."""
     schedule: Annotated[Schedule, RATE, Synonyms("decay-style scheduler scheduler-type decay-lr~")] = "cosine"
     """Shape of the decay after warm-up (wsd: warm-up, stable, decay)."""
-    warmup_steps: Annotated[
-        CountOrZero, RATE, Synonyms("warmup-iters warmup-steps warmup warmup-ratio~ warmup-fraction~")
-    ] = 0
+    warmup_steps: Annotated[CountOrZero, RATE, Synonyms("warmup-iters warmup-steps warmup-ratio~ warmup-fraction~")] = 0
     """Steps of linear warm-up."""
     decay_steps: Annotated[Count | None, RATE, Synonyms("decay-iters decay-steps decay-ratio~")] = None
     """Step at which min_learning_rate is reached; by default train.steps."""
@@ -233,9 +229,7 @@ class PrecisionConfig:
 class TrainConfig:
     """Length of training, batches and recomputation."""
 
-    steps: Annotated[Count, FREE, Synonyms("train-iters max-iters max-steps epochs~ train-epochs~ train-samples~")] = (
-        300_000
-    )
+    steps: Annotated[Count, FREE, Synonyms("train-iters max-steps epochs~ train-epochs~ train-samples~")] = 300_000
     """Optimizer steps; an epoch is tokens of the data / (global batch × sequence) steps."""
     tokens: Annotated[str | None, FREE, Synonyms("train-tokens total-tokens max-tokens")] = None
     """Instead of steps: training tokens, such as 300B or 1.5T (K, M, B, T: thousands to trillions), rounded up to whole
@@ -455,9 +449,7 @@ def _config_file(name: str) -> Path:
         raise UsageError(f"{name} is a run folder; type --run {name}, or --config {name}/config.json for a new run")
     if not files:
         if name.endswith(".py"):
-            raise UsageError(
-                f"there is no config file {name}; give the path of one, or a name that `mjax configs` lists"
-            )
+            raise UsageError(f"there is no config file {name}; give the path of one, or a name of `mjax configs`")
         near = suggestion(name, known, "give a name or the path of a .py file:")
         raise UsageError(f"there is no config {name}; {near} `mjax configs` lists all {len(known)}")
     if files[-1] == local and not local.samefile(files[0]):

@@ -56,11 +56,8 @@ def examine(machine: MachineInfo, begin: Callable[[str], None], names: Iterable[
             try:
                 findings = [Finding(**finding) for finding in child.ask(json.dumps([name, values]).encode())]
             except ChildError as error:
-                findings = [
-                    _lost(error)
-                    if error.code is not None
-                    else Finding(RED, f"no answer in {machine.limit:g} s", SILENT)
-                ]
+                silent = Finding(RED, f"no answer in {machine.limit:g} s", SILENT)
+                findings = [silent if error.code is None else _lost(error)]
             yield from (_with_name(name, finding) for finding in findings)
             broken = broken or (name == FOUNDATION and any(finding.status == RED for finding in findings))
     if left_out:

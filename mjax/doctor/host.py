@@ -81,12 +81,8 @@ def check_memory(machine: MachineInfo) -> Finding:
         local = min(8, devices)
         copy = state_bytes(machine.config) * local / devices  # replicas share the writing
         text += f"; a checkpoint's copy takes {human_bytes(copy)} of a host with {local} of its {devices} GPUs"
-    return first(
-        text,
-        (copy > free, YELLOW, text, "use hosts with more memory, or more of them"),
-        total_gib=total / 2**30,
-        available_gib=free / 2**30,
-    )
+    figures = {"total_gib": total / 2**30, "available_gib": free / 2**30}
+    return first(text, (copy > free, YELLOW, text, "use hosts with more memory, or more of them"), **figures)
 
 
 def state_bytes(config: Config) -> int:
@@ -124,20 +120,16 @@ def check_shared_memory(machine: MachineInfo) -> Finding:
     folder, devices = ROOT / "dev/shm", len(list(ROOT.glob("dev/nvidia[0-9]*")))
     free = shutil.disk_usage(folder).free if folder.is_dir() else 0
     text, advice = f"{human_bytes(free)} free in {folder}", "docker run --shm-size=8g; in Kubernetes, an emptyDir there"
-    return first(
-        text,
-        (devices > 1 and free < MIN_SHARED, YELLOW, f"{text}; NCCL needs more between {devices} GPUs", advice),
-    )
+    small = devices > 1 and free < MIN_SHARED
+    return first(text, (small, YELLOW, f"{text}; NCCL needs more between {devices} GPUs", advice))
 
 
 def check_open_files(machine: MachineInfo) -> Finding:
     """Check that a process may open enough files."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    few = soft != resource.RLIM_INFINITY and soft < MIN_FILES
-    return first(
-        f"limit per process: {'none' if soft == resource.RLIM_INFINITY else f'{soft:,}'}",
-        (few, YELLOW, f"limit per process: {soft:,}; a checkpoint of a large run needs more", "ulimit -n 65536"),
-    )
+    unlimited = soft == resource.RLIM_INFINITY
+    text, few = f"limit per process: {'none' if unlimited else f'{soft:,}'}", not unlimited and soft < MIN_FILES
+    return first(text, (few, YELLOW, f"{text}; a checkpoint of a large run needs more", "ulimit -n 65536"))
 
 
 # --- The disk ---------------------------------------------------------------------------------------------------------

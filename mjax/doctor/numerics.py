@@ -109,7 +109,7 @@ def judge(operations: Sequence[Operation], devices: Sequence[jax.Device], advice
         if not error < operation.bound:
             text += f" is wrong: relative error {error:.1e}, at most {operation.bound:.0e} is allowed"
             wrong.append(Finding(RED, text, advice, {"error_relative": error}))
-    errors = ", ".join(f"{name} {error:.0e}" for name, error in worst.items())
+    errors = ", ".join(f"{name}: {error:.0e}" for name, error in worst.items())
     text = f"relative errors on {', '.join(map(device_name, devices))}: {errors}"
     figures = {f"{name.replace(' ', '_')}_relative": error for name, error in worst.items()}
     return wrong or [Finding(GREEN, text, None, figures)]
@@ -180,7 +180,7 @@ def attention(kernel: str, model: ModelConfig, compute: str, documents: bool) ->
         return attention_kernels.attend(q, k, v, mask, kernel)
 
     q, k = (2, s, 2, model.head_size), (2, s, groups, model.head_size)
-    name = f"{kernel} in {compute}, head size {model.head_size}"
+    name = f"{kernel} in {compute} with head size {model.head_size}"
     return Operation(name, run, formula, (q, k, k), *DTYPES.get(compute, FLOAT32))
 
 

@@ -13,19 +13,18 @@ is proportional to the samples of a micro-batch (but for `expert_rows`). Where l
 
 A trace is a few numbers, which `earlier_traces` keeps for the next command.
 
-**Model FLOPs** are those of the forward and backward pass as arXiv 2205.05198, appendix A, counts them: matrix products
-only, attention over the full s × s matrix, nothing for recomputation. With a feed-forward width of 4 h they are
+**Model FLOPs** count the forward and backward pass as in arXiv 2205.05198, appendix A: matmuls only, attention over the
+full s × s matrix, nothing for recomputation. With a feed-forward width of 4 h they are
 
     72 B L s h² (1 + s / 6h + v / 12hL)
 
-MFU is these over the peak, so recomputation lowers it. A causal model needs half of its attention, and who counts it so
-(Megatron today) gives s / 12h for s / 6h: `causal=True`.
+MFU is model FLOPs over the peak, so recomputation lowers it. A causal model needs half of its attention; counted so, as
+Megatron does today, it has s / 12h for s / 6h: `causal=True`.
 
-The backward pass has two products for one of the forward pass: the gradient of its input, and that of its weight, if
-that is trained. A frozen weight, of a model with adapters, has only the first.
+The backward pass has two matmuls for one of the forward pass: dgrad, and wgrad if the weight is trained.
 
-**Hardware FLOPs** add the forward products that `train.recompute` repeats, and those of the logits with
-`train.loss_chunks`. With full recomputation they are those of arXiv 2104.04473, equation 3,
+**Hardware FLOPs** add the forward matmuls that `train.recompute` repeats, and the logits with `train.loss_chunks`. With
+full recomputation they equal arXiv 2104.04473, equation 3,
 
     96 B L s h² (1 + s / 6h + v / 16hL)
 
@@ -390,8 +389,8 @@ def _forward(spec: TraceSpec, forward: Forward, weights, micro_batch, x: Array) 
 
 
 def _scale_to_assignments(spec: TraceSpec, product: Product) -> Product:
-    """A product with the rows of all tiles as that of the rows that assignments need, as many for each group: of all
-    experts of a rank, or of fewer if their number does not divide the rows."""
+    """A grouped product of all tiles, reduced to the rows of the assignments: equal groups for the experts of a rank,
+    or for fewer if their number does not divide the rows."""
     if not product.grouped:
         return product
     assignments = spec.model.experts_per_token * spec.model.sequences * spec.model.sequence // spec.mesh.context

@@ -34,7 +34,7 @@ from mjax.parallel import named_scopes
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.pipeline_schedules import PipelineSchedule, find_schedule
 from mjax.planner.layer import trace_once
-from mjax.planner.program import collective_axes, inner_jaxprs
+from mjax.planner.program import NO_COMMUNICATION, collective_axes, inner_jaxprs
 from mjax.step.step import build_program
 
 OPERATIONS = {
@@ -48,8 +48,6 @@ OPERATIONS = {
     "ppermute": "permute",
     "all_to_all": "all-to-all",
 }
-# Primitives that name an axis but send nothing over it.
-NO_COMMUNICATION = {"axis_index", "pvary", "pcast", "shard_map"}
 
 
 @dataclass(frozen=True)

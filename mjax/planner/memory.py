@@ -118,7 +118,7 @@ class Memory(NamedTuple):
 
 
 def usable_memory(device) -> float | None:
-    """Bytes that XLA may allocate on a JAX device; None if it is not a GPU or does not say."""
+    """Bytes that XLA may allocate on a JAX device; None if it is not a GPU or has no limit."""
     return (device.memory_stats() or {}).get("bytes_limit") if device.platform == "gpu" else None
 
 
@@ -147,7 +147,7 @@ class _Sizes:
 
     Attributes:
       config, unrolled: the config, and whether its layers are compiled without a loop on a GPU.
-      weights, trained: the weights of a device, and those of them that are trained.
+      weights, trained: all weights and the trained weights of a device.
       width: bytes of the compute dtype.
       master: bytes of a master weight and of a gradient accumulator.
       layers: of a virtual stage, by kind.
@@ -319,7 +319,7 @@ def _compute_copies(sizes: _Sizes) -> tuple[float, float]:
 def _layer_gradients(sizes: _Sizes) -> float:
     """Bytes of the gradients that one backward pass through a virtual stage stacks."""
     weights, chunks = sizes.trained, sizes.config.mesh.virtual_stages
-    if sizes.unrolled and weights.gathered:  # those of the layer that is last there
+    if sizes.unrolled and weights.gathered:  # of the last layer
         return sizes.master * sizes.layers[0].trained.gathered_shards / sizes.layers[0].device_layers
     return (sizes.width * (weights.layers - weights.gathered) + sizes.master * weights.gathered_shards) / chunks
 
@@ -346,11 +346,11 @@ def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **kin
 def _backward(sizes: _Sizes) -> Memory:
     """While the layers are differentiated, after the first one."""
     layers, shared = sizes.computed
-    # The gradient of the embedding as output layer waits for that as input; in a pipeline it is accumulated at once.
+    # The gradient of a tied embedding waits for that of its other use; a pipeline accumulates it immediately.
     waiting = sizes.width * sizes.trained.table if sizes.config.mesh.pipe == 1 else 0.0
     stacked = _layer_gradients(sizes)
     if sizes.unrolled and copies(sizes.config.mesh) == 1 and not sizes.accumulates:
-        # Not stacked: those of a layer take less than its saved activations, which are free then.
+        # Not stacked: the gradients of a layer take less than its saved activations, which are free then.
         stacked = sizes.width * max(kind.trained.layers / kind.device_layers for kind in sizes.layers)
     gradients = stacked + sizes.sums + waiting
     work = sizes.work + _live_weights(sizes) + sizes.messages + sizes.batch
@@ -397,12 +397,12 @@ class DeviceWeights:
 
     Attributes:
       stored: master weights between steps, of layers and everything else; as many float32 gradients.
-      matrices: of `bytes_in_storage`, those of which Muon keeps one moment rather than two.
+      matrices: of `stored`, the matrices, for which Muon has one moment rather than two.
       layers: weights of its layers, as used in the computation: split over `model`, and experts over `expert`.
       experts: of `layers`, those that `expert` splits: they are shared by fewer replicas than all other weights.
       shared: all other weights, as used in the computation.
       gathered: of `layers`, those gathered layer by layer inside the loop (ZeRO-3) and never held as a whole.
-      gathered_shards: of `bytes_in_storage`, their shards.
+      gathered_shards: of `stored`, their shards.
       table: of `shared`, the embedding of the tokens.
       largest: of `layers`, the largest weight.
       transposed: of `gathered`, the largest weight whose shards are not contiguous: gathering it, and scattering its
@@ -528,7 +528,7 @@ def _local(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> int:
     return math.prod(shape) // math.prod(axes.sizes(mesh)[axis] for axis in split)
 
 
-# --- Muon: matmuls of its iteration, collectives that make each matrix whole, memory ----------------------------------
+# --- Muon: matmuls of its iteration, resharding, memory ---------------------------------------------------------------
 
 
 def muon_width(config: Config) -> int:
@@ -540,10 +540,10 @@ def muon_workspace(config: Config) -> float:
     """Bytes of the temporaries of the largest weight."""
 
     def elements(matrices: MatrixLayout) -> int:
-        # Of an iteration x, its product, the next x and a copy, and three squares; what is sent and received.
-        whole, squares = math.prod(matrices.size), min(matrices.size) ** 2
-        moved = math.prod(matrices.shape) // math.prod(axes.sizes(matrices.mesh)[axis] for axis in matrices.splits)
-        return matrices.count_per_rank * (4 * whole + 3 * squares) + (2 * moved if matrices.moves else 0)
+        # Of an iteration: x, its product, the next x and a copy, and three squares; send and receive buffers.
+        whole, squares = math.prod(matrices.matrix_shape), min(matrices.matrix_shape) ** 2
+        moved = math.prod(matrices.shape) // math.prod(axes.sizes(matrices.mesh)[axis] for axis in matrices.split_axes)
+        return matrices.count_per_rank * (4 * whole + 3 * squares) + (2 * moved if matrices.exchanges else 0)
 
     return muon_width(config) * max(map(elements, muon_matrices(config.model, config.mesh)), default=0)
 

@@ -1,4 +1,4 @@
-"""A traced program as one list of operations, and its matrix products.
+"""A traced program as one list of operations, and its matmuls.
 
 A jaxpr nests: calls within calls, and views of views. Here calls are inlined, views and barriers resolved and dead code
 removed, so that products, arrays and collectives can be counted on one list.
@@ -23,11 +23,11 @@ VIEWS = {
     "reshape", "squeeze", "expand_dims", "transpose", "pvary", "name", "copy", "stop_gradient", "reduce_precision",
     "device_put",
 }  # fmt: skip
-SILENT = {"pvary", "axis_index"}  # they name a mesh axis but send nothing
+NO_COMMUNICATION = {"pvary", "axis_index", "pcast", "shard_map"}  # they name a mesh axis but send nothing
 STAND_IN = "pure_callback"  # for a kernel that exists only on a GPU (`models/parts/flash.py`)
 # Besides products and collectives, these read and write whole arrays; all other operations fuse.
 KERNELS = {"dot_general", STAND_IN, "scatter", "scatter-add", "sort", "cumsum", "scan", "while", "cond"}
-# These give all of their input, where that has no more and no fewer elements: a broadcast of a dim of 1 to 1.
+# These return their input unchanged if the number of elements is the same, such as a broadcast of a dim of 1 to 1.
 RESIZING = {"broadcast_in_dim", "pad", "reduce_sum", "slice"}
 # With float8 values a product on a GPU does these by itself (`parallel/float8.py`).
 RESTORING = {"bitcast_convert_type", "convert_element_type", "mul"}
@@ -51,7 +51,7 @@ class Operation(NamedTuple):
     @property
     def is_collective(self) -> bool:
         """True if it communicates over a mesh axis."""
-        return self.name not in SILENT and bool(self.axes)
+        return self.name not in NO_COMMUNICATION and bool(self.axes)
 
 
 class Program:
@@ -76,7 +76,7 @@ class Program:
         """The input of the program that a value is all or a part of, scaled or cast; None if it depends on several."""
         while (made := self._made.get(value)) is not None:
             used = [one for one in made.inputs if one is not None]
-            if len(used) != 1 and made.name != "dynamic_slice":  # whose others say where
+            if len(used) != 1 and made.name != "dynamic_slice":  # with the start indices
                 return None
             value = used[0]
         return value
@@ -129,7 +129,7 @@ class Program:
         return [number(variable) for variable in jaxpr.outvars]
 
     def _is_view(self, name: str, value: int, result: int) -> bool:
-        """True if an operation gives all of its first input, or restores what float8 values or their bits stand for."""
+        """True if an operation returns all of its first input, or dequantizes float8 values or their bits."""
         if name in RESIZING:
             return self.values[value].size == self.values[result].size
         dtype = self.values[self._resolve_view(value)].dtype

@@ -171,7 +171,7 @@ H100 = Calibration(
 
 
 def default_calibration(gpu: Gpu) -> Calibration:
-    """The rates that `predict_time` takes for a GPU: those of the H100 from Hopper on, and of the A100 before."""
+    """The default rates of a GPU: those of the H100 from Hopper on, and of the A100 before."""
     return H100 if gpu.compute_capability >= (9, 0) else A100
 
 
@@ -258,7 +258,7 @@ class Rates:
         return largest * filled * k / (k + calibration.inner)
 
     def flash(self, flops: float, head: int, positions: int, backward: bool = False) -> float:
-        """A kernel of flash attention: `flops` inside the mask, heads of this size, a sequence of so many positions."""
+        """A kernel of flash attention: `flops` inside the mask, this head size and sequence length."""
         return flops / self.flash_rate(head, positions, backward) + self.calibration.launch
 
     def flash_rate(self, head: int, positions: int, backward: bool = False) -> float:
@@ -477,8 +477,8 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
     newer = version >= (0, 11)
     if config.mesh.splits_tokens:
         return Overlap(backward=0.5, repeated=1.0, copies=newer)
-    alone = config.mesh.model == 1
-    return Overlap(backward=0.0 if newer else 1.0, gradients=alone, weights=0.85 * alone, copies=newer)
+    whole = config.mesh.model == 1
+    return Overlap(backward=0.0 if newer else 1.0, gradients=whole, weights=0.85 * whole, copies=newer)
 
 
 # --- Layers -----------------------------------------------------------------------------------------------------------
@@ -678,7 +678,6 @@ NAMES = {
     "host": "activation offload (exposed)",
     "optimizer": "optimizer and gradient accumulation",
 }
-PARTS = tuple(NAMES)
 # Launches for each chunk of the loss: running sums, the gradient of its logits, and its products.
 CHUNK_LAUNCHES = 10
 
@@ -707,7 +706,7 @@ class StepTime:
       mfu: those over the peak.
       error: error bar of `total`, relative to the time that is measured; None if there is none for this config.
       mean: seconds per step, mean over the run: less than `total` with a batch ramp-up.
-      caveats: what is outside the range of the calibration.
+      caveats: sentences on parts outside the calibration.
     """
 
     parts: dict[str, float]
@@ -845,7 +844,7 @@ class _MicroBatch:
     @cached_property
     def seconds(self) -> dict[str, float]:
         """Seconds that a micro-batch adds to a step, by part, without send/recv of stages."""
-        seconds = {part: sum(spent[part] for spent in self.passes) for part in PARTS}
+        seconds = {part: sum(spent[part] for spent in self.passes) for part in NAMES}
         seconds["head"] += self.head()
         seconds["model"] += self.head_sums()
         return seconds
@@ -975,7 +974,7 @@ def muon_iteration_seconds(config: Config, rates: Rates) -> float:
     return sum(
         rates.product(product.m, product.n, product.k, product.batch)
         for matrices in muon_matrices(config.model, config.mesh)
-        for product in muon_products(matrices.count_per_rank, *matrices.size)
+        for product in muon_products(matrices.count_per_rank, *matrices.matrix_shape)
     )
 
 
@@ -985,9 +984,9 @@ def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
     """
     sizes, seconds = axes.sizes(config.mesh), dict.fromkeys(axes.NAMES, 0.0)
     for matrices in muon_matrices(config.model, config.mesh):
-        count, part = matrices.count, math.prod(matrices.size)  # elements of a matrix that a device has
-        part //= math.prod(sizes[axis] for axis, dim in matrices.moves if dim is not None)
-        for axis, dim in matrices.moves:
+        count, part = matrices.num_matrices, math.prod(matrices.matrix_shape)  # elements of a matrix that a device has
+        part //= math.prod(sizes[axis] for axis, dim in matrices.exchanges if dim is not None)
+        for axis, dim in matrices.exchanges:
             ranks, stride = sizes[axis], math.prod(sizes[inner] for inner in axes.NAMES[axes.NAMES.index(axis) + 1 :])
             share = -(-count // ranks)
             moved = 2 * count if dim is None and ranks > count else share * ranks
@@ -1045,7 +1044,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "not_measured": [name for name in rates if gpu.name != calibration.gpu or name not in calibration.measured],
     }
     names = part_names(config.mesh)
-    spent = {names[part]: step.parts[part] for part in PARTS if step.parts[part] > 0} | {"step": step.total}
+    spent = {names[part]: step.parts[part] for part in NAMES if step.parts[part] > 0} | {"step": step.total}
     cells = [(name, f"{1e3 * seconds:,.1f}", f"{seconds / step.total:.1%}") for name, seconds in spent.items()]
     limits = f": {1e3 * between[0]:,.1f} to {1e3 * between[1]:,.1f} ms" if between else ""
     causal = f" ({values['mfu_causal']:.1%} counting half of causal attention)" if config.model.causal else ""

@@ -10,14 +10,14 @@ MAX_STEPS = 100  # a trace grows by megabytes a step
 
 
 def parse_steps(text: str, last: int) -> range:
-    """The steps that START:END names: from START up to END - 1, as in a slice.
+    """The steps of START:END: from START up to END - 1, as in a slice.
 
     Args:
       text: as typed.
       last: the last step of the run.
 
     Raises:
-      UsageError: it has another form, names no steps or too many, or steps that the run does not take.
+      UsageError: wrong format, no steps, too many steps, or steps outside the run.
     """
     match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
     start, end = map(int, match.groups()) if match else (0, 0)

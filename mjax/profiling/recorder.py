@@ -89,7 +89,7 @@ class Recorder(Callback):
                 shutil.rmtree(self._folder)
             make_folder(self._folder)
             options = ProfileOptions()
-            options.python_tracer_level = 0  # a call of Python's takes longer to record than to run
+            options.python_tracer_level = 0  # recording a Python call is slower than the call
             jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True, profiler_options=options)
             self._first = step
             self._window.enter_context(TraceAnnotation(WINDOW))

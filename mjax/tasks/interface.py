@@ -140,7 +140,7 @@ def read_text(file: Path, expected: str = "the task's files as published") -> st
 
 
 def split_into_windows(tokens: np.ndarray, positions: int, stride: int) -> list[ContextWindow]:
-    """Windows in which every token of `tokens` [N] except the first is a unmasked label once; views, not copies.
+    """Windows in which every token of `tokens` [N] except the first is an unmasked label once; views, not copies.
 
     Args:
       positions: s, maximum tokens of a window.

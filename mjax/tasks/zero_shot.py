@@ -340,16 +340,16 @@ def _passage_window(document: Document, context: list[int], labels: list[int], p
 
 
 # --- Perplexity by position: does a model predict better the more it has read? ----------------------------------------
-# Long documents are cut into spans of L tokens, each of which the model reads from position 1. Label p of a span
-# is predicted from the p tokens before it, so the mean loss at p over all spans shows what p tokens of context are
-# worth. It falls with p as long as the model uses what lies further back; it levels off where the model no longer does,
-# and rises where positions are too many for it, such as beyond those of its training.
+# Long documents are split into spans of L tokens, each of which the model reads from position 1. Label p of a
+# span is predicted from the p tokens before it, so the mean loss at p over all spans shows the value of p tokens
+# of context. It falls with p as long as the model uses the earlier tokens, levels off where it does not, and rises at
+# positions that the model cannot handle, such as positions beyond its training length.
 #
 #     span 0      [eod t1 … t_L−1] → t1 … t_L          the document from its beginning
-#     span 1      [t_L … t_2L−1] → t_L+1 … t_2L        and on from there; the rest, shorter than L, is left out
+#     span 1      [t_L … t_2L−1] → t_L+1 … t_2L        and so on; the rest, shorter than L, is dropped
 #
-# Every span has every position, so all bins are means over the same text, and comparable. That is why documents with
-# fewer than L tokens are left out, and counted. The standard error of a bin is that of the mean over spans: the
+# Every span has every position, so all bins are means over the same text, and comparable. Therefore documents with
+# fewer than L tokens are dropped, and counted. The standard error of a bin treats spans as samples, because the
 # labels within a span are not independent.
 #
 # Source: the loss over positions of long documents, as in the Gemini 1.5 report (arXiv 2403.05530, section 5.2.1, its

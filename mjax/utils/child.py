@@ -1,8 +1,8 @@
-"""A function in a process of its own, with bounds on time and memory: for programs and tables that come from outside.
+"""A function in a separate process with limits on time and memory, for programs and tables of other people.
 
-The child imports what the module of the function imports. It ends with its parent, leaves no core file, and writes
-files of at most a megabyte. A library that panics, aborts or overruns its memory ends the child alone. Without a bound
-on memory only time on the clock is bounded: for functions of our own that may hang or abort, as those of a driver.
+The child imports the module of the function. It ends with its parent, leaves no core file, and writes files of at most
+a megabyte. A library that panics, aborts or exceeds its memory ends only the child. Without a memory limit only
+wall-clock time is limited: for functions of mjax that may hang or abort, such as calls of a driver.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 from mjax.errors import RunError
 
 WAIT = 10
-"""Seconds for each second of processor time, on a busy machine; a child that needs more is taken to hang."""
+"""Seconds of wall-clock time for each second of processor time, on a busy machine; after that a child hangs."""
 THREADS = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
 """A pool of threads maps memory in proportion to the cores of the machine."""
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from mjax.utils.child import serve; serve()"
@@ -37,11 +37,11 @@ NO_MEMORY = re.compile(rb"memory allocation|bad_alloc|MemoryError")
 
 
 class ChildError(ValueError):
-    """The reason why a child has no answer, as a clause about what it was asked to do: "it is not done after 10 s".
+    """The reason why a child has no answer, as a clause: "it is not done after 10 s".
 
     Attributes:
-      code: of a child that has ended by itself: its exit code, or minus the number of the signal.
-      log: what it has written until then.
+      code: exit code of a child that has ended by itself, or minus the number of the signal.
+      log: output of the child until then.
     """
 
     def __init__(self, reason: str, code: int | None = None, log: str = ""):
@@ -50,25 +50,25 @@ class ChildError(ValueError):
 
 
 class Child:
-    """Answers of a function that runs within bounds; the process starts with the first question."""
+    """A function that runs within limits; its process starts with the first call of `ask`."""
 
     def __init__(self, function: str, seconds: float, memory: int | None, environment: Mapping[str, str] | None = None):
-        """Name the function and its bounds.
+        """Set the function and its limits.
 
         Args:
-          function: as module:name; takes bytes, and returns what JSON can hold or raises ChildError.
-          seconds: of processor time for each question; without a bound on memory, on the clock.
-          memory: bytes that the process may map; None: any number, and files of any size.
-          environment: of the process; by default that of this one.
+          function: module:name; maps bytes to a JSON value, or raises ChildError.
+          seconds: processor time of each question; without a memory limit, wall-clock time.
+          memory: bytes that the process may map; None: no limit, and files of any size.
+          environment: of the process; by default that of this process.
         """
         self.function, self.seconds, self.memory, self.environment = function, seconds, memory, environment
         self._process: subprocess.Popen | None = None
 
     def ask(self, question: bytes) -> Any:
-        """The function's answer.
+        """Return the function's answer.
 
         Raises:
-          ChildError: the function raises it, or takes too much time or memory, or crashes.
+          ChildError: the function raises it, exceeds its limits, or crashes.
           RunError: the process cannot be started.
         """
         if self._process is None:
@@ -105,7 +105,7 @@ class Child:
         bounds = [self.function, str(self.seconds), str(self.memory or 0), str(theirs.fileno())]
         try:
             with theirs:
-                self._log = tempfile.TemporaryFile()  # noqa: SIM115  a pipe that nobody reads would fill
+                self._log = tempfile.TemporaryFile()  # noqa: SIM115  an unread pipe would fill
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-c", START, path, *bounds],
                     stdin=subprocess.DEVNULL,
@@ -123,22 +123,20 @@ class Child:
             _warn_unbounded()
 
     def _lost(self) -> ChildError:
-        """The error about the end of the process, which has ended by itself."""
+        """Return the error about a process that has ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(WAIT)
         self._process.kill()  # if its answer is not JSON
         code = self._process.wait()
         self._log.seek(0)
-        words = self._log.read()
+        output = self._log.read()
         self.close()
-        log = words.decode(errors="replace")
+        log = output.decode(errors="replace")
         last = next((line for line in reversed(log.split("\n")) if line.strip()), f"exit code {code}")
         reason = f"it crashes ({signal.Signals(-code).name if code < 0 else last[:200]})"
         if code == -signal.SIGPROF:
             reason = f"it is not done after {self.seconds:.0f} s"
-        elif self.memory and (
-            code == -signal.SIGKILL or NO_MEMORY.search(words)
-        ):  # the system kills when there is no more
+        elif self.memory and (code == -signal.SIGKILL or NO_MEMORY.search(output)):  # the system kills without memory
             reason = f"it takes more than {self.memory >> 20} MiB"
         return ChildError(reason, code, log)
 
@@ -149,7 +147,7 @@ def _warn_unbounded() -> None:
 
 
 def serve() -> None:
-    """In the child: answer every question, until the parent is gone."""
+    """Answer every question of the parent until it ends; runs in the child."""
     function, seconds, memory, descriptor = sys.argv[2:]
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, in whatever library it is
     module, _, name = function.partition(":")
@@ -187,7 +185,7 @@ def _end_with(parent: int) -> None:
 
 
 def bound(what: int, most: int) -> bool:
-    """Lower a limit of this process to `most`, if it is not lower; False where the system has no such limit."""
+    """Lower a limit of this process to `most`, unless it is lower; return False if the system has no such limit."""
     _, hard = resource.getrlimit(what)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     try:

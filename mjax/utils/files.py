@@ -141,7 +141,7 @@ def take_lock(stream: IO, print_line: Callable[[str], None]) -> bool:
             raise
         folder = Path(stream.name).parent
         print_line(
-            f"{folder} is on a file system without locks ({error.strerror}): start only one process that writes there"
+            f"{folder} is on a file system without locks ({error.strerror}): start only one process that writes to it"
         )
     return True
 
@@ -196,9 +196,9 @@ def copy_whole(source: str, target: str) -> None:
 
 
 def remove_temporary(folder: Path, name: str = "") -> None:
-    """Remove what `write_whole` left in `folder`, or of the file `name`, when its process was killed.
+    """Remove temporary files of killed processes (`write_whole`) from `folder`, or those of the file `name`.
 
-    Call it only while nobody else writes there.
+    Call it only while no other process writes to the folder.
     """
     for file in folder.glob("*.tmp"):
         if re.fullmatch((re.escape(name) or ".+") + r"\.[0-9a-f]{8}\.tmp", file.name) and file.is_file():
@@ -214,10 +214,10 @@ def make_folder(folder: Path) -> None:
 
 
 def make_private(folder: Path) -> str | None:
-    """Make a folder that nobody else can write to, or check the one that is there.
+    """Make a folder that no other user can write to, or check an existing one.
 
     Returns:
-      Why what is in `folder` may be somebody else's, and what to type; None if it cannot be.
+      The reason why `folder` may hold files of another user, and what to type; None if it cannot.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -234,20 +234,20 @@ def make_private(folder: Path) -> str | None:
 
 
 def lock_folder(folder: Path, output: str) -> TextIO:
-    """Make the working folder of an output, or check the one that is there, and lock it for this process.
+    """Make the working folder of an output, or check an existing one, and lock it for this process.
 
     Returns:
       The plan.json of the folder; closing it ends the lock.
 
     Raises:
-      UsageError: the content of the folder may be somebody else's, or another process has the lock.
+      UsageError: the folder may hold files of another user, or another process has the lock.
     """
     if problem := make_private(folder):
         raise UsageError(f"{problem}, or choose another name than {output}")
     file = folder / "plan.json"
     stream = file.open("a+")
-    is_there = take_lock(stream, print) and file.exists()  # another process may have finished and removed it
-    if not is_there or not os.path.samestat(os.fstat(stream.fileno()), file.stat()):
+    is_locked = take_lock(stream, print) and file.exists()  # another process may have finished and removed it
+    if not is_locked or not os.path.samestat(os.fstat(stream.fileno()), file.stat()):
         stream.close()
         raise UsageError(f"another process is writing {output}; wait for it, or choose another name")
     return stream
@@ -344,4 +344,4 @@ def _is_deep(value: Any, levels: int = DEEPEST) -> bool:
 def cache_home() -> Path | None:
     """Folder of everything that mjax can make again: mjax in $XDG_CACHE_HOME or ~/.cache; None without a home."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return None if home.startswith("~") else Path(home) / "mjax"  # not everybody has a home
+    return None if home.startswith("~") else Path(home) / "mjax"  # a user may have no home

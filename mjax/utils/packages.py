@@ -1,5 +1,5 @@
-"""Installed versions, from package metadata: nothing is imported, so broken packages are listed too; and mjax's own
-sources."""
+"""Installed versions, from package metadata without an import, so that broken packages are listed too; and hashes of
+mjax's sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mjax
 
 
 def list_versions() -> dict[str, str]:
-    """Version of each package by name, in lower case with hyphens; of two, the one that Python would import."""
+    """Return the version of each package by name, in lower case with hyphens; of two, the one that Python imports."""
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         named = distribution.metadata  # a property that reads the file
@@ -23,13 +23,13 @@ def list_versions() -> dict[str, str]:
 
 
 def source_hashes() -> dict[str, str]:
-    """A hash of each of mjax's source files, by path: 'mjax/config/run.py'."""
+    """Return a hash of each source file of mjax, by path: 'mjax/config/run.py'."""
     root = Path(mjax.__file__).parent.parent
     files = sorted((root / "mjax").rglob("*.py"))
     return {file.relative_to(root).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
 
 
 def cuda_build() -> int | None:
-    """Major CUDA version of the installed jax; None: it is the CPU build."""
+    """Return the major CUDA version of the installed jax; None for the CPU build."""
     builds = map(re.compile(r"jax-cuda(\d+)-pjrt").fullmatch, list_versions())  # the half with XLA and its compiler
     return max((int(build[1]) for build in builds if build), default=None)

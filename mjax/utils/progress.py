@@ -1,4 +1,4 @@
-"""A progress bar and a spinner on a terminal, a line now and then for a long wait elsewhere, and a table of facts."""
+"""A progress bar and a spinner on a terminal, a line now and then in a log, and a table of facts."""
 
 import threading
 import time
@@ -48,11 +48,11 @@ def progress(
 
 
 INTERVAL, FIRST_LINE, NEXT_LINE = 0.2, 1.7, 30.0
-"""Seconds between two looks at the work, until the first line where there is no terminal, and until the next ones."""
+"""Seconds between updates, until the first line without a terminal, and until the next line."""
 
 
 class Pace:
-    """The time of the next line about a command, where there is no terminal."""
+    """The time of the next line about a command without a terminal."""
 
     def __init__(self):
         self.due = time.monotonic() + FIRST_LINE
@@ -62,7 +62,7 @@ class Pace:
 def show_progress(
     verb: str, total: int, count: Callable[[], int], pace: Pace, unit: str = "bytes", after: str = ""
 ) -> Iterator[None]:
-    """Show how far work is that other threads or processes do: a bar, or without a terminal a line now and then.
+    """Show the progress of other threads or processes: a bar, or without a terminal a line now and then.
 
     Args:
       verb: label.

@@ -1,7 +1,7 @@
 """Large files of an object store, of which parts are read: a local file that fills up with ranges of 8 MiB.
 
     corpus.bin           as large as the object, with holes where nothing has been read
-    corpus.bin.ranges    a byte for each range: 1 when it is here
+    corpus.bin.ranges    a byte for each range: 1 when it is local
     corpus.store.json    the version of each object
 
 A request of a few kilobytes takes a store as long as one of megabytes, so a range is fetched whole, and neighbors are
@@ -35,8 +35,8 @@ def local_prefix(prefix: str) -> str:
     """The local prefix of a dataset at an address, whose small files are fetched; any other prefix as it is.
 
     Raises:
-      UsageError: there is no such dataset or bucket, or it may not be read.
-      RunError: the store does not answer.
+      UsageError: the dataset or bucket does not exist, or may not be read.
+      RunError: the store does not respond.
     """
     if not is_address(prefix):
         return prefix
@@ -81,22 +81,22 @@ class Ranges:
         self._version = json.loads(file.with_suffix(".store.json").read_bytes())[file.suffix]
         self._size, self._store = os.fstat(self._file).st_size, Store(self.address, to_stderr)
         with Path(f"{file}.ranges").open("r+b") as stream:
-            self._here = mmap.mmap(stream.fileno(), 0)
+            self._fetched = mmap.mmap(stream.fileno(), 0)
 
     @classmethod
     def from_file(cls, file: Path) -> Ranges | None:
-        """The ranges of `file`; None if it is all here."""
+        """Return the ranges of `file`; None if the whole file is local."""
         return cls(file) if Path(f"{file}.ranges").is_file() and file.stat().st_size else None
 
     def need(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Fetch what of these spans, as first byte and end, is not here.
+        """Fetch the missing parts of these spans, each a first byte and an end.
 
         Raises:
-          RunError: the store does not answer, or the disk does not take it.
-          UsageError: the object is another one now; a run reads one version of its data.
+          RunError: the store does not respond, or the disk is full.
+          UsageError: the object was replaced; a run reads one version of its data.
         """
         touched = {number for begin, end in spans for number in range(begin // RANGE, -(-end // RANGE))}
-        missing = sorted(number for number in touched if not self._here[number])
+        missing = sorted(number for number in touched if not self._fetched[number])
         runs: list[list[int]] = []
         for number in missing:
             if runs and runs[-1][-1] == number - 1 and len(runs[-1]) < TOGETHER:
@@ -119,4 +119,4 @@ class Ranges:
             remedy = f"remove what no run reads from {cache_home() / FETCHED}, or set XDG_CACHE_HOME to a larger disk"
             raise RunError(f"the copy of {self.address} cannot be written ({error.strerror}); {remedy}") from error
         for number in run:
-            self._here[number] = 1
+            self._fetched[number] = 1

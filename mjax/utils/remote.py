@@ -1,6 +1,6 @@
 """Files behind an address that fsspec reads, such as s3://bucket/a.jsonl or https://host/a.txt, as paths.
 
-In an object store they can be written, too, each as a whole: `put`, `remove` and `write_whole` take local paths and
+In an object store they can be written too, each as a whole: `put`, `remove` and `write_whole` accept local paths and
 addresses.
 """
 
@@ -23,11 +23,11 @@ BLOCK, BUFFER = 2**23, 2**20  # bytes of a request, and of a read
 
 
 class RemoteFile(PosixPath):
-    """A file or folder; `str` is its address. Every answer comes from the store.
+    """A file or folder in a store; `str` is its address.
 
     Raises:
-      UsageError: the package for this kind of address is missing, or the store does not let us read.
-      RunError: the store does not answer.
+      UsageError: the package for this kind of address is missing, or the store denies access.
+      RunError: the store does not respond.
     """
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class RemoteFile(PosixPath):
         return f"{scheme}://{rest.lstrip('/')}"
 
     @cached_property
-    def _get_info(self) -> dict[str, Any] | None:
+    def _info(self) -> dict[str, Any] | None:
         return self.store.get_info(str(self))
 
     def _ask(self, call: Callable[[], Any]) -> Any:
@@ -47,30 +47,30 @@ class RemoteFile(PosixPath):
         return stores.Store(str(self), stores.to_stderr)
 
     def _make_files(self, names: dict[str, dict[str, Any]]) -> Iterator[RemoteFile]:
-        for name, about in sorted(names.items()):
+        for name, info in sorted(names.items()):
             file = RemoteFile(self.store.fs.unstrip_protocol(name))
-            file.__dict__["_about"] = about
+            file.__dict__["_info"] = info  # as listed: no request of its own
             if file.is_file():
                 yield file
 
     def is_file(self, **_: Any) -> bool:
-        """True if there is a file of this address."""
-        return self._get_info is not None and self._get_info["type"] == "file"
+        """True if a file has this address."""
+        return self._info is not None and self._info["type"] == "file"
 
     def is_dir(self, **_: Any) -> bool:
-        """True if there are files below this address."""
-        return self._get_info is not None and self._get_info["type"] == "directory"
+        """True if files exist below this address."""
+        return self._info is not None and self._info["type"] == "directory"
 
     def exists(self, **_: Any) -> bool:
         """True for a file or folder."""
-        return self._get_info is not None
+        return self._info is not None
 
     def stat(self, **_: Any) -> Any:
-        """Its st_size, and st_mtime_ns where the store knows it."""
-        if self._get_info is None:
+        """Return st_size, and st_mtime_ns if the store has it."""
+        if self._info is None:
             raise FileNotFoundError(str(self))
-        changed = int(stores.modification_time(self._get_info) * 1e9)
-        return SimpleNamespace(st_size=self._get_info["size"], st_mtime_ns=changed)
+        changed = int(stores.modification_time(self._info) * 1e9)
+        return SimpleNamespace(st_size=self._info["size"], st_mtime_ns=changed)
 
     def resolve(self, strict: bool = False) -> RemoteFile:
         """The address itself."""
@@ -89,15 +89,15 @@ class RemoteFile(PosixPath):
         return list(self._make_files(self._ask(lambda: self.store.fs.glob(str(self), detail=True))))
 
     def check_writable(self) -> None:
-        """Refuse an output that cannot be written here, before the work for it is done.
+        """Reject an output that cannot be written at this address, before the work for it is done.
 
         Raises:
-          UsageError: this is not in a store, or the store does not take it.
-          RunError: the store does not answer.
+          UsageError: the address is not in a store, or the store denies access.
+          RunError: the store does not respond.
         """
         if str(self).partition(":")[0] not in stores.PACKAGES:
             local = f"a local name such as {self.name}, then copy its files to {self.parent}, .idx or .jsonl last"
-            raise UsageError(f"{self} is an address that is only read (s3://, gs:// are written); give {local}")
+            raise UsageError(f"{self} cannot be written (s3:// and gs:// can); give {local}")
         if len(self.parts) < 3:
             raise UsageError(f"{self} is a bucket; give a name in it, such as {self / 'corpus'}")
         try:
@@ -115,16 +115,16 @@ def locate(path: Path) -> Path:
 
 
 def local_neighbor(output: str | Path) -> Path:
-    """Return the local path beside which an output is made: its own, or of an address, the last name in this folder."""
+    """Return the local path next to which an output is made: `output`; of an address, its last name in this folder."""
     path = locate(Path(output))
     return Path(path.name) if isinstance(path, RemoteFile) else path
 
 
 def put(finished: Path, path: Path) -> None:
-    """Give a finished file or folder its name, as `files.put`; to an address it is copied, and then removed here.
+    """Give a finished file or folder its name, as `files.put`; to an address it is copied, then removed locally.
 
     Raises:
-      RunError: the store does not take it; it is still here.
+      RunError: the copy failed; the local file still exists.
     """
     if not isinstance(path, RemoteFile):
         return files.put(finished, path)

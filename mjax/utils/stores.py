@@ -1,14 +1,13 @@
-"""Object stores: the files behind an address such as s3://bucket/runs, and where they are on this machine.
+"""Object stores: the files behind an address such as s3://bucket/runs, and their local copies.
 
     s3://bucket/runs/one  →  ~/.cache/mjax/stores/s3/bucket/runs/one     what this machine writes: copied to the store
                           ←  ~/.cache/mjax/fetched/s3/bucket/runs/one    a cache of what the store has
 
 An object can be replaced but not appended to, and has no atomic rename. So programs read and write local folders, whose
-paths follow from the address and name it; `checkpoint/mirror.py` and `utils/ranges.py` say what is copied when. Nothing
-else of mjax knows addresses.
+paths follow from the address; `checkpoint/mirror.py` and `utils/ranges.py` copy them. Other modules use local paths.
 
-fsspec speaks to the stores, with s3fs or gcsfs; credentials and endpoints come from where these look for them, such as
-AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL. They appear in no message.
+fsspec connects to the stores, with s3fs or gcsfs, which read credentials and endpoints from variables such as
+AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL. No message contains credentials.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 ADDRESS = re.compile(r"(s3|gs):/+([^/].*?)/*")  # a Path has one slash of the two
 WRITTEN, FETCHED = "stores", "fetched"
 """Folders in the cache home: of what this machine writes, and of what it has fetched."""
-PATIENCE = 120.0  # seconds for which a command repeats what the store did not do
+PATIENCE = 120.0  # seconds for which a command repeats a failed request
 MAX_PAUSE = 60.0  # seconds between two attempts
 QUIET = 60.0  # seconds before the same line is printed again
 TOGETHER = 8  # files on their way at a time
 SETTINGS = {
-    # Slow is not dead: no byte for half a minute is. Attempts that take longer are ours, and reported.
+    # A connection without a byte for half a minute is dead. mjax repeats and reports longer failures.
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 0}}},
     "gs": {"timeout": 30},
 }
@@ -68,7 +67,7 @@ def mirror_address(address: str | Path, kind: str = WRITTEN) -> Path:
     """The local path of an address, of what is `WRITTEN` or `FETCHED`; any other path as it is.
 
     Raises:
-      UsageError: the address has a part such as .., or there is no home for local copies.
+      UsageError: the address has a part such as .., or no cache folder exists for local copies.
     """
     if (match := ADDRESS.fullmatch(str(address))) is None:
         return Path(address)
@@ -96,7 +95,7 @@ def to_absolute(path: Path) -> str:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Keep other processes of this machine from changing the same local copy."""
+    """Lock a local copy against other processes of this machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_no_link(path.parent / f".{zlib.crc32(path.name.encode()):08x}.fetching", "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -104,7 +103,7 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def with_addresses(text: str) -> str:
-    """`text` with addresses for the paths of local copies, and with both slashes of an address that was a `Path`."""
+    """Replace paths of local copies in `text` by addresses, and restore both slashes of an address."""
     if (home := cache_home()) is not None:
         text = re.sub(re.escape(f"{home.absolute()}/") + rf"({WRITTEN}|{FETCHED})/(s3|gs)/", r"\2://", text)
     return re.sub(r"\b(s3|gs):/(?=[^/])", r"\1://", text)
@@ -120,7 +119,7 @@ class Store:
 
     Args:
       address: of a file or folder in it, or its scheme alone: s3 or gs.
-      print_line: takes one sentence about each failure.
+      print_line: called with one sentence about each failure.
 
     Attributes:
       patience: seconds for which a call is repeated.
@@ -129,7 +128,7 @@ class Store:
     def __init__(self, address: str, print_line: Callable[[str], None] = print):
         self.scheme, self.patience = address.partition(":")[0], PATIENCE
         self.fs = _file_system(self.scheme)
-        self._print_line, self._said = print_line, dict[Hashable, float]()
+        self._print_line, self._last_printed = print_line, dict[Hashable, float]()
 
     def reconnect(self) -> None:
         """Read the credentials again: a login that has expired may have been renewed meanwhile."""
@@ -139,19 +138,19 @@ class Store:
     def print_once(self, line: str, about: Hashable = None) -> None:
         """Print a line, unless the same one, or another `about` the same, was printed in the last `QUIET` seconds."""
         now, about = time.monotonic(), about or line
-        if now - self._said.get(about, -QUIET) >= QUIET:
-            self._said[about] = now
+        if now - self._last_printed.get(about, -QUIET) >= QUIET:
+            self._last_printed[about] = now
             self._print_line(line)
 
     def files(self, folder: str) -> dict[str, dict[str, Any]]:
-        """Return the objects under an address, by name: size and LastModified and, of S3, ETag; {} if there are none.
+        """Return the objects under an address by name, with size, LastModified and on S3 ETag; {} without objects.
 
         A key that cannot be the name of a file below a folder is left out, with a line: one with .. or an empty part
         (the marker of a folder too), or below the name of another object.
 
         Raises:
-          UsageError: there is no such bucket, or it may not be read.
-          RunError: the store does not answer.
+          UsageError: the bucket does not exist, or may not be read.
+          RunError: the store does not respond.
         """
         base, objects = folder.partition("://")[2].rstrip("/"), self.check_bucket(folder)
         names = {key[len(base) + 1 :]: about for key, about in objects.items() if key.startswith(f"{base}/")}
@@ -179,12 +178,12 @@ class Store:
         return sorted(name for name in names if name_problem(name) is None)
 
     def get_info(self, address: str) -> dict[str, Any] | None:
-        """Size and LastModified and, of S3, ETag of an object; None if there is none."""
+        """Return size, LastModified and on S3 ETag of an object; None if it does not exist."""
         with contextlib.suppress(FileNotFoundError):
             return self.again(f"reading {address}", lambda: self.fs.info(address))
 
     def check_bucket(self, address: str) -> dict[str, dict[str, Any]]:
-        """The objects at an address, by key; refuse one in a bucket that is not there or cannot be listed there."""
+        """Return the objects at an address by key; reject an address in a bucket that does not exist."""
         base = address.partition("://")[2].rstrip("/")
         try:
             return self.again(f"listing {address}", lambda: self.fs.find(base, detail=True))
@@ -193,15 +192,15 @@ class Store:
             raise UsageError(f"{address}: there is no bucket {bucket}; create it, or give another") from None
 
     def read(self, address: str) -> bytes | None:
-        """The bytes of an object; None if there is none."""
+        """Return the bytes of an object; None if it does not exist."""
         with contextlib.suppress(FileNotFoundError):
             return self.again(f"reading {address}", lambda: self.fs.cat_file(address))
 
     def read_range(self, address: str, wanted: str, start: int, end: int) -> bytes:
-        """The bytes from `start` up to `end` of one version of an object, which is asked for with the request.
+        """Return the bytes from `start` up to `end` of one version of an object.
 
         Raises:
-          UsageError: the object is not of the `wanted` version (`version`) any more.
+          UsageError: the object no longer has the `wanted` version (`version`).
         """
 
         def read_part() -> bytes:
@@ -223,13 +222,13 @@ class Store:
             raise UsageError(f"{address} was replaced while it was read; start again, with the new data") from None
 
     def write(self, address: str, content: bytes) -> None:
-        """Write a whole object: it is there or not."""
+        """Write a whole object atomically."""
         self.again(f"writing {address}", lambda: self.fs.pipe_file(address, content))
 
     def create(self, address: str, content: bytes) -> bool:
-        """Write an object that is not there yet, by a conditional write; False if it is there.
+        """Write an object unless it exists, by a conditional write; return False if it exists.
 
-        A store without conditional writes overwrites it, and the answer is True.
+        A store without conditional writes overwrites it, and the result is True.
         """
         try:
             self.again(f"writing {address}", lambda: self.fs.pipe_file(address, content, mode="create"))
@@ -240,7 +239,7 @@ class Store:
         return True
 
     def get(self, pairs: Sequence[tuple[str, Path]]) -> None:
-        """Copy objects to local files, each of which appears when it is whole."""
+        """Copy objects to local files, each atomically."""
         for _, file in pairs:
             file.parent.mkdir(parents=True, exist_ok=True)
         for part in (pairs[start : start + TOGETHER] for start in range(0, len(pairs), TOGETHER)):
@@ -256,13 +255,13 @@ class Store:
                     file.unlink(missing_ok=True)
 
     def put(self, pairs: Sequence[tuple[Path, str]]) -> None:
-        """Copy local files to objects; each is there or not."""
+        """Copy local files to objects, each atomically."""
         for part in (pairs[start : start + TOGETHER] for start in range(0, len(pairs), TOGETHER)):
             files, addresses = [str(file) for file, _ in part], [address for _, address in part]
             self.again(f"writing {join_shortened(addresses)}", functools.partial(self.fs.put, files, addresses))
 
     def move(self, old: str, new: str) -> None:
-        """Give an object another name; the old one goes last."""
+        """Rename an object by a copy; the old object is removed last."""
         self.again(f"copying {old}", lambda: self.fs.cp_file(old, new))
         self.remove([old])
 
@@ -273,13 +272,13 @@ class Store:
                 self.again(f"removing {address}", functools.partial(self.fs.rm_file, address))
 
     def again(self, what: str, call: Callable[[], T]) -> T:
-        """`call()`, repeated while the store fails; `what` is for the sentence about a failure.
+        """Return `call()`, repeated while the store fails; `what` is for the sentence about a failure.
 
         Raises:
-          FileNotFoundError: there is no such object.
-          FileExistsError: there is one.
-          NotImplementedError: the store cannot do this.
-          UsageError: another attempt does not help, as with credentials that do not suffice.
+          FileNotFoundError: the object does not exist.
+          FileExistsError: the object exists.
+          NotImplementedError: the store does not support the call.
+          UsageError: another attempt does not help, as without permission.
           RunError: the store has failed for `patience` seconds.
         """
         begun, pause = time.monotonic(), 1.0
@@ -305,7 +304,7 @@ class Store:
 
 
 def explain_failure(error: Exception) -> tuple[str, str | None]:
-    """The reason of a store's failure, without credentials, and what to do about it; None: try again."""
+    """Return the reason of a store's failure, without credentials, and the fix; None: try again."""
     code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code", "")
     reason = str(error).strip() or type(error).__name__
     text = re.sub(r"[^ ]*/[^ ]*", "", reason[:200])  # without names, which may contain such words
@@ -318,14 +317,14 @@ def explain_failure(error: Exception) -> tuple[str, str | None]:
 
 
 def modification_time(about: Mapping[str, Any]) -> float:
-    """When an object was written, in seconds since 1970 by the clock of the store."""
+    """Return the time at which an object was written, in seconds since 1970 by the clock of the store."""
     when = about.get("LastModified") or about.get("updated") or about.get("mtime") or 0.0
     when = datetime.fromisoformat(when) if isinstance(when, str) else when
     return when.timestamp() if isinstance(when, datetime) else float(when)
 
 
 def version(about: Mapping[str, Any]) -> str:
-    """A word that is another one when the object is."""
+    """Return a text that changes with the content of an object."""
     tag = (
         about.get("generation")
         or about.get("ETag")

@@ -14,6 +14,7 @@ from mjax.commands.dedup import DedupArguments, dedup
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.corpus import find_files
 from mjax.errors import UsageError
+from mjax.utils.remote import locate
 from tests.object_store import bucket
 
 pytestmark = pytest.mark.ci
@@ -74,6 +75,14 @@ def test_store_is_asked_for_large_ranges(store, tmp_path):
     )
     assert len([method for method, _, _ in server.requests if method == "GET"]) <= 4, server.requests
     assert len(server.requests) <= 12, server.requests
+
+
+def test_listed_files_need_no_request_each(store):
+    remote, _, server = store
+    server.requests.clear()
+    files = [file for file in locate(Path(f"{remote}/a b")).rglob("*") if file.stat().st_size]
+    assert len(files) == 5
+    assert [method for method, _, _ in server.requests] == ["GET"]
 
 
 @pytest.mark.parametrize(

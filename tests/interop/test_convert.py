@@ -192,7 +192,7 @@ def test_missing_heads_are_drawn_on_request(lost, form, drawn, runs, tmp_path, c
     tensors = {name: each for name, each in tensors_of(BERT).items() if not name.startswith(lost)}
     source, names = write_folder(tmp_path / "in", BERT, form(tensors)), ", ".join(HEADS[each] for each in drawn)
     assert from_hf(source, tmp_path / "run") == 2
-    assert f"{names}; its encoder is complete, so add --init" in capsys.readouterr().err
+    assert f"{names}; its encoder is complete, so add --init-missing-heads" in capsys.readouterr().err
     assert from_hf(source, tmp_path / "run", "--init-missing-heads", "--vocabulary-multiple", "64") == 0
     assert f"initialised from seed 1234: {names}\n" in capsys.readouterr().out
     found, whole = weights_of(tmp_path / "run"), weights_of(runs["bert"])
@@ -324,7 +324,7 @@ def test_names_lead_to_what_to_type(runs, tmp_path, monkeypatch, capsys):
     """A model that is not here, and an import that is: from its folder to a run of one's own."""
     monkeypatch.chdir(tmp_path)
     assert from_hf("Qwen/Qwen3-0.6B", "run") == 2
-    assert "type hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B" in capsys.readouterr().err
+    assert "type `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`" in capsys.readouterr().err
     to_hf(runs["gpt2"], "gpt2", "--tokenizer", "bytes")
     assert from_hf("gpt2", "my run") == 0
     said = capsys.readouterr().out

@@ -68,7 +68,7 @@ def test_values_may_have_another_width_and_scores_a_scale(kernel):
     np.testing.assert_allclose(found[..., :8], attend(q / 2, k, v, AttentionMask(window=5), kernel), atol=1e-6)
     np.testing.assert_allclose(found[..., 8:], 2 * found[..., :4], atol=1e-6)
     for fused in ("cudnn", "flash"):
-        with pytest.raises(UsageError, match=f"{fused} has no values of another width; use"):
+        with pytest.raises(UsageError, match=f"{fused} is not supported with values of another width; use"):
             attend(q, k, wide, plain, fused)
 
 
@@ -109,7 +109,7 @@ def test_cudnn_gets_window_as_jax_counts_it(monkeypatch):
         (DROPOUT, "bf16", "9.0", "xla", "--model.attention-dropout is 0.1"),
         ({}, "fp32", "9.0", "xla", "--precision.compute is fp32"),
         ({"hidden": 36}, "bf16", "9.0", "xla", "hidden / heads is 9"),
-        ({}, "bf16", "7.0", "xla", "it needs compute capability 8.0 or more, as an A100 has, and the GPU has 7.0"),
+        ({}, "bf16", "7.0", "xla", "it needs compute capability 8.0 (A100) or more, and the GPU has 7.0"),
         ({"hidden": 640}, "bf16", "8.0", "xla", "up to 128 on GPUs before H100 and hidden / heads is 160"),
         ({"hidden": 1056}, "bf16", "10.0", "xla", "a multiple of 8 up to 256 and hidden / heads is 264"),
     ],

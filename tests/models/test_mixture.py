@@ -106,7 +106,7 @@ def test_experts_are_chosen_once_whatever_is_recomputed(recompute, unroll):
     ("platform", "capability", "changes", "chosen", "why"),
     [
         ("cpu", (9, 0), {}, "xla", "it needs an NVIDIA GPU and this process runs on cpu"),
-        ("gpu", (7, 0), {}, "xla", "it needs compute capability 8.0 or more, as an A100 has, and the GPU has 7.0"),
+        ("gpu", (7, 0), {}, "xla", "it needs compute capability 8.0 (A100) or more, and the GPU has 7.0"),
         (
             "gpu",
             (8, 0),

@@ -61,7 +61,7 @@ REFUSALS = {
     # Flags without effect, and configs that cannot run
     "--log.interval 3": "has no --log.interval; no result depends on log: remove it",
     "--mesh.pipe 5": "--mesh.pipe 5 does not divide 72 layers",
-    "--gpu v100 --model.attention cudnn --model.attention-dropout 0": "needs compute capability 8.0 or more",
+    "--gpu v100 --model.attention cudnn --model.attention-dropout 0": "needs compute capability 8.0 (A100) or more",
     # The GPU
     "--gpu h10": "--gpu h10 is not known; did you mean h100?",
     "--calibration x.json": "--calibration x.json needs --gpu h100; add it",

@@ -178,7 +178,7 @@ def test_simplest_of_equal_times_comes_first():
 
 @pytest.mark.parametrize(
     ("devices", "instead"),
-    [(12, "use 8 or 16, or say with --devices-per-node how"), (7, "use --devices 4 or 8"), (1024, "128$")],
+    [(12, "use 8 or 16, or set --devices-per-node"), (7, "use --devices 4 or 8"), (1024, "128$")],
 )
 def test_impossible_devices_are_rejected_with_possible_ones(devices, instead):
     with pytest.raises(UsageError, match=f"--devices {devices} .*{instead}"):

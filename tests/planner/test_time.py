@@ -36,7 +36,7 @@ from mjax.planner.memory import device_weights
 from mjax.planner.time import (
     A100,
     MJAX,
-    PARTS,
+    NAMES,
     Overlap,
     Rates,
     TimePredictor,
@@ -181,7 +181,7 @@ config_with = partial(changed, CONFIG)
 def test_parts_add_up_and_mfu_is_of_peak():
     found = predict_time(config_with(mesh={"pipe": 2, "model": 2}), H100)
     assert sum(found.parts.values()) == found.total
-    assert all((found.parts[name] > 0) == (name not in ("context", "expert", "host", "recompute")) for name in PARTS)
+    assert all((found.parts[name] > 0) == (name not in ("context", "expert", "host", "recompute")) for name in NAMES)
     assert found.mfu == pytest.approx(found.model_tflops / 989.4)
     assert 0.05 < found.mfu < 0.8
 
@@ -245,7 +245,7 @@ def test_experts_compute_whole_tiles(monkeypatch):
     config = Config(model=model, train=TrainConfig(global_batch=4, micro_batch=1), mesh=MeshConfig(data=4))
 
     def products(tile):
-        monkeypatch.setattr(layer_time, "TILE_ROWS", tile)
+        monkeypatch.setattr(layer_time, "TILE", tile)
         return predict_time(config, H100).parts["matmul"]
 
     assert products(1) == products(64) < products(128) < products(256)

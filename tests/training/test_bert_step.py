@@ -86,6 +86,6 @@ def test_verdict_compares_with_guessing():
 def test_progress_line_has_the_metrics_of_the_model():
     figures = {"mlm_loss": math.log(20), "order_loss": 0.6, "order_accuracy": 0.8}
     shown = BERTConfig.metrics
-    assert format_losses(3.6, figures, shown) == "mlm 2.9957  ppl 20  order 0.6000  80% right"
+    assert format_losses(3.6, figures, shown) == "mlm loss 2.9957  ppl 20  sop loss 0.6000  sop accuracy 80%"
     assert format_losses(3.6, {"z_loss": 0.5}, shown) == "loss 3.6000  z loss 0.5000"
     assert format_losses(math.log(20), {}) == "loss 2.9957  ppl 20"

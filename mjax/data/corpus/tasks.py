@@ -406,13 +406,13 @@ def _workers(job: Job) -> Iterator[ProcessPoolExecutor | None]:
     if not job.processes:
         yield None
         return
-    earlier, context = multiprocessing.active_children(), multiprocessing.get_context("spawn")
+    children, context = multiprocessing.active_children(), multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(job.processes, context, initializer=_init_worker, initargs=(job,))
     try:
         yield pool
     except BaseException:
         for process in multiprocessing.active_children():
-            if process not in earlier:
+            if process not in children:
                 process.kill()
         raise
     finally:

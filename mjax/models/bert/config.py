@@ -46,7 +46,7 @@ class BERTConfig(EncoderConfig):
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
             "mlm_loss",
-            "mlm {value:.4f}  ppl {perplexity:.4g}",
+            "mlm loss {value:.4f}  ppl {perplexity:.4g}",
             verdict="validation perplexity {perplexity:.2f} of masked tokens ({value:.3f} nats); "
             "by their frequency alone {guess_perplexity:.2f} ({guess:.3f} nats)",
             axis="loss (nats per masked token)",
@@ -54,11 +54,11 @@ class BERTConfig(EncoderConfig):
             guess="unigram_entropy",
             guess_label="by frequency alone, {guess:.3f}",
         ),
-        Metric("order_loss", "order {value:.4f}"),
+        Metric("order_loss", "sop loss {value:.4f}"),
         Metric(
             "order_accuracy",
-            "{value:.0%} right",
-            verdict="order       {value:.1%} ± {error:.1%} of {sequences:,} pairs right; by chance {guess:.0%}",
+            "sop accuracy {value:.0%}",
+            verdict="sop accuracy {value:.1%} ± {error:.1%} on {sequences:,} pairs; by chance {guess:.0%}",
             axis="share of pairs with the right order",
             title="sentence order",
             guess=0.5,

@@ -70,11 +70,8 @@ def _read_rope(values: dict[str, Any], file: str) -> dict[str, Any]:
     original = values.get("max_position_embeddings") if original is None else original
     if kind != "linear" and (type(original) is not int or original < 1):
         raise UsageError(f"{file}: original_max_position_embeddings is {original!r}; restore the file")
-    return {
-        "rope_scaling": kind,
-        "rope_factor": float(factor),
-        "rope_original_length": None if kind == "linear" else original,
-    }
+    original = None if kind == "linear" else original
+    return {"rope_scaling": kind, "rope_factor": float(factor), "rope_original_length": original}
 
 
 def _check_scaling(settings: dict[str, Any], kind: str, factor: float, file: str) -> None:
@@ -174,7 +171,8 @@ def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[
     kinds = kinds or [FULL if layer < first else SLIDING for layer in range(layers)]
     if SLIDING not in kinds:
         return values, no_window
-    return values, fields | {"window": window, "global_attention_interval": attention_interval(kinds, layers, file)}
+    interval = attention_interval(kinds, layers, file)
+    return values, fields | {"window": window, "global_attention_interval": interval}
 
 
 def attention_kinds(layers: int, every: int | None) -> list[str]:

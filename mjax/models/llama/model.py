@@ -64,9 +64,8 @@ def llama_layer(key: Array, config: LlamaConfig, dtype, mlp: type[nnx.Module] = 
 
 def make_rotary(config: RotaryConfig) -> Rotary:
     """The rotary positions of a config."""
-    return Rotary(
-        config.rotary_dim, config.rope_theta, config.rope_scaling, config.rope_factor, config.rope_original_length
-    )
+    scaling = config.rope_scaling, config.rope_factor, config.rope_original_length
+    return Rotary(config.rotary_dim, config.rope_theta, *scaling)
 
 
 def _qk_norm(heads: int, config: LlamaConfig, dtype) -> nnx.Module | None:

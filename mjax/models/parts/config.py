@@ -163,9 +163,7 @@ class ExpertsConfig(GatedMLPConfig):
     aux_loss_coef: Annotated[Tuned, Synonyms("moe-aux-loss-coeff router-aux-loss-coef")] = 0.0
     """Coefficient of the load-balancing loss of every layer: E · Σ f P, with f the share of assignments and P the mean
     weight of an expert over the tokens of aux_loss_scope; 1 when balanced."""
-    router_bias_update_rate: Annotated[Tuned, Synonyms("moe-router-bias-update-rate moe-router-enable-expert-bias")] = (
-        0.0
-    )
+    router_bias_update_rate: Annotated[Tuned, Synonyms("moe-router-bias-update-rate")] = 0.0
     """Balance experts without a loss (DeepSeek-V3: 0.001; arXiv 2408.15664): the change per step of an expert's bias in
     the router, up if it had fewer tokens than the mean of its layer, down if more; 0: no bias."""
     aux_loss_scope: Annotated[Literal["sequence", "micro_batch"], TUNING] = "sequence"
