@@ -30,7 +30,7 @@ import numpy as np
 from mjax.commands.arguments import DedupArguments
 from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, parse_block, tasks
 from mjax.data.corpus.near_duplicates import EDGE, NUM_HASHES, ROUNDS, Bands, Shingles, group_starts, shingle_hashes
-from mjax.data.corpus.tasks import MAX_EXAMPLES, FilterJob, Tally, check_outputs, diff_excerpts
+from mjax.data.corpus.tasks import MAX_EXAMPLES, RETAINED, FilterJob, Tally, check_outputs, diff_excerpts
 from mjax.errors import RunError
 
 EXACT, NEAR = "exact duplicate", "near-duplicate"
@@ -146,11 +146,11 @@ class DedupJob(FilterJob):
                 members.append([])
                 for keys, numbers in self._parts(rank, bands):
                     distinct = same[numbers] == numbers
-                    shared = near_duplicates.make_buckets(keys[distinct], numbers[distinct])
-                    shared.documents.tofile(documents)
-                    shared.buckets.tofile(buckets)
-                    members[-1].append(len(shared.documents))
-                    candidates = np.union1d(candidates, shared.documents)
+                    band = near_duplicates.make_buckets(keys[distinct], numbers[distinct])
+                    band.documents.tofile(documents)
+                    band.buckets.tofile(buckets)
+                    members[-1].append(len(band.documents))
+                    candidates = np.union1d(candidates, band.documents)
         with self.open_files(rank, "candidates") as (stream,):
             candidates.tofile(stream)
         return members
@@ -307,10 +307,10 @@ class DedupJob(FilterJob):
           Counts of the share, and the texts of the documents that are IN_REPORT, by number.
         """
         part = slice(*self.firsts[rank : rank + 2].tolist())
-        fate, tallies, texts = self.fate(part), {name: Tally(name) for name in ("read", EXACT, NEAR, "kept")}, {}
-        reasons = np.select([fate.exact, fate.near], [EXACT, NEAR], "kept").tolist()
+        fate, tallies, texts = self.fate(part), {name: Tally(name) for name in ("read", EXACT, NEAR, RETAINED)}, {}
+        reasons = np.select([fate.exact, fate.near], [EXACT, NEAR], RETAINED).tolist()
         needed, row = self.values("needed", np.uint8)[part], 0
-        with self.open_files(rank, "kept") as (stream,):
+        with self.open_files(rank, RETAINED) as (stream,):
             for wanted, documents in self._read_again(rank, needed):
                 for document, need in zip(documents, wanted.tolist(), strict=True):
                     tallies["read"].add(document.text)
@@ -336,7 +336,7 @@ class DedupJob(FilterJob):
         return {
             "source": self._source(int(fate.numbers[row])),
             "reason": EXACT if fate.exact[row] else NEAR,
-            "kept": self._source(int(fate.instead[row])),
+            RETAINED: self._source(int(fate.instead[row])),
             "similar_to": self._source(int(fate.similar[row])),
             "jaccard": round(float(fate.jaccard[row]), 4),
         }
@@ -360,7 +360,7 @@ class DedupJob(FilterJob):
                 tally.examples.append({**self.story(fate, 0), "text": text, "similar_text": other})
         steps = [tallies[EXACT], *[tallies[NEAR]] * (not self.arguments.exact)]
         report = {"command": "dedup", "inputs": self.corpus.names, "read": tallies["read"]}
-        report |= {"removed": steps, "kept": tallies["kept"]}
+        report |= {"removed": steps, RETAINED: tallies[RETAINED]}
         if not self.arguments.exact:
             report["near_duplicates"] = self._near_report(choice)
         return self.put_files(report, self.sum_malformed([malformed for _, malformed in self.results("read")]))

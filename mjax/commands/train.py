@@ -145,12 +145,12 @@ class _SampleWriter(Callback):
         from mjax.data.tokenizers import tokenizer_from_folder
         from mjax.generation.chat import Chat
 
-        prompts = self.prompts
-        chat = Chat(folder) if run.config.data.conversations else None
-        tokenizer = tokenizer_from_folder(folder)
-        texts = prompts if chat is None else [chat.render([{"role": "user", "content": text}]) for text in prompts]
-        encode, decode = (tokenizer.encode_prompt, tokenizer.decode) if chat is None else (chat.encode, chat.decode)
-        ends = tokenizer.eod if chat is None else chat.stops
+        tokenizer, texts = tokenizer_from_folder(folder), self.prompts
+        encode, decode, ends = tokenizer.encode_prompt, tokenizer.decode, tokenizer.eod
+        if run.config.data.conversations:
+            chat = Chat(folder)
+            texts = [chat.render([{"role": "user", "content": prompt}]) for prompt in self.prompts]
+            encode, decode, ends = chat.encode, chat.decode, chat.stops
         samples = self._continue(run, texts, [encode(text) for text in texts], decode, ends)
         for prompt, sample in zip(self.prompts, samples, strict=True):
             run.print_line(f"step {step}: {prompt} → {sample.continuation.strip()}")

@@ -364,14 +364,11 @@ class Generator:
         def all_logits(weights: CausalModel, ids: Array):
             return decoding.all_logits(weights, ids, list_layers(config, layout, weights), config.context_attention)
 
-        self._weights = jax.jit(
-            on_mesh(partial(inference_weights, config, layout), in_specs=(layout.specs,), out_specs=weights)
-        )
+        convert, write = partial(inference_weights, config, layout), partial(_write, config, layout)
+        write = on_mesh(write, in_specs=(weights, P(), state, P()), out_specs=(state, P()))
+        self._weights = jax.jit(on_mesh(convert, in_specs=(layout.specs,), out_specs=weights))
         self._read = jax.jit(read, static_argnums=0)
-        written = partial(_write, config, layout)
-        self._write = jax.jit(
-            on_mesh(written, in_specs=(weights, P(), state, P()), out_specs=(state, P())), donate_argnums=2
-        )
+        self._write = jax.jit(write, donate_argnums=2)
         self._all_logits = jax.jit(on_mesh(all_logits, in_specs=(weights, P()), out_specs=P()))
 
     def prepare(self, model: CausalModel) -> PreparedWeights:
@@ -446,10 +443,9 @@ class Generator:
           UsageError: there is no text, or one is empty, too long, or has an invalid id.
         """
         self._check_prompts(texts, most=self.config.model.sequence)
-        logits = np.asarray(self._all_logits(self._prepare(model), self._pad(texts)))[
-            ..., : self.config.model.vocabulary
-        ]
-        return [row[: len(text)].astype(np.float32) for row, text in zip(logits, texts, strict=True)]
+        logits = np.asarray(self._all_logits(self._prepare(model), self._pad(texts)))
+        logits = logits[..., : self.config.model.vocabulary].astype(np.float32)
+        return [row[: len(text)] for row, text in zip(logits, texts, strict=True)]
 
     def _generate_streaming(
         self, weights: CausalModel, request: dict, state: _State, positions: list[int], listener: TokenCallback

@@ -113,8 +113,7 @@ class Forward:
 
     def _check_loss_chunks(self, weights: Model, chunks: int) -> None:
         if self.loss_fn is not None:
-            custom = "is for the loss of the model, and this run has a function instead"
-            raise UsageError(f"--train.loss-chunks {chunks} {custom}; remove it")
+            raise UsageError(f"--train.loss-chunks {chunks} is for the model's loss, not for a function; remove it")
         if not weights.scores_in_chunks():
             custom = f"which {type(weights).__name__} overrides; remove it"
             needs = "needs the `loss` and `logits` of mjax (mjax/models/causal.py)"

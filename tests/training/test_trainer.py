@@ -159,7 +159,7 @@ def test_loss_replaces_the_models(tmp_path, whole):
     assert mjax.Trainer(CONFIG, tmp_path, data=batch, loss=twice).train().exit_code == 0
     assert losses(tmp_path)[0] == pytest.approx(2 * losses(whole)[0], rel=1e-6)
     in_chunks = replace(CONFIG, train=replace(CONFIG.train, loss_chunks=2))
-    with pytest.raises(UsageError, match=r"train.loss_chunks 2 is for the loss of the model, and this run has a"):
+    with pytest.raises(UsageError, match=r"train.loss_chunks 2 is for the model's loss, not for a function"):
         mjax.Trainer(in_chunks, tmp_path / "chunks", data=batch, loss=twice).train()
 
 

@@ -109,7 +109,7 @@ class Router(nnx.Module):
             sums["z_loss"] = jnp.square(jax.nn.logsumexp(scores, axis=-1)).sum()
         if config.aux_loss_coef:
             sum_rows = _sum_by_sequence if config.aux_loss_scope == "sequence" else lambda rows, _: rows.sum(0)
-            sums |= {"assignments": sum_rows(chosen, tokens), "probabilities": sum_rows(routing.probabilities, tokens)}
+            sums["balance"] = jnp.stack([sum_rows(rows, tokens) for rows in (chosen, routing.probabilities)])
         return sums
 
     def sums(self, rank_sums: Sums, context: ForwardContext) -> Sums:
@@ -119,23 +119,19 @@ class Router(nnx.Module):
         moe_layer = (context.layer - config.first_dense_layers) // config.moe_layer_freq - 1
         is_this_layer = jnp.arange(config.expert_layers)[:, None] == moe_layer
         sums["expert_load"] = jnp.where(is_this_layer, sums["expert_load"], 0)
-        if self.config.aux_loss_coef:
-            sums |= self._balance_loss(sums.pop("assignments"), sums.pop("probabilities"), context.tokens)
+        if config.aux_loss_coef:
+            sums["balance_loss"] = self._balance_loss(sums.pop("balance"), context.tokens)
         return sums
 
-    def _balance_loss(
-        self, assignments: Float[Array, "*b E"], probabilities: Float[Array, "*b E"], tokens: TokenLayout
-    ) -> Sums:
+    def _balance_loss(self, sums: Float[Array, "2 *b E"], tokens: TokenLayout) -> Float[Array, ""]:
         """The balance loss from the assignments and the probabilities of each expert, by sequence or of all tokens."""
         config, by_sequence = self.config, self.config.aux_loss_scope == "sequence"
-        if tokens.context_attention:  # of whole sequences
-            both = jnp.stack([assignments, probabilities])
-            assignments, probabilities = mappings.reduce_from_region(both, CONTEXT)
+        # Of whole sequences.
+        assignments, probabilities = mappings.reduce_from_region(sums, CONTEXT) if tokens.context_attention else sums
         count = tokens.global_positions * (1 if by_sequence else tokens.sequences)
-        loss = mappings.mask_to_first_context_rank(
-            (assignments * probabilities).sum() * config.experts / (config.experts_per_token * count**2)
-        )
-        return {"balance_loss": loss if by_sequence else loss * tokens.sequences}
+        loss = (assignments * probabilities).sum() * config.experts / (config.experts_per_token * count**2)
+        loss = mappings.mask_to_first_context_rank(loss)
+        return loss if by_sequence else loss * tokens.sequences
 
 
 def bias_update_sign(load: Float[Array, "l E"]) -> Int[Array, "l E"]:
