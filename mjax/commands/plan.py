@@ -223,7 +223,7 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
             sections["time"] = time_section(config, gpu, calibration)
         except UsageError as error:  # no peak is known: memory and communication need none
             why = {"gpu": gpu.name, "seconds": None, "why": str(error)}
-            sections["time"] = Section(f"Time on {gpu.name}", why, [str(error)])
+            sections["time"] = Section(f"Step time on {gpu.name}", why, [str(error)])
     if arguments.max_sequence_on is not None:
         sections["longest"] = command.longest_section(config, name, arguments.max_sequence_on, gpu, calibration)
     if arguments.compile:
