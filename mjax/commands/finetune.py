@@ -37,7 +37,7 @@ def finetune(arguments: FinetuneArguments) -> int:
       UsageError: a flag or a file is invalid, or the run folder lacks a config, a tokenizer or a checkpoint.
       RunError: the checkpoint is damaged, or training cannot continue.
     """
-    recipes.check(arguments)
+    recipes.check_arguments(arguments)
     from mjax.cluster import processes
     from mjax.cluster.watchdog import make_watchdog
 
@@ -80,7 +80,7 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     config = with_kernel(config, notify)
 
     # --- Seeds --------------------------------------------------------------------------------------------------------
-    request = recipes.read_request(arguments, recipe, len(task.train), config.precision.compute)
+    request = recipes.make_request(arguments, recipe, len(task.train), config.precision.compute)
     if watchdog.count > 1:
         check_agreement(watchdog, {**collect_facts(config), **_task_facts(arguments, task)})
         check_shared(watchdog, output)

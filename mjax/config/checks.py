@@ -152,10 +152,8 @@ def check_offload(config: Config) -> None:
     if pipe > 1:
         raise UsageError(f"{offload} --mesh.pipe {pipe} (stages save activations by slot); use --train.recompute full")
     # For H100s XLA put all copies to the host into the backward pass (docs/results/log/2026-11-25-host-memory.md).
-    raise UsageError(
-        f"{offload} --train.unroll on (without a loop over the layers, XLA copies their inputs to the host in the "
-        "backward pass, which saves nothing); remove one of the two"
-    )
+    late = "(without a loop over the layers, XLA copies to the host too late)"
+    raise UsageError(f"{offload} --train.unroll on {late}; remove one of the two")
 
 
 def _check_schedules(config: Config) -> None:
@@ -231,7 +229,7 @@ def check_batch_sizes(config: Config) -> None:
     for first_step, _, size in BatchSizes.from_config(config).ahead():
         if size % unit:
             odd = f"a batch of {size} from step {first_step + 1} on, which is not a multiple of {unit} ({factors})"
-            fix = f"use multiples, there and for --train.global-batch, such as {_nearest_multiple(size, unit)}"
+            fix = f"use multiples, also as --train.global-batch, such as {_nearest_multiple(size, unit)}"
             raise UsageError(f"{flag} has {odd}; {fix}")
 
 
@@ -244,7 +242,7 @@ def check_devices(config: Config, available: int, name: str = "this config") -> 
     mesh = config.mesh
     if mesh.devices != available:
         needs = f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({axes.describe_mesh(mesh)})"
-        fix = f"set --mesh.data and the other axes, or --simulate {mesh.devices}"
+        fix = f"set --mesh.data and other axes, or --simulate {mesh.devices}"
         raise UsageError(f"{needs}; {available} available: {fix}")
 
 

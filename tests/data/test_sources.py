@@ -29,7 +29,7 @@ def data(tmp_path, monkeypatch):
 
 
 def described(name, tokenizer=None, append_eod=True, **changes):
-    """Note a tokenizer beside a dataset, as `mjax prepare` does."""
+    """Write the metadata of a tokenizer next to a dataset, as `mjax prepare` does."""
     tokenizer = tokenizer or ByteTokenizer()
     fields = {"tokenizer": tokenizer.scheme, "vocabulary": tokenizer.vocabulary, "eod": tokenizer.eod, **changes}
     fields |= {"documents": 40, "tokens": 800, "text_bytes": 760, "inputs": [], "mjax_version": "0"}
@@ -188,7 +188,7 @@ def test_datasets_of_different_tokenizers_are_not_blended(data):
 
 
 def test_ids_without_their_meaning_are_rejected(data):
-    with pytest.raises(UsageError, match=r"a\.json, with the end-of-document id, .* give it with --data\.eod"):
+    with pytest.raises(UsageError, match=r"a\.json does not exist, so give the end-of-document id with --data\.eod"):
         open_data(config_of(path="a", reset_positions=True))
 
 

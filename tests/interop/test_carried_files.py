@@ -13,7 +13,7 @@ from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat
 from mjax.interop.convert import check_vocabulary
-from mjax.interop.tokenizer_files import collect_files, find_tokenizer, restore_files
+from mjax.interop.tokenizer_files import collect_tokenizer_files, export_tokenizer_files, open_tokenizer
 from mjax.run.continuing import Origin
 from mjax.run.start import write_folder, write_origin
 from tests.data.vocabularies import gpt2_files
@@ -41,12 +41,12 @@ def stored(files, path):
 
 def test_changed_template_is_exported_in_both_spellings(tmp_path):
     source = folder_of(tmp_path / "in", {"eos_token": "</s>", "chat_template": "old"}, special_tokens_map__json="{}\n")
-    run = stored(collect_files(source, {"eos_token_id": 7}), tmp_path / "run")
+    run = stored(collect_tokenizer_files(source, {"eos_token_id": 7}), tmp_path / "run")
     assert (run / "chat_template.jinja").read_text() == "old"
     assert json.loads((run / "tokenizer_config.json").read_text()) == {"eos_token": "</s>"}
     assert json.loads((run / "generation_config.json").read_text()) == {"eos_token_id": 7}
     (run / "chat_template.jinja").write_text("new")
-    out = restore_files(run)
+    out = export_tokenizer_files(run)
     assert out["chat_template.jinja"] == b"new"
     assert json.loads(out["tokenizer_config.json"]) == {"eos_token": "</s>", "chat_template": "new"}
     assert out["special_tokens_map.json"] == b"{}\n"
@@ -54,31 +54,31 @@ def test_changed_template_is_exported_in_both_spellings(tmp_path):
 
 def test_template_file_takes_precedence_over_setting(tmp_path):
     source = folder_of(tmp_path / "in", {"chat_template": "setting"}, chat_template__jinja="file")
-    assert collect_files(source, {})["chat_template.jinja"] == b"file"
+    assert collect_tokenizer_files(source, {})["chat_template.jinja"] == b"file"
 
 
 @pytest.mark.parametrize(
-    ("settings", "files", "said"),
+    ("settings", "files", "message"),
     [
         ({"chat_template": [{"name": "rag"}]}, {}, "neither text nor a list"),
         ({}, {"chat_template__jinja": b"\xff"}, "not UTF-8"),
         ({}, {"generation_config__json": "{"}, "generation_config.json"),
     ],
 )
-def test_damaged_files_are_refused(settings, files, said, tmp_path):
-    with pytest.raises(UsageError, match=said):
-        collect_files(folder_of(tmp_path / "in", settings, **files), {})
-    with pytest.raises(UsageError, match=said):
-        restore_files(tmp_path / "in")
+def test_damaged_files_are_refused(settings, files, message, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        collect_tokenizer_files(folder_of(tmp_path / "in", settings, **files), {})
+    with pytest.raises(UsageError, match=message):
+        export_tokenizer_files(tmp_path / "in")
 
 
 def test_byte_pairs_of_other_words_are_refused(tmp_path):
     source = folder_of(tmp_path / "in", {"tokenizer_class": "GPT2TokenizerFast"})
     gpt2_files(source)
-    assert find_tokenizer(source, None).scheme == "gpt2"
+    assert open_tokenizer(source, None).scheme == "gpt2"
     (source / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     with pytest.raises(UsageError, match="of a Qwen2Tokenizer"):
-        find_tokenizer(source, None)
+        open_tokenizer(source, None)
 
 
 def test_settings_of_the_tokenizer_are_read(tmp_path):
@@ -89,7 +89,7 @@ def test_settings_of_the_tokenizer_are_read(tmp_path):
     added = {"259": {"content": "<tool>", "special": True}, "260": {"content": "<plain>", "special": False}}
     settings = {"eos_token": {"content": "<|im_end|>"}, "added_tokens_decoder": added}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    found = find_tokenizer(source, None)
+    found = open_tokenizer(source, None)
     assert found.backend.id_to_token(found.eod) == "<|im_end|>"
     assert (found.vocabulary, found.backend.token_to_id("<tool>")) == (261, 259)
     found.save(tmp_path / "tokenizer")
@@ -98,7 +98,7 @@ def test_settings_of_the_tokenizer_are_read(tmp_path):
 
     del added["260"]
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    found = find_tokenizer(source, None)
+    found = open_tokenizer(source, None)
     assert check_vocabulary(found, replace(GPTConfig(), vocabulary=259)) == ["<tool>"]
     found.save(tmp_path / "fewer")
     assert tokenizer_from_folder(tmp_path / "fewer").vocabulary == 259
@@ -108,7 +108,7 @@ def test_settings_of_the_tokenizer_are_read(tmp_path):
     added["270"] = {"content": "<far>", "special": True}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(UsageError, match=r"gives <far> the id 270, where .* has 260 for the next one"):
-        find_tokenizer(source, None)
+        open_tokenizer(source, None)
 
 
 def test_run_keeps_template_only_with_its_tokenizer(tmp_path):
@@ -116,18 +116,18 @@ def test_run_keeps_template_only_with_its_tokenizer(tmp_path):
     files = ",".join(map(str, gpt2_files(tmp_path)))
     for name, spec in {"same": f"gpt2:{files}", "other": "bytes", "run/tokenizer": f"gpt2:{files}"}.items():
         load_tokenizer(spec).save(tmp_path / name)
-    run, config, said = tmp_path / "run", Config(data=DataConfig(mock=True)), []
+    run, config, message = tmp_path / "run", Config(data=DataConfig(mock=True)), []
     template, origin = run / "tokenizer" / "chat_template.jinja", Origin(str(run), 0, {})
     template.write_text("hello")
     for name, kept in {"same": True, "other": False}.items():
         data = TrainingData(training=None, validation=None, tokenizer=tmp_path / name, summary="")
         new = tmp_path / f"new, {name}"
         shutil.copytree(tmp_path / name, new / "tokenizer")
-        write_origin(new, origin, None, data, said.append)
+        write_origin(new, origin, None, data, message.append)
         assert (new / "tokenizer" / "chat_template.jinja").exists() == kept
-        write_folder(config, config, data, run, said.append)
+        write_folder(config, config, data, run, message.append)
         assert template.exists() == kept
-        assert len(said) == (0 if kept else 2)
+        assert len(message) == (0 if kept else 2)
     assert tokenizer_from_folder(run / "tokenizer").scheme == "bytes"
 
 
