@@ -66,10 +66,8 @@ def start(distributed: Distributed, simulate: int | None = None) -> None:
     address, processes, process = distributed.coordinator, distributed.processes, distributed.process
     is_given = [value is not None for value in (address, processes, process)]
     if any(is_given) and not (all(is_given) or (launcher and is_given == [True, False, False])):
-        raise UsageError(
-            "--distributed.coordinator HOST:PORT, --distributed.processes N and --distributed.process I go together; "
-            "a launcher such as srun or torchrun needs none of them"
-        )
+        flags = "--distributed.coordinator HOST:PORT, --distributed.processes N and --distributed.process I"
+        raise UsageError(f"{flags} go together; a launcher such as srun or torchrun needs none of them")
     if address is not None and not re.fullmatch(r".+:\d+", address):
         raise UsageError(f"--distributed.coordinator {address} has no port; use HOST:PORT, such as node0:1234")
     if not any(is_given) and not launcher:
@@ -95,9 +93,8 @@ def start(distributed: Distributed, simulate: int | None = None) -> None:
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         alone = "for a single pod unset JOB_COMPLETION_INDEX, else " if launcher == ("Kubernetes", None) else ""
-        raise UsageError(
-            f"the processes of this run could not find each other ({reason}); {alone}{FLAGS_OF_EACH}"
-        ) from error
+        problem = f"the processes of this run could not find each other ({reason})"
+        raise UsageError(f"{problem}; {alone}{FLAGS_OF_EACH}") from error
     forward_stop_signals()
     _check_devices_per_process()
 
@@ -197,10 +194,9 @@ def _check_devices_per_process() -> None:
     usual = Counter(counts.values()).most_common(1)[0][0]
     other = [f"{count} on process {process}" for process, count in sorted(counts.items()) if count != usual]
     if other:
-        raise UsageError(
-            f"the processes of this run see different numbers of devices: {', '.join(other[:8])}, {usual} on the "
-            "others; give each the same with CUDA_VISIBLE_DEVICES, JAX_LOCAL_DEVICE_IDS or --simulate"
-        )
+        fix = "give each the same with CUDA_VISIBLE_DEVICES, JAX_LOCAL_DEVICE_IDS or --simulate"
+        numbers = f"different numbers of devices: {', '.join(other[:8])}, {usual} on the others"
+        raise UsageError(f"the processes see {numbers}; {fix}")
 
 
 def local_devices() -> list[int] | None:
@@ -351,10 +347,10 @@ class StopSignal:
         self.name = self.name or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
         # The host dispatches a step while the previous one runs, so up to two more steps are printed.
         status = "still saving" if repeated else f"{self.name}: saving after the steps in flight, two at most"
-        left = "once more" if self._interrupts else "twice"
+        remaining = "once more" if self._interrupts else "twice"
         with contextlib.suppress(OSError):  # stderr may no longer be read
             # Written directly: a handler may run while the console is in the middle of a line.
-            os.write(2, f"\n{status}; Ctrl-C {left} stops at once\n".encode())
+            os.write(2, f"\n{status}; Ctrl-C {remaining} stops at once\n".encode())
 
 
 # --- Connections to process 0 -----------------------------------------------------------------------------------------
@@ -426,10 +422,8 @@ def listen(distributed: Distributed, count: int, name: str, broadcast: Broadcast
         while len(peers) < count - 1:
             if time.monotonic() >= deadline:
                 missing = ", ".join(str(index) for index in range(1, count) if index not in peers)
-                raise UsageError(
-                    f"processes {missing} did not reach process 0 at port {port} of {' or '.join(hosts)} "
-                    f"within {distributed.start_timeout} s; open the port range between the hosts"
-                )
+                first = f"process 0 at port {port} of {' or '.join(hosts)} within {distributed.start_timeout} s"
+                raise UsageError(f"processes {missing} did not reach {first}; open the port range between the hosts")
             # No blocking read: a client that connects and sends nothing must not delay the others.
             for key, _ in selector.select(max(0.01, deadline - time.monotonic())):
                 if key.fileobj is server:

@@ -382,9 +382,8 @@ def _first_match(matches: Matches, begin: int, count: int) -> slice | None:
         return matches[length][index][0] if index < len(matches[length]) else sys.maxsize
 
     last = count - GRAM_WORDS  # the last word that 13 words begin with
-    word, _, length = min(
-        ((first_from(words, begin), words != GRAM_WORDS, words) for words in matches), default=(count, True, 0)
-    )
+    starts = ((first_from(words, begin), words != GRAM_WORDS, words) for words in matches)
+    word, _, length = min(starts, default=(count, True, 0))
     if word <= last:
         return slice(word, word + length)
     for length in sorted(matches) if begin < last else ():

@@ -28,7 +28,7 @@ from mjax.checkpoint.arrays import read_in_blocks
 from mjax.checkpoint.base import base_folder, check_base, digest_in_blocks, without_base
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
-from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHfArguments
+from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ImportArguments, ToHfArguments
 from mjax.config import Config, DataConfig, read_settings, save_config
 from mjax.config.model import ModelConfig
 from mjax.config.run import describe_missing_run
@@ -229,7 +229,7 @@ def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Megat
 
 
 def _find_tokenizer(
-    arguments: FromHfArguments | FromMegatronArguments, values: dict, model: ModelConfig
+    arguments: ImportArguments, values: dict, model: ModelConfig
 ) -> tuple[Tokenizer | None, dict[str, bytes]]:
     """The tokenizer of an import, and the files next to it that the run carries until `to-hf` (not those it writes)."""
     tokenizer = tokenizer_files.open_tokenizer(arguments.source, arguments.tokenizer)
@@ -240,9 +240,7 @@ def _find_tokenizer(
     return tokenizer, {name: content for name, content in carried.items() if name not in tokenizer.files}
 
 
-def _print_next_steps(
-    arguments: FromHfArguments | FromMegatronArguments, rope: str, config: Config, tokenizer: Tokenizer | None
-) -> None:
+def _print_next_steps(arguments: ImportArguments, rope: str, config: Config, tokenizer: Tokenizer | None) -> None:
     """Print what to type after an import."""
     run, causal = shlex.quote(str(arguments.output)), config.model.causal
     if rope:
@@ -296,10 +294,9 @@ def to_hf(arguments: ToHfArguments) -> int:
         return _to_peft(arguments, config, family, saved, dtype)
     blocks, into = partial(read_in_blocks, saved), ""
     if arguments.merged:
-        base, of_base = _base(run)
-        blocks = lora.merge_adapters(
-            partial(read_in_blocks, of_base), config.model, lora.read_adapters(saved, config.model)
-        )
+        base, checkpoint = _base(run)
+        adapters = lora.read_adapters(saved, config.model)
+        blocks = lora.merge_adapters(partial(read_in_blocks, checkpoint), config.model, adapters)
         into = f", merged into checkpoint {base.step} of {base.run}"
     shapes = {name: place.shape for name, place in weights.tensor_layouts(family, model).items()}
     generation = _generation_config(arguments, tokenizer, carried)
@@ -396,9 +393,7 @@ def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Pa
     return 0
 
 
-def _card(
-    arguments: ToHfArguments, family: Family, model: ModelConfig, parameters: int, step: int, tokenizer: bool
-) -> str:
+def _card(arguments: ToHfArguments, family: Family, model: ModelConfig, size: int, step: int, tokenizer: bool) -> str:
     """README.md of an export: the card of the run, with a block about the export."""
     card, run = model_folder.read_card(arguments.run), arguments.run
     after = f"trained for {step:,} steps" if step else "the weights as they were converted"
@@ -406,7 +401,7 @@ def _card(
         after += f", from checkpoint {origin.step:,} of `{Path(origin.run).name}`"
     lines = [*model_folder.read_history(card), f"- checkpoint {step:,} of the run `{run.resolve().name}`: {after}"]
     name, (dtype, _) = arguments.output.resolve().name, models.DTYPES[arguments.dtype]
-    block = model_folder.describe_export(name, family, model, parameters, dtype, lines, tokenizer)
+    block = model_folder.describe_export(name, family, model, size, dtype, lines, tokenizer)
     return model_folder.replace_block(card, block)
 
 

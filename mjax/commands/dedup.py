@@ -84,9 +84,9 @@ class DedupJob(FilterJob):
                 texts = [document.text for document in documents]
                 digests += (hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
                 if texts and not self.arguments.exact:
-                    signatures, of_bands = near_duplicates.minhash(texts, *self.shingling, self.bands)
+                    signatures, band_keys = near_duplicates.minhash(texts, *self.shingling, self.bands)
                     signatures.tofile(stream)
-                    keys.append(of_bands)
+                    keys.append(band_keys)
         values = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
         with self.open_files(rank, "digests", "keys", "documents", "places") as (halves, sorted_keys, numbers, where):
             np.array(places, np.int64).tofile(where)
@@ -94,9 +94,9 @@ class DedupJob(FilterJob):
             for column in (values[order, 0], values[order, 1], order):
                 column.tofile(halves)
             for band in range(self.bands.count if keys else 0):
-                of_band = np.concatenate([part[band] for part in keys])
-                order = np.argsort(of_band, kind="stable")
-                of_band[order].tofile(sorted_keys)
+                band_keys = np.concatenate([part[band] for part in keys])
+                order = np.argsort(band_keys, kind="stable")
+                band_keys[order].tofile(sorted_keys)
                 order.astype(np.uint32).tofile(numbers)
         return counts, malformed
 
@@ -213,15 +213,13 @@ class DedupJob(FilterJob):
         signatures = self.values("all-signatures", np.uint8).reshape(-1, NUM_HASHES)
         shingles = Shingles(self.values("all-shingles", np.uint64), self.values("all-ends"))
         documents, buckets = (self.map_file(name, rank, np.int64) for name in ("members", "buckets"))
-        counts, compared = self.results("share")[rank], 0
+        counts, compared, threshold = self.results("share")[rank], 0, self.arguments.threshold
         ends = np.cumsum([sum(map(sum, counts[:turn])), *counts[turn]])
         with self.open_files(rank, f"edges-{turn}") as (stream,):
             for begin, end in pairwise(ends):
                 members = near_duplicates.Buckets(np.array(documents[begin:end]), np.array(buckets[begin:end]))
                 known = members.documents if clusters is None else clusters[members.documents]
-                edges, pairs = near_duplicates.find_similar_pairs(
-                    members, known, signatures, shingles, self.arguments.threshold
-                )
+                edges, pairs = near_duplicates.find_similar_pairs(members, known, signatures, shingles, threshold)
                 edges.tofile(stream)
                 compared += pairs
         return compared
@@ -249,10 +247,8 @@ class DedupJob(FilterJob):
             yield from (np.array(edges[start : start + PART]) for start in range(0, len(edges), PART))
 
     def _find_most_similar(self) -> None:
-        similar, jaccard = (
-            self.new_values(name, dtype, int(self.firsts[-1]))
-            for name, dtype in (("similar", np.int64), ("jaccard", np.float64))
-        )
+        similar = self.new_values("similar", np.int64, int(self.firsts[-1]))
+        jaccard = self.new_values("jaccard", np.float64, int(self.firsts[-1]))
         for edges in (part for turn in range(len(ROUNDS)) for part in self._edges(turn)):
             best = near_duplicates.nearest_documents(edges)
             document, other, value = (best[name] for name in ("one", "other", "jaccard"))

@@ -111,14 +111,14 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     with notices.status(f"reading {arguments.data}"):
         if is_labelled:
             task = labelled.open_task(arguments.task, (), (arguments.data,), tokenizer, saved.model.sequence)
-            size, unit, scorer_of = sum(map(len, task.validation.values())), "rows", TaskScorer
+            size, unit, make_scorer = sum(map(len, task.validation.values())), "rows", TaskScorer
         else:
             if arguments.task == "positions":
-                scorer_of, options = LossScorer, arguments.positions
+                make_scorer, options = LossScorer, arguments.positions
                 task = PositionwiseLoss(arguments.data, tokenizer, saved.model, options.length, options.bins)
             else:
-                task_of, scorer_of = SHORT_TASKS[arguments.task], Scorer
-                task = task_of(arguments.data, tokenizer, saved.model.max_positions, arguments.stride)
+                make_task, make_scorer = SHORT_TASKS[arguments.task], Scorer
+                task = make_task(arguments.data, tokenizer, saved.model.max_positions, arguments.stride)
             size, unit = sum(map(len, task.passes)), "windows"
     if is_labelled:
         for note in task.notes:
@@ -132,7 +132,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     # --- The mesh and the weights -------------------------------------------------------------------------------------
     config = inference_config(saved, arguments.mesh, arguments.attention, arguments.micro_batch, arguments.compute)
     config = with_kernel(config, notify)
-    scorer = scorer_of(config, make_mesh(config.mesh))
+    scorer = make_scorer(config, make_mesh(config.mesh))
     step, model = restore_weights(run, scorer.abstract_model, arguments.step, notify)
 
     # --- Scores, metrics, predictions and pictures --------------------------------------------------------------------

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from mjax.run.metrics import Record
 
 
+INIT_SYNONYMS = Synonyms("pretrained pretrained-checkpoint init-from finetune model-name-or-path")
+
+
 @dataclass(frozen=True)
 class TrainArguments:
     """Train a model. Any config field is a flag, such as --mesh.data 8 or --train.steps 1000."""
@@ -46,9 +49,7 @@ class TrainArguments:
     """Folder that contains the run folders."""
     run: Annotated[Path | None, RUN_SYNONYMS] = None
     """Continue the run in this folder with its saved config."""
-    init: Annotated[Path | None, Synonyms("pretrained pretrained-checkpoint init-from finetune model-name-or-path")] = (
-        None
-    )
+    init: Annotated[Path | None, INIT_SYNONYMS] = None
     """Start a new run from the weights alone of the run in this folder, trained or converted: optimizer, step and data
     order start from scratch. Once the new run has checkpoints the same command continues it."""
     step: int | None = None
@@ -84,9 +85,10 @@ class TrainArguments:
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
-def train(
-    argv: Sequence[str], choose: Callable[[Sequence[str]], TrainArguments] | None = None, prog: str = "mjax train"
-) -> int:
+ChooseDefaults = Callable[[Sequence[str]], TrainArguments]
+
+
+def train(argv: Sequence[str], choose: ChooseDefaults | None = None, prog: str = "mjax train") -> int:
     """`mjax train`; returns the exit code. `choose` gives the defaults of the flags, instead of `choose_config`."""
     try:
         argv = localize_arguments(argv, trains=True)
@@ -209,7 +211,7 @@ def read_prompts(file: str) -> list[str]:
 
 
 def _train_arguments(
-    argv: Sequence[str], choose: Callable[[Sequence[str]], TrainArguments], prog: str
+    argv: Sequence[str], choose: ChooseDefaults, prog: str
 ) -> tuple[TrainArguments, str, Origin | None, list[str]]:
     """The arguments of `mjax train`, with the run folder in `run`; the label of the config; the origin of a new run;
     and lines about settings taken from the data and changed in the run.

@@ -248,10 +248,8 @@ def announce_start(display: Display, config: Config, data: TrainingData, folder:
     display.print_line(f"plan    {train.steps:,} steps of {size} × {model.sequence} tokens, {tokens:,} in total")
     display.print_line(f"run     {folder}" + (f", continued after step {start}" if start else ""))
     if kind != "cpu" and peak_tflops(kind, config.precision.compute) is None:
-        display.print_line(
-            f"mfu     not shown: no {config.precision.compute} peak is known for {kind}; "
-            "mjax/cluster/hardware.py describes how to add it"
-        )
+        problem = f"no {config.precision.compute} peak is known for {kind}"
+        display.print_line(f"mfu     not shown: {problem}; mjax/cluster/hardware.py describes how to add it")
 
 
 def describe_mesh(config: Config) -> str:
@@ -278,9 +276,8 @@ def announce_results(display: Display, result: Result, folder: Path, config: Con
     if not config.model.causal or not (folder / "tokenizer").is_dir():
         return
     if is_user_defined(type(config.model)) and source_file(type(config.model)) is None:
-        display.print_line(
-            f'more text   mjax.generate({str(folder)!r}, "…") in Python, where {config.model.kind!r} is defined'
-        )
+        call = f'mjax.generate({str(folder)!r}, "…")'
+        display.print_line(f"more text   {call} in Python, where {config.model.kind!r} is defined")
     else:
         flags = run_flags(folder, config.model) + " --chat" * config.data.conversations
         display.print_line(f'more text   mjax generate {flags} --prompt "…"')

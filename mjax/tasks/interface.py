@@ -22,7 +22,7 @@ class ContextWindow(NamedTuple):
 
     Attributes:
       tokens: ids [n + 1]; each but the first is the label of the previous one. n is at most s, the model's positions.
-      counted: number of labels that count, 1 to n: the last ones. The others are context.
+      counted: number of unmasked labels, 1 to n: the last ones. The others are context.
     """
 
     tokens: np.ndarray

@@ -192,7 +192,7 @@ def test_missing_heads_are_drawn_on_request(lost, form, drawn, runs, tmp_path, c
     tensors = {name: each for name, each in tensors_of(BERT).items() if not name.startswith(lost)}
     source, names = write_folder(tmp_path / "in", BERT, form(tensors)), ", ".join(HEADS[each] for each in drawn)
     assert from_hf(source, tmp_path / "run") == 2
-    assert f"{names}; its encoder is complete, so add --init" in capsys.readouterr().err
+    assert f"{names}; its encoder is complete, so add --init-missing-heads" in capsys.readouterr().err
     assert from_hf(source, tmp_path / "run", "--init-missing-heads", "--vocabulary-multiple", "64") == 0
     assert f"initialised from seed 1234: {names}\n" in capsys.readouterr().out
     found, whole = weights_of(tmp_path / "run"), weights_of(runs["bert"])
