@@ -186,7 +186,7 @@ MISTAKES = {
     f"{READ} data/corpus --model.vocabulary 100": "use --model.vocabulary 257",
     f"{READ} data/foreign --data.split 1,0,0": "validation split",
     f"{READ} data/foreign --data.split all": "--data.split",
-    f"{READ} 0.3 data/foreign data/corpus": "write a weight above 0 before all prefixes",
+    f"{READ} 0.3 data/foreign data/corpus": "write a weight above 0 before every prefix",
     f"{READ} data/foreign data/foreign --data.split 1,1,0 --train.steps 100000": "0.5 PREFIX 0.5 PREFIX",
     f"{READ} data/foreign --data.train-path data/corpus": "--data.path excludes --data.train-path",
     f"{NEW} --data.no-mock --data.train-path data/foreign": "add --data.valid-path, or --train.eval-interval 0",
