@@ -214,7 +214,7 @@ def main() -> int:
         problems = list(check_files(name for name in listed.stdout.split("\n") if name and not SKIPPED.match(name)))
     else:
         problems = list(check_commit(commit.read_text(encoding="utf-8")))
-    print("\n".join(problems))
+    print(*problems, sep="\n", end="\n" * bool(problems))
     return bool(problems)
 
 

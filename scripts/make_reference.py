@@ -117,8 +117,8 @@ def configs() -> str:
     return f"""# Configs
 
 {GENERATED}
-{len(rows)} configs of published models and of demos. Each is a short file in `configs/`; `--config NAME` selects it,
-and `mjax configs` lists all.
+{len(rows)} configs of published models and of demos, as `mjax configs` lists them. Each is a short file in `configs/`;
+`--config NAME` selects it.
 
 ```bash
 mjax plan --config llama3_8b --gpu h100

@@ -1,5 +1,6 @@
-"""The check of words: each rule has a sentence that it finds, and code and good sentences pass."""
+"""The checks of words and names: each rule finds a sentence or a name, and code and good sentences pass."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts import check_words
+from scripts.check_names import check_names
 from scripts.check_words import COMMENT, DOCS, DOCSTRING, HELP, MESSAGE, TEST, Text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,3 +76,22 @@ def test_planted_sentence_fails_the_check(tmp_path, monkeypatch, capsys):
     assert check_words.main() == 1
     found = capsys.readouterr().out.splitlines()
     assert [line.partition(": ")[0] for line in found] == ["README.md:3", "a.ipynb:5", "mjax/a.py:3"]
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("def rounded(x): pass", ["rounded"]),
+        ("def at_step(x): pass", ["at_step"]),
+        ("def is_told(): pass", ["is_told"]),
+        ("def find(kept_rows): pass", ["find"]),
+        ("def find(each): pass", ["each"]),
+        ("def find():\n    for found in x:\n        others, y = found", ["found", "others"]),
+        ("class Choice: pass", ["Choice"]),
+        ("MOST, x = 3, 4", ["MOST"]),
+        ("MAX_MOST_STEPS = 3", []),
+        ("def quantize(x): return x\nclass RouterOutput: pass\nlayer = 3", []),
+    ],
+)
+def test_names_of_no_field_are_found(source, names):
+    assert [name for _, _, name, _ in check_names(ast.parse(source))] == names

@@ -189,8 +189,8 @@ def check_fits(
             raise UsageError(f"checkpoint {step} has no {name}, {needed}; {advice}")
         stored_dtype, stored_shape = stored[name]
         if stored_shape != shape and not (name in stacked and _same_layers(stored_shape, shape)):
-            has, needs = tuple(stored_shape), tuple(shape)
-            raise UsageError(f"checkpoint {step} has {name} of shape {has}, this config needs {needs}; {advice}")
+            shapes = f"{tuple(stored_shape)}, this config needs {tuple(shape)}"
+            raise UsageError(f"checkpoint {step} has {name} of shape {shapes}; {advice}")
         if stored_dtype != dtype:  # Orbax would convert silently
             raise UsageError(f"checkpoint {step} has {name} in {stored_dtype}, this config needs {dtype}; {advice}")
     for name, (_, shape) in stored.items():

@@ -15,7 +15,6 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -149,13 +148,8 @@ def _cast_to_stored(weight: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.jit(lambda w: w.astype(leaf.dtype), out_shardings=leaf.sharding, donate_argnums=0)(weight)
 
 
-def compute_digest(weights: Any) -> str:
-    """16 hexadecimal digits that depend on the names and on every bit of the weights, in order, and on nothing else."""
-    return _digest({name: np.asarray(_digest_sums(array)) for name, array in leaves_by_path(weights).items()})
-
-
 def digest_in_blocks(folder: Path) -> str:
-    """The digest of the weights of the checkpoint in `folder`, with one block of one weight in memory.
+    """The digest of the weights of the checkpoint in `folder`, as of `read_frozen`, with one block of one in memory.
 
     Args:
       folder: of the checkpoint, which `Checkpoints.find` has checked.
@@ -175,6 +169,7 @@ def digest_in_blocks(folder: Path) -> str:
 
 
 def _digest(sums: Mapping[str, np.ndarray]) -> str:
+    """16 hexadecimal digits that depend on the names and on every bit of the weights, in order, and on nothing else."""
     text = json.dumps({name: sums[name].tolist() for name in sorted(sums)})
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -119,11 +119,8 @@ class Checkpoints:
         on_notice: PrintLine = print,
         mirror: Mirror | None = None,
     ):
-        self.mirror = mirror
-        self.folder = Path(folder).absolute()
-        self.keep_last = keep_last
-        self.keep_every = keep_every
-        self.on_notice = on_notice
+        self.folder, self.mirror, self.on_notice = Path(folder).absolute(), mirror, on_notice
+        self.keep_last, self.keep_every, self.keep_best = keep_last, keep_every, False
         # Orbax compiles a program for each shape whose writing replicas share: seconds, for arrays of a few bytes.
         self._saving = ocp.Context()
         self._saving.array.saving.min_slice_bytes_for_replica_parallel = REPLICA_SLICE_BYTES
@@ -136,7 +133,6 @@ class Checkpoints:
         self._unusable: dict[int, str] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.failed: set[int] = set()
-        self.keep_best = False
         self._error: RunError | None = None  # of the save before the one in progress
         self._pending: tuple[int, Future] | None = None
         self._blocks_others = False  # they wait for a part that this process could not write
@@ -274,9 +270,8 @@ class Checkpoints:
         if not broadcast_int(error is not None):
             try:
                 with self._orbax(), self._saving:
-                    response = ocp.save_checkpointables_async(
-                        self._temporary_folder(save.step), arrays.group_by_field(leaves)
-                    )
+                    folder = self._temporary_folder(save.step)
+                    response = ocp.save_checkpointables_async(folder, arrays.group_by_field(leaves))
             except Exception as problem:
                 error = problem
         # The thread must not hold references to the arrays.

@@ -45,9 +45,8 @@ def steps_in(folder: Path) -> list[int]:
         numbered = [entry for entry in folder.iterdir() if re.fullmatch(r"0|[1-9][0-9]*", entry.name)]
     except (FileNotFoundError, NotADirectoryError):  # process 0 may remove it after its trial save
         return []
-    return sorted(
-        int(entry.name) for entry in numbered if any((entry / name).exists() for name in (MANIFEST, MADE_BY_ORBAX))
-    )
+    marks = MANIFEST, MADE_BY_ORBAX
+    return sorted(int(entry.name) for entry in numbered if any((entry / mark).exists() for mark in marks))
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -97,7 +96,7 @@ class Base:
     Attributes:
       run: absolute path of the run folder.
       step: its checkpoint.
-      digest: of the weights (`compute_digest`).
+      digest: of the weights (`base.digest_in_blocks`).
     """
 
     run: str

@@ -43,17 +43,7 @@ from mjax.checkpoint.store_lock import LOCK, StoreLock, parse_json, wait_for_rel
 from mjax.errors import PrintLine, RunError, UsageError
 from mjax.utils import stores
 from mjax.utils.files import open_no_link, path_below, rename, set_aside, take_lock, write_whole
-from mjax.utils.stores import (
-    FETCHED,
-    Store,
-    alone,
-    find_address,
-    is_address,
-    mirror_address,
-    modification_time,
-    to_stderr,
-    version,
-)
+from mjax.utils.stores import FETCHED, Store, alone, find_address, mirror_address, to_stderr, version
 
 COMMIT = "commit_success.txt"
 """The mark of a complete checkpoint, as Orbax names it."""
@@ -94,7 +84,7 @@ def localize_arguments(argv: Iterable[str], also: bool = False, trains: bool = F
 
 def _local_value(flag: str, value: str, also: bool, trains: bool) -> str:
     prefix = "run:" if flag == "--tokenizer" and value.startswith("run:") else ""
-    if not is_address(address := value.removeprefix(prefix)):
+    if not stores.is_address(address := value.removeprefix(prefix)):
         return value
     if flag == "--runs":
         return str(mirror_address(address))
@@ -293,11 +283,11 @@ def _refresh(cache: Path, address: str, store: Store, objects: Mapping[str, Any]
             (cache / name).unlink()
         store.get([(f"{address}/{name}", path_below(cache, name)) for name in new])
         for name in new:
-            os.utime(cache / name, (modification_time(objects[name]),) * 2)
+            os.utime(cache / name, (stores.modification_time(objects[name]),) * 2)
             index.record(name, version(objects[name]))
         if wanted:
             index.drop(index.keys() - used)
-            index.save(beat=modification_time(objects[LOCK]) if LOCK in objects else 0.0)
+            index.save(beat=stores.modification_time(objects[LOCK]) if LOCK in objects else 0.0)
         else:
             shutil.rmtree(cache, ignore_errors=True)
 
@@ -371,14 +361,14 @@ class Index(dict[str, list]):
         super().__init__(files if isinstance(files := values.get("files"), dict) else {})
         self.last_heartbeat = values.get("beat", 0.0)
 
-    def has(self, name: str, there: str | None = None) -> bool:
-        """True if the store has, or had, a local file as it is now; in the version `there`, if given."""
+    def has(self, name: str, remote_version: str | None = None) -> bool:
+        """True if the store has, or had, a local file as it is now; in `remote_version`, if given."""
         file, (remote, *local) = self.folder / name, self.get(name, [None])
-        return file.is_file() and local == _stat(file) and there in (None, remote)
+        return file.is_file() and local == _stat(file) and remote_version in (None, remote)
 
-    def record(self, name: str, there: str) -> None:
+    def record(self, name: str, remote_version: str) -> None:
         """Record that the store has a local file, in a version."""
-        self[name] = [there, *_stat(self.folder / name)]
+        self[name] = [remote_version, *_stat(self.folder / name)]
 
     def drop(self, names: Iterable[str]) -> None:
         """Remove files from the index."""
@@ -405,7 +395,7 @@ def _missing_files(listed: Mapping[str, Any], sizes: Mapping[str, int]) -> list[
 
 
 def _why_incomplete(folder: Path, sizes: Mapping[str, int]) -> str:
-    """Why a local checkpoint must not be uploaded, given the sizes of its files; empty if it is complete.
+    """The reason not to upload a local checkpoint, given the sizes of its files; empty if it is complete.
 
     Retention was faster, or it was fetched in part and is not in the store any more.
     """
@@ -460,9 +450,8 @@ class Mirror:
         if newest > max(local, default=-1) and _manifest_name(newest) not in self._index:
             self.lock.release()
             raise UsageError(f"{self.address} has got checkpoint {newest} meanwhile; type the same command again")
-        self._pending = {
-            step for step in local if not self._index.has(_manifest_name(step)) or COMMIT not in remote.get(step, ())
-        }
+        uploaded = {step for step in local if self._index.has(_manifest_name(step)) and COMMIT in remote.get(step, ())}
+        self._pending = {*local} - uploaded
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
         self._uploader.start()
         return self
@@ -506,9 +495,8 @@ class Mirror:
             raise RunError(f"{self.address} is trained by {self.taken_by} now, so this process has stopped; {saved}")
         if missing:
             names = f"{', '.join(missing)} ({[*missing.values()][-1]})"
-            raise RunError(
-                f"{self.address} lacks {names}; this machine copies it with: mjax train --run {self.address}"
-            )
+            command = f"mjax train --run {self.address}"
+            raise RunError(f"{self.address} lacks {names}; this machine copies it with: {command}")
 
     # --- What is pending ----------------------------------------------------------------------------------------------
 

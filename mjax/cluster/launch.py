@@ -50,13 +50,13 @@ def nvidia_driver(root: Path = Path("/")) -> str | None:
 def find_launcher(environment: Mapping[str, str] = os.environ) -> tuple[str, int | None] | None:
     """The launcher that started several processes, and how many if it gives a number; None for a single process."""
     for launcher, names in LAUNCHERS.items():
-        count, *others = (environment.get(name, "").strip() for name in names)  # Slurm leaves some empty
-        incomplete = launcher == JAX and (count or others[0])  # `with_launcher` names what is missing
-        if not incomplete and not (count and all(others)):
+        count, *details = (environment.get(name, "").strip() for name in names)  # Slurm leaves some empty
+        incomplete = launcher == JAX and (count or details[0])  # `with_launcher` names what is missing
+        if not incomplete and not (count and all(details)):
             continue
-        if others and (count, others[0]) == ("1", "0"):
+        if details and (count, details[0]) == ("1", "0"):
             return None
-        if others or (parse_number(count) or 2) > 1:  # `processes.start` rejects what is not one
+        if details or (parse_number(count) or 2) > 1:  # `processes.start` rejects what is not one
             return launcher, parse_number(count)
     # JAX looks up the other pods of an indexed job with this package. Without it the first pod may be the only one; the
     # others stop with a sentence.

@@ -230,10 +230,8 @@ class Watchdog:
                     self._disconnect(index)
                     return sentence, code
                 case {"error": _}:  # by itself, or because another one is lost
-                    silent = (
-                        other for _, other in self._peers.values() if now - other.last_heartbeat > SUSPECT_TIMEOUT
-                    )
-                    return next(((other.describe_loss(now),) for other in silent), peer.describe_error(message))
+                    lost = (p for _, p in self._peers.values() if now - p.last_heartbeat > SUSPECT_TIMEOUT)
+                    return next(((p.describe_loss(now),) for p in lost), peer.describe_error(message))
                 case _:  # it is done
                     self._disconnect(index)
                     break

@@ -22,7 +22,9 @@ from mjax.generation import Sampling
 
 
 @dataclass(frozen=True)
-class _ImportArguments:
+class ImportArguments:
+    """Flags of the imports."""
+
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Run folder to create, such as runs/gpt2; must not exist or be empty."""
@@ -31,10 +33,13 @@ class _ImportArguments:
     rope: Annotated[str | None, tyro.conf.arg(metavar="KIND:FACTOR")] = None
     """Lower the rotary frequencies for longer sequences: yarn:8, llama3:8 or linear:4, for a model of 8,192 positions
     65,536 or 32,768. By default positions stay as they are."""
+    tokenizer: str | None = None
+    """KIND:FILES as in `mjax prepare`, such as gpt2:vocab.json,merges.txt; by default the tokenizer in the source
+    folder (a Megatron checkpoint contains no tokenizer)."""
 
 
 @dataclass(frozen=True)
-class FromHfArguments(_ImportArguments):
+class FromHfArguments(ImportArguments):
     """Convert a Hugging Face model (GPT-2, BLOOM, BERT, Llama, Mistral, Qwen, OLMo, Gemma 3 or a mixture) into a run
     folder, to generate, evaluate or train."""
 
@@ -42,8 +47,6 @@ class FromHfArguments(_ImportArguments):
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder with config.json and model.safetensors, as written by save_pretrained; or one of peft, with --base."""
-    tokenizer: str | None = None
-    """KIND:FILES as in `mjax prepare`; by default the tokenizer in the source folder."""
     allow_pickle: bool = False
     """Let torch read an old pytorch_model.bin, tensors only; for folders without a safetensors file."""
     base: Path | None = None
@@ -53,7 +56,7 @@ class FromHfArguments(_ImportArguments):
 
 
 @dataclass(frozen=True)
-class FromMegatronArguments(_ImportArguments):
+class FromMegatronArguments(ImportArguments):
     """Convert a Megatron-LM checkpoint (a GPT, BERT, Llama or mixture of experts; formats torch and torch_dist) into a
     run folder."""
 
@@ -63,8 +66,6 @@ class FromMegatronArguments(_ImportArguments):
     """Folder of Megatron's --save, or of one checkpoint in it, such as release or iter_0300000."""
     step: int | None = None
     """Checkpoint to convert; by default the one in latest_checkpointed_iteration.txt."""
-    tokenizer: str | None = None
-    """KIND:FILES as in `mjax prepare`, such as gpt2:vocab.json,merges.txt: Megatron stores none."""
     vocabulary: int | None = None
     """Number of embedding rows that are tokens; by default the size of the tokenizer, or all rows without one."""
     heads: Count | None = None

@@ -50,7 +50,7 @@ import numpy as np
 from mjax.commands.arguments import CleanArguments
 from mjax.data.corpus import Document, MalformedLines, TextFiles, find_files, parse_block, tasks
 from mjax.data.corpus.near_duplicates import window_hashes, word_hashes
-from mjax.data.corpus.tasks import FilterJob, Tally, check_outputs
+from mjax.data.corpus.tasks import RETAINED, FilterJob, Tally, check_outputs
 from mjax.data.tokenizers import load_tokenizer, tokenizer_files
 from mjax.errors import RunError, UsageError
 from mjax.utils.remote import locate
@@ -141,8 +141,8 @@ class CleanJob(FilterJob):
     def clean(self, rank: int) -> tuple[dict[str, Tally], MalformedLines]:
         """Clean a share."""
         malformed = self.sum_malformed()
-        with self.open_files(rank, "kept", "removed") as streams:
-            names = ("read", *chain(*_steps(self.arguments).values()), "kept")
+        with self.open_files(rank, RETAINED, "removed") as streams:
+            names = ("read", *chain(*_steps(self.arguments).values()), RETAINED)
             share = CleanShare(*streams, {name: Tally(name) for name in names})
             for block in self.blocks(rank):
                 documents, lines = parse_block(block, self.arguments.key)
@@ -162,7 +162,7 @@ class CleanJob(FilterJob):
         malformed = self.sum_malformed([part for _, part in self.results("clean")])
         report["read"] = tallies["read"]
         report |= {key: [tallies[name] for name in names] for key, names in _steps(arguments).items()}
-        return self.put_files(report | {"kept": tallies["kept"]}, malformed)
+        return self.put_files(report | {RETAINED: tallies[RETAINED]}, malformed)
 
     def remarks(self, report: dict[str, Any]) -> Iterator[str]:
         """Remarks below the table."""
@@ -256,7 +256,7 @@ class Cleaner:
             share.remove(reason, document.text, document.source, **split)
             return
         share.retained.write(tasks.document_line(document, self.arguments.key, **split))
-        share.count("kept", document.text)
+        share.count(RETAINED, document.text)
 
     def _is_short(self, text: str) -> bool:
         minimum = self.arguments.min_tokens
@@ -382,9 +382,8 @@ def _first_match(matches: Matches, begin: int, count: int) -> slice | None:
         return matches[length][index][0] if index < len(matches[length]) else sys.maxsize
 
     last = count - GRAM_WORDS  # the last word that 13 words begin with
-    word, _, length = min(
-        ((first_from(words, begin), words != GRAM_WORDS, words) for words in matches), default=(count, True, 0)
-    )
+    starts = ((first_from(words, begin), words != GRAM_WORDS, words) for words in matches)
+    word, _, length = min(starts, default=(count, True, 0))
     if word <= last:
         return slice(word, word + length)
     for length in sorted(matches) if begin < last else ():

@@ -28,7 +28,7 @@ from mjax.checkpoint.arrays import read_in_blocks
 from mjax.checkpoint.base import base_folder, check_base, digest_in_blocks, without_base
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
-from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHfArguments
+from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ImportArguments, ToHfArguments
 from mjax.config import Config, DataConfig, read_settings, save_config
 from mjax.config.model import ModelConfig
 from mjax.config.run import describe_missing_run
@@ -36,12 +36,12 @@ from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from mjax.errors import UsageError
 from mjax.interop import convert as models
 from mjax.interop import lora, model_folder, tokenizer_files, weights
-from mjax.interop.convert import check_vocabulary, write_in_blocks, write_run
+from mjax.interop.convert import check_vocabulary, write_checkpoint, write_run
 from mjax.interop.megatron import arguments as megatron
-from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
+from mjax.interop.megatron.checkpoint import MegatronCheckpoint, open_checkpoint
 from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, megatron_family
-from mjax.interop.tensor_files import Tensors, open_tensors, parse_size, write_tensors
-from mjax.interop.tokenizer_files import fast_tokenizer
+from mjax.interop.tensor_files import Tensors, open_tensors, parse_shard_size, write_tensors
+from mjax.interop.tokenizer_files import to_fast_tokenizer
 from mjax.models.build import count_parameters
 from mjax.models.huggingface.family import Family, config_values, model_config
 from mjax.run.continuing import read_origin
@@ -65,28 +65,28 @@ def from_hf(arguments: FromHfArguments) -> int:
     if not source.is_dir():
         folder = f"{source} is not a folder with config.json and model.safetensors; give one of save_pretrained"
         raise UsageError(describe_missing_run(source) if is_hub_name(source) else folder)
-    if (source / lora.CONFIG).is_file() and not (source / "config.json").is_file():
+    if (source / lora.ADAPTER_CONFIG).is_file() and not (source / "config.json").is_file():
         return _from_peft(arguments)
     if arguments.base is not None:
-        raise UsageError(f"--base is for a folder with {lora.CONFIG}, and {source} has no such file; remove it")
+        raise UsageError(f"--base is for a folder with {lora.ADAPTER_CONFIG}, and {source} has no such file; remove it")
     file = source / "config.json"
     values = model_folder.read_object(file)
     family = models.find_family(values, file)
     model = model_config(family, values, str(file), arguments.vocabulary_multiple)
-    model = models.scale_positions(model, arguments.rope, str(source))
-    rope = models.rope_line(model, arguments.rope)
+    model = models.scale_rope(model, arguments.rope, str(source))
+    rope = models.describe_rope(model, arguments.rope)
     tokenizer, carried = _find_tokenizer(arguments, values, model)
     left_out = check_vocabulary(tokenizer, model)
     card = model_folder.make_card(source, f"a {family.model}", rope)
     tensors = open_tensors(source, arguments.allow_pickle)
     config = models.import_config(model, str(source), tensors)
-    family = weights.to_stored(family, tensors)
-    tensor_names = weights.find_tensors(family, tensors, model, str(source), arguments.init_missing_heads)
-    absent = weights.absent_heads(family, model, tensor_names)
+    family = weights.with_stored_experts(family, tensors)
+    tensor_names = weights.match_tensors(family, tensors, model, str(source), arguments.init_missing_heads)
+    absent = weights.find_missing_heads(family, model, tensor_names)
 
     with progress("reading", 4 * count_parameters(model)) as read:
-        drawn = models.draw_weights(config, tuple(absent))
-        blocks = weights.block_reader(family, tensors, tensor_names, model, read, drawn)
+        drawn = models.init_weights(config, tuple(absent))
+        blocks = weights.make_block_reader(family, tensors, tensor_names, model, read, drawn)
         write_run(output, config, tokenizer, blocks, carried, card)
     print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
     if coefficient := values.get("router_aux_loss_coef"):
@@ -99,9 +99,11 @@ def from_hf(arguments: FromHfArguments) -> int:
         print(f"texts end with {tokenizer.backend.id_to_token(tokenizer.eod)}, id {tokenizer.eod}")
     if tokenizer is not None and tokenizer.bos is not None:
         print(f"texts begin with id {tokenizer.bos}, as in transformers")
-    for name in (tokenizer_files.GENERATION, tokenizer_files.TEMPLATE):
+    for name in (tokenizer_files.GENERATION_CONFIG, tokenizer_files.CHAT_TEMPLATE):
         if tokenizer is not None and not carried and (source / name).is_file():
-            print(f"{source / name} is left out: it goes with the {tokenizer_files.SETTINGS} of the folder's tokenizer")
+            print(
+                f"{source / name} is left out: it needs the folder's tokenizer and {tokenizer_files.TOKENIZER_CONFIG}"
+            )
     if absent:
         print(f"not in {source}, initialised from seed {config.train.seed}: {', '.join(map(family.heads.get, absent))}")
     _print_next_steps(arguments, rope, config, tokenizer)
@@ -116,8 +118,8 @@ def _from_peft(arguments: FromHfArguments) -> int:
     config = read_settings(run / "config.json")
     if config.model.lora_rank:
         raise UsageError(f"--base {run} holds adapters itself; give the run of their base")
-    family = models.model_family(config.model)
-    model, adapters = lora.add_adapters(source, config.model, family)
+    family = models.export_family(config.model)
+    model, adapters = lora.load_adapters(source, config.model, family)
     step = _newest(run, config)
     with status("reading the base", Console(stderr=True)):
         digest = digest_in_blocks(run / "checkpoints" / str(step))
@@ -127,8 +129,8 @@ def _from_peft(arguments: FromHfArguments) -> int:
         save_base(folder, Base(to_absolute(run), step, digest))
         if (run / "tokenizer").is_dir():
             shutil.copytree(run / "tokenizer", folder / "tokenizer")
-        target = without_base(models.abstract_weights(config))
-        write_in_blocks(folder / "checkpoints", "model", target, lambda name, first, end: adapters[name][first:end])
+        target = without_base(models.abstract_model(config))
+        write_checkpoint(folder / "checkpoints", "model", target, lambda name, first, end: adapters[name][first:end])
     print(f"{output}: adapters of rank {model.lora_rank} on checkpoint {step} of {run}, checkpoint 0")
     print(f'generate     mjax generate --run {shlex.quote(str(output))} --prompt "…"')
     return 0
@@ -152,19 +154,19 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     settings = megatron.drop_ignored(checkpoint.arguments, arguments.ignore, folder)
     checkpoint = dataclasses.replace(checkpoint, arguments=settings)
     model, family, tensors = _model(checkpoint, arguments)
-    model = models.scale_positions(model, arguments.rope, folder)
-    rope = models.rope_line(model, arguments.rope)
+    model = models.scale_rope(model, arguments.rope, folder)
+    rope = models.describe_rope(model, arguments.rope)
     tokenizer, carried = _find_tokenizer(arguments, {}, model)
     rows = model.vocabulary
     vocabulary = _vocabulary(arguments.vocabulary, tokenizer, checkpoint, rows)
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
     check_vocabulary(tokenizer, model)
     config = models.import_config(model, folder, tensors)
-    tensor_names = weights.find_tensors(family, tensors, model, folder)
+    tensor_names = weights.match_tensors(family, tensors, model, folder)
     card = model_folder.make_card(source, family.model, rope)
 
     with progress("reading", 4 * count_parameters(model)) as read:
-        blocks = weights.block_reader(family, tensors, tensor_names, model, read)
+        blocks = weights.make_block_reader(family, tensors, tensor_names, model, read)
         write_run(output, config, tokenizer, blocks, carried, card)
     print(f"{output}: {count_parameters(model):,} parameters of {family.model}, checkpoint 0, from {folder}")
     padding = f"{rows - model.vocabulary} of padding left out" if rows > model.vocabulary else "none of them padding"
@@ -177,13 +179,13 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     if checkpoint.version_missing:
         origin = "from before megatron-core" if checkpoint.old_names else "of megatron-core"
         print(f"no checkpoint_version in it: assumed {checkpoint.version:g}, because its names are {origin}")
-    if family is MIXTURE and (left_out := megatron.balance_left_out(checkpoint.arguments, folder)):
+    if family is MIXTURE and (left_out := megatron.describe_aux_loss(checkpoint.arguments, folder)):
         print(left_out)
     _print_next_steps(arguments, rope, config, tokenizer)
     return 0
 
 
-def _model(checkpoint: Checkpoint, arguments: FromMegatronArguments) -> tuple[ModelConfig, Family, Tensors]:
+def _model(checkpoint: MegatronCheckpoint, arguments: FromMegatronArguments) -> tuple[ModelConfig, Family, Tensors]:
     """The model, its family, and its tensors by the names of the family."""
     folder, settings, tensors = str(checkpoint.folder), checkpoint.arguments, checkpoint.tensors
     kind, version = checkpoint.architecture, checkpoint.version
@@ -201,7 +203,7 @@ def _model(checkpoint: Checkpoint, arguments: FromMegatronArguments) -> tuple[Mo
     return model, family, DecoderTensors(tensors, model, folder)
 
 
-def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Checkpoint, rows: int) -> int:
+def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: MegatronCheckpoint, rows: int) -> int:
     """The number of embedding rows that are tokens.
 
     Megatron pads the tokens of its tokenizer to a multiple of 128 for each tensor rank. A tokenizer that leaves more
@@ -227,20 +229,18 @@ def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Check
 
 
 def _find_tokenizer(
-    arguments: FromHfArguments | FromMegatronArguments, values: dict, model: ModelConfig
+    arguments: ImportArguments, values: dict, model: ModelConfig
 ) -> tuple[Tokenizer | None, dict[str, bytes]]:
     """The tokenizer of an import, and the files next to it that the run carries until `to-hf` (not those it writes)."""
-    tokenizer = tokenizer_files.find_tokenizer(arguments.source, arguments.tokenizer)
+    tokenizer = tokenizer_files.open_tokenizer(arguments.source, arguments.tokenizer)
     if tokenizer is None or arguments.tokenizer is not None or not model.causal:
         return tokenizer, {}
     positions = None if arguments.rope is None else model.max_positions
-    carried = tokenizer_files.collect_files(arguments.source, values, positions)
+    carried = tokenizer_files.collect_tokenizer_files(arguments.source, values, positions)
     return tokenizer, {name: content for name, content in carried.items() if name not in tokenizer.files}
 
 
-def _print_next_steps(
-    arguments: FromHfArguments | FromMegatronArguments, rope: str, config: Config, tokenizer: Tokenizer | None
-) -> None:
+def _print_next_steps(arguments: ImportArguments, rope: str, config: Config, tokenizer: Tokenizer | None) -> None:
     """Print what to type after an import."""
     run, causal = shlex.quote(str(arguments.output)), config.model.causal
     if rope:
@@ -273,33 +273,32 @@ def to_hf(arguments: ToHfArguments) -> int:
       RunError: the checkpoint is damaged.
     """
     run, output = arguments.run, arguments.output
-    largest_file = parse_size(arguments.shard_size)
+    largest_file = parse_shard_size(arguments.shard_size)
     if find_address(output):
         raise UsageError(f"{output} is in a store, and mjax convert to-hf writes files; give a folder, and copy it")
     model_folder.check_output(output, arguments.overwrite)
     config = read_settings(run / "config.json")
     model = config.model.without_lora()
-    family = models.model_family(model)
+    family = models.export_family(model)
     _check_adapters(arguments, config)
     tokenizer = _load_run_tokenizer(run, arguments.tokenizer)
     check_vocabulary(tokenizer, config.model)
     carries = arguments.tokenizer is None and family.generates
-    carried = tokenizer_files.restore_files(run / "tokenizer") if carries else {}
-    library = None if tokenizer is None or carried else fast_tokenizer(tokenizer, config.model.samples != "text")
+    carried = tokenizer_files.export_tokenizer_files(run / "tokenizer") if carries else {}
+    library = None if tokenizer is None or carried else to_fast_tokenizer(tokenizer, config.model.samples != "text")
 
     step = _newest(run, config, arguments.step)
     saved = run / "checkpoints" / str(step)
-    torch_name, dtype = models.TYPES[arguments.dtype]
+    torch_name, dtype = models.DTYPES[arguments.dtype]
     if arguments.adapter:
         return _to_peft(arguments, config, family, saved, dtype)
     blocks, into = partial(read_in_blocks, saved), ""
     if arguments.merged:
-        base, of_base = _base(run)
-        blocks = lora.merge_adapters(
-            partial(read_in_blocks, of_base), config.model, lora.read_adapters(saved, config.model)
-        )
+        base, checkpoint = _base(run)
+        adapters = lora.read_adapters(saved, config.model)
+        blocks = lora.merge_adapters(partial(read_in_blocks, checkpoint), config.model, adapters)
         into = f", merged into checkpoint {base.step} of {base.run}"
-    shapes = {name: place.shape for name, place in weights.places(family, model).items()}
+    shapes = {name: place.shape for name, place in weights.tensor_layouts(family, model).items()}
     generation = _generation_config(arguments, tokenizer, carried)
     ids = {"pad_token_id": getattr(tokenizer, "pad", None)}
     if family.generates:
@@ -310,23 +309,23 @@ def to_hf(arguments: ToHfArguments) -> int:
             "model_type": family.model_type,
             **config_values(family, model),
             **ids,
-            **models.class_settings(config.model),
+            **models.label_settings(config.model),
             "torch_dtype": torch_name,
         }
         model_folder.write_object(folder / "config.json", values)
         if family.generates:
-            model_folder.write_object(folder / tokenizer_files.GENERATION, generation)
+            model_folder.write_object(folder / tokenizer_files.GENERATION_CONFIG, generation)
         if library is not None:
             tokenizer_files.write_tokenizer(tokenizer, library, folder, config.model)
         elif carried:
             tokenizer.save(folder)
-            for name in carried.keys() - {tokenizer_files.GENERATION}:
+            for name in carried.keys() - {tokenizer_files.GENERATION_CONFIG}:
                 (folder / name).write_bytes(carried[name])
         parameters = sum(map(math.prod, shapes.values()))
         card = _card(arguments, family, model, parameters, step, tokenizer is not None)
-        (folder / model_folder.CARD).write_text(card, encoding="utf-8")
+        (folder / model_folder.MODEL_CARD).write_text(card, encoding="utf-8")
         with progress("writing", parameters * dtype.itemsize) as wrote:
-            parts = weights.tensor_parts(family, model, blocks)
+            parts = weights.iterate_tensors(family, model, blocks)
             files = write_tensors(folder, shapes, parts, dtype, largest_file, wrote)
 
     run = find_address(run) or run
@@ -340,11 +339,11 @@ def to_hf(arguments: ToHfArguments) -> int:
 
 def _generation_config(arguments: ToHfArguments, tokenizer: Tokenizer | None, carried: dict[str, bytes]) -> dict:
     """The values of generation_config.json: those that the run carries, or the ids that end a text."""
-    if stored := json.loads(carried.get(tokenizer_files.GENERATION, b"{}")):
+    if stored := json.loads(carried.get(tokenizer_files.GENERATION_CONFIG, b"{}")):
         return stored
     eod = None if tokenizer is None else tokenizer.eod
     ends = [] if eod is None else stop_token_ids(arguments.run / "tokenizer", eod, arguments.tokenizer)
-    return dict.fromkeys(tokenizer_files.IDS, eod) | ({"eos_token_id": ends} if len(ends) > 1 else {})
+    return dict.fromkeys(tokenizer_files.SPECIAL_ID_FIELDS, eod) | ({"eos_token_id": ends} if len(ends) > 1 else {})
 
 
 def _check_adapters(arguments: ToHfArguments, config: Config) -> None:
@@ -362,7 +361,7 @@ def _newest(run: Path, config: Config, step: int | None = None) -> int:
     """The checkpoint of an export: `step`, or the newest intact one."""
     notices = Console(stderr=True, highlight=False)
     with Checkpoints(run / "checkpoints", on_notice=lambda line: notices.print(line, markup=False)) as checkpoints:
-        return checkpoints.find(without_base(models.abstract_weights(config)), step, field="model")
+        return checkpoints.find(without_base(models.abstract_model(config)), step, field="model")
 
 
 def _base(run: Path) -> tuple[Base, Path]:
@@ -382,11 +381,11 @@ def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Pa
     tensors = list(lora.peft_tensors(modules, lora.read_adapters(saved, config.model)))
     with model_folder.new_folder(output) as folder:
         values = lora.adapter_config(config.model, modules, arguments.base_name or base.run)
-        model_folder.write_object(folder / lora.CONFIG, values)
+        model_folder.write_object(folder / lora.ADAPTER_CONFIG, values)
         shapes = {name: part.shape for name, _, part in tensors}
         (file,) = write_tensors(folder, shapes, tensors, dtype, sys.maxsize)
-        rename(folder / file, folder / lora.WEIGHTS)
-        if (template := run / "tokenizer" / tokenizer_files.TEMPLATE).is_file():
+        rename(folder / file, folder / lora.ADAPTER_WEIGHTS)
+        if (template := run / "tokenizer" / tokenizer_files.CHAT_TEMPLATE).is_file():
             shutil.copy(template, folder)
     origin = f"checkpoint {saved.name} of {with_addresses(str(run))}"
     print(f"{output}: {len(modules)} adapters of rank {config.model.lora_rank}, {origin}")
@@ -394,18 +393,16 @@ def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Pa
     return 0
 
 
-def _card(
-    arguments: ToHfArguments, family: Family, model: ModelConfig, parameters: int, step: int, tokenizer: bool
-) -> str:
+def _card(arguments: ToHfArguments, family: Family, model: ModelConfig, size: int, step: int, tokenizer: bool) -> str:
     """README.md of an export: the card of the run, with a block about the export."""
     card, run = model_folder.read_card(arguments.run), arguments.run
     after = f"trained for {step:,} steps" if step else "the weights as they were converted"
     if step and (origin := read_origin(run)):
         after += f", from checkpoint {origin.step:,} of `{Path(origin.run).name}`"
-    lines = [*model_folder.history(card), f"- checkpoint {step:,} of the run `{run.resolve().name}`: {after}"]
-    name, (dtype, _) = arguments.output.resolve().name, models.TYPES[arguments.dtype]
-    block = model_folder.description(name, family, model, parameters, dtype, lines, tokenizer)
-    return model_folder.with_block(card, block)
+    lines = [*model_folder.read_history(card), f"- checkpoint {step:,} of the run `{run.resolve().name}`: {after}"]
+    name, (dtype, _) = arguments.output.resolve().name, models.DTYPES[arguments.dtype]
+    block = model_folder.describe_export(name, family, model, size, dtype, lines, tokenizer)
+    return model_folder.replace_block(card, block)
 
 
 def _load_run_tokenizer(run: Path, flag: str | None) -> Tokenizer | None:

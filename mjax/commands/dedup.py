@@ -30,7 +30,7 @@ import numpy as np
 from mjax.commands.arguments import DedupArguments
 from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, parse_block, tasks
 from mjax.data.corpus.near_duplicates import EDGE, NUM_HASHES, ROUNDS, Bands, Shingles, group_starts, shingle_hashes
-from mjax.data.corpus.tasks import MAX_EXAMPLES, FilterJob, Tally, check_outputs, diff_excerpts
+from mjax.data.corpus.tasks import MAX_EXAMPLES, RETAINED, FilterJob, Tally, check_outputs, diff_excerpts
 from mjax.errors import RunError
 
 EXACT, NEAR = "exact duplicate", "near-duplicate"
@@ -84,9 +84,9 @@ class DedupJob(FilterJob):
                 texts = [document.text for document in documents]
                 digests += (hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
                 if texts and not self.arguments.exact:
-                    signatures, of_bands = near_duplicates.minhash(texts, *self.shingling, self.bands)
+                    signatures, band_keys = near_duplicates.minhash(texts, *self.shingling, self.bands)
                     signatures.tofile(stream)
-                    keys.append(of_bands)
+                    keys.append(band_keys)
         values = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
         with self.open_files(rank, "digests", "keys", "documents", "places") as (halves, sorted_keys, numbers, where):
             np.array(places, np.int64).tofile(where)
@@ -94,9 +94,9 @@ class DedupJob(FilterJob):
             for column in (values[order, 0], values[order, 1], order):
                 column.tofile(halves)
             for band in range(self.bands.count if keys else 0):
-                of_band = np.concatenate([part[band] for part in keys])
-                order = np.argsort(of_band, kind="stable")
-                of_band[order].tofile(sorted_keys)
+                band_keys = np.concatenate([part[band] for part in keys])
+                order = np.argsort(band_keys, kind="stable")
+                band_keys[order].tofile(sorted_keys)
                 order.astype(np.uint32).tofile(numbers)
         return counts, malformed
 
@@ -146,11 +146,11 @@ class DedupJob(FilterJob):
                 members.append([])
                 for keys, numbers in self._parts(rank, bands):
                     distinct = same[numbers] == numbers
-                    found = near_duplicates.make_buckets(keys[distinct], numbers[distinct])
-                    found.documents.tofile(documents)
-                    found.buckets.tofile(buckets)
-                    members[-1].append(len(found.documents))
-                    candidates = np.union1d(candidates, found.documents)
+                    band = near_duplicates.make_buckets(keys[distinct], numbers[distinct])
+                    band.documents.tofile(documents)
+                    band.buckets.tofile(buckets)
+                    members[-1].append(len(band.documents))
+                    candidates = np.union1d(candidates, band.documents)
         with self.open_files(rank, "candidates") as (stream,):
             candidates.tofile(stream)
         return members
@@ -213,15 +213,13 @@ class DedupJob(FilterJob):
         signatures = self.values("all-signatures", np.uint8).reshape(-1, NUM_HASHES)
         shingles = Shingles(self.values("all-shingles", np.uint64), self.values("all-ends"))
         documents, buckets = (self.map_file(name, rank, np.int64) for name in ("members", "buckets"))
-        counts, compared = self.results("share")[rank], 0
+        counts, compared, threshold = self.results("share")[rank], 0, self.arguments.threshold
         ends = np.cumsum([sum(map(sum, counts[:turn])), *counts[turn]])
         with self.open_files(rank, f"edges-{turn}") as (stream,):
             for begin, end in pairwise(ends):
                 members = near_duplicates.Buckets(np.array(documents[begin:end]), np.array(buckets[begin:end]))
                 known = members.documents if clusters is None else clusters[members.documents]
-                edges, pairs = near_duplicates.find_similar_pairs(
-                    members, known, signatures, shingles, self.arguments.threshold
-                )
+                edges, pairs = near_duplicates.find_similar_pairs(members, known, signatures, shingles, threshold)
                 edges.tofile(stream)
                 compared += pairs
         return compared
@@ -249,10 +247,8 @@ class DedupJob(FilterJob):
             yield from (np.array(edges[start : start + PART]) for start in range(0, len(edges), PART))
 
     def _find_most_similar(self) -> None:
-        similar, jaccard = (
-            self.new_values(name, dtype, int(self.firsts[-1]))
-            for name, dtype in (("similar", np.int64), ("jaccard", np.float64))
-        )
+        similar = self.new_values("similar", np.int64, int(self.firsts[-1]))
+        jaccard = self.new_values("jaccard", np.float64, int(self.firsts[-1]))
         for edges in (part for turn in range(len(ROUNDS)) for part in self._edges(turn)):
             best = near_duplicates.nearest_documents(edges)
             document, other, value = (best[name] for name in ("one", "other", "jaccard"))
@@ -311,10 +307,10 @@ class DedupJob(FilterJob):
           Counts of the share, and the texts of the documents that are IN_REPORT, by number.
         """
         part = slice(*self.firsts[rank : rank + 2].tolist())
-        fate, tallies, texts = self.fate(part), {name: Tally(name) for name in ("read", EXACT, NEAR, "kept")}, {}
-        reasons = np.select([fate.exact, fate.near], [EXACT, NEAR], "kept").tolist()
+        fate, tallies, texts = self.fate(part), {name: Tally(name) for name in ("read", EXACT, NEAR, RETAINED)}, {}
+        reasons = np.select([fate.exact, fate.near], [EXACT, NEAR], RETAINED).tolist()
         needed, row = self.values("needed", np.uint8)[part], 0
-        with self.open_files(rank, "kept") as (stream,):
+        with self.open_files(rank, RETAINED) as (stream,):
             for wanted, documents in self._read_again(rank, needed):
                 for document, need in zip(documents, wanted.tolist(), strict=True):
                     tallies["read"].add(document.text)
@@ -340,7 +336,7 @@ class DedupJob(FilterJob):
         return {
             "source": self._source(int(fate.numbers[row])),
             "reason": EXACT if fate.exact[row] else NEAR,
-            "kept": self._source(int(fate.instead[row])),
+            RETAINED: self._source(int(fate.instead[row])),
             "similar_to": self._source(int(fate.similar[row])),
             "jaccard": round(float(fate.jaccard[row]), 4),
         }
@@ -364,7 +360,7 @@ class DedupJob(FilterJob):
                 tally.examples.append({**self.story(fate, 0), "text": text, "similar_text": other})
         steps = [tallies[EXACT], *[tallies[NEAR]] * (not self.arguments.exact)]
         report = {"command": "dedup", "inputs": self.corpus.names, "read": tallies["read"]}
-        report |= {"removed": steps, "kept": tallies["kept"]}
+        report |= {"removed": steps, RETAINED: tallies[RETAINED]}
         if not self.arguments.exact:
             report["near_duplicates"] = self._near_report(choice)
         return self.put_files(report, self.sum_malformed([malformed for _, malformed in self.results("read")]))

@@ -24,8 +24,8 @@ from mjax.config import load_user_model, read_settings
 from mjax.config.bounds import check_bounds
 from mjax.errors import UsageError, check_options, check_picture, either, name_arguments
 from mjax.tasks import labelled
-from mjax.tasks.interface import FOR_TEXT, Metric, Task
-from mjax.tasks.zero_shot import Lambada, Perplexity, Positions, WikiText103
+from mjax.tasks.interface import CAUSAL_ONLY, Metric, Task
+from mjax.tasks.zero_shot import Lambada, Perplexity, PositionwiseLoss, WikiText103
 from mjax.utils.files import resolve_parents
 from mjax.utils.progress import facts, progress
 
@@ -77,7 +77,7 @@ def _check(arguments: EvaluateArguments) -> None:
     """Refuse flags that do not go together."""
     harness = f"`mjax lm-eval --run {arguments.run} --tasks {arguments.task}`"
     known = [*TEXT_TASKS, *labelled.TASKS]
-    labelled.check_name(arguments.task, known, f", or a task of the lm-evaluation-harness: {harness}")
+    labelled.check_task_name(arguments.task, known, f", or a task of the lm-evaluation-harness: {harness}")
     check_bounds(arguments.positions, "--positions.")
     flags = {
         "--predictions": (arguments.predictions is not None, labelled.TASKS),
@@ -106,19 +106,19 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     notify = partial(notices.print, markup=False, soft_wrap=True)
     run, is_labelled = arguments.run, arguments.task in labelled.TASKS
     load_user_model(arguments.config, run, notify)
-    saved = read_settings(run / "config.json") if is_labelled else read_run(run, *FOR_TEXT)
+    saved = read_settings(run / "config.json") if is_labelled else read_run(run, *CAUSAL_ONLY)
     tokenizer = run_tokenizer(run, saved.model, arguments.tokenizer)
     with notices.status(f"reading {arguments.data}"):
         if is_labelled:
             task = labelled.open_task(arguments.task, (), (arguments.data,), tokenizer, saved.model.sequence)
-            size, unit, scorer_of = sum(map(len, task.validation.values())), "rows", TaskScorer
+            size, unit, make_scorer = sum(map(len, task.validation.values())), "rows", TaskScorer
         else:
             if arguments.task == "positions":
-                scorer_of, options = LossScorer, arguments.positions
-                task = Positions(arguments.data, tokenizer, saved.model, options.length, options.bins)
+                make_scorer, options = LossScorer, arguments.positions
+                task = PositionwiseLoss(arguments.data, tokenizer, saved.model, options.length, options.bins)
             else:
-                task_of, scorer_of = SHORT_TASKS[arguments.task], Scorer
-                task = task_of(arguments.data, tokenizer, saved.model.max_positions, arguments.stride)
+                make_task, make_scorer = SHORT_TASKS[arguments.task], Scorer
+                task = make_task(arguments.data, tokenizer, saved.model.max_positions, arguments.stride)
             size, unit = sum(map(len, task.passes)), "windows"
     if is_labelled:
         for note in task.notes:
@@ -132,7 +132,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     # --- The mesh and the weights -------------------------------------------------------------------------------------
     config = inference_config(saved, arguments.mesh, arguments.attention, arguments.micro_batch, arguments.compute)
     config = with_kernel(config, notify)
-    scorer = scorer_of(config, make_mesh(config.mesh))
+    scorer = make_scorer(config, make_mesh(config.mesh))
     step, model = restore_weights(run, scorer.abstract_model, arguments.step, notify)
 
     # --- Scores, metrics, predictions and pictures --------------------------------------------------------------------
@@ -166,7 +166,7 @@ def report(arguments: EvaluateArguments, step: int, metrics: Sequence[Metric]) -
     if not lines:  # predictions only
         console.print("no metrics: the file has no labels")
         return
-    console.print(facts((metric.name.replace("_", " "), metric.shown, metric.remark) for metric in lines))
+    console.print(facts((metric.name.replace("_", " "), metric.formatted, metric.note) for metric in lines))
     for metric in metrics:
         if metric not in lines:
-            print(f"\n{metric.shown}")
+            print(f"\n{metric.formatted}")

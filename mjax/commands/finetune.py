@@ -37,7 +37,7 @@ def finetune(arguments: FinetuneArguments) -> int:
       UsageError: a flag or a file is invalid, or the run folder lacks a config, a tokenizer or a checkpoint.
       RunError: the checkpoint is damaged, or training cannot continue.
     """
-    recipes.check(arguments)
+    recipes.check_arguments(arguments)
     from mjax.cluster import processes
     from mjax.cluster.watchdog import make_watchdog
 

@@ -129,9 +129,9 @@ def parse_known(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[s
 
 def rename_old_flags(argv: Sequence[str], prog: str) -> list[str]:
     """Return `argv` with today's names of flags, and full names of axes; a line on stderr reports each old one."""
-    of_command = dict(pair.split("=") for pair in OLD_FLAGS.get(prog.rpartition(" ")[2], "").split())
+    command_flags = dict(pair.split("=") for pair in OLD_FLAGS.get(prog.rpartition(" ")[2], "").split())
     axes = {f"mesh.{short}": f"mesh.{axis}" for short, axis in SHORT_AXES.items()}
-    renamed, words = axes | OLD_FIELDS | of_command, []
+    renamed, words = axes | OLD_FIELDS | command_flags, []
     for word in argv:
         flag, equals, value = word.partition("=")
         typed = flag.removeprefix("--").replace("_", "-") if flag.startswith("--") else ""
@@ -285,25 +285,25 @@ def _explain_unknown(name: str, words: Sequence[str], fields: dict[str, Flag], p
 def _match_flags(name: str, words: Sequence[str], flags: Sequence[Flag]) -> list[tuple[Flag, str]]:
     """Flags that have a name elsewhere, or without its section, each with its value; of its section if there are."""
     section, _, last = name.rpartition(".")
-    given = [(flag, " ".join(words if get_origin(_options(flag.kind)[0]) is tuple else words[:1])) for flag in flags]
-    matches = [
-        (flag, known) for flag, value in given if (known := _translate_value(flag.marks, name, value)) is not None
+    typed = [(flag, " ".join(words if get_origin(_options(flag.kind)[0]) is tuple else words[:1])) for flag in flags]
+    translated = ((flag, _translate_value(flag.marks, name, value)) for flag, value in typed)
+    matches = [match for match in translated if match[1] is not None] or [
+        (flag, value) for flag, value in typed if flag.name.rpartition(".")[2] == last
     ]
-    matches = matches or [(flag, value) for flag, value in given if flag.name.rpartition(".")[2] == last]
     return [match for match in matches if match[0].name.startswith(f"{section}.")] or matches
 
 
-def _translate_value(marks: Sequence, name: str, given: str) -> str | None:
+def _translate_value(marks: Sequence, name: str, value: str) -> str | None:
     """The value to type for a field in place of `name`, which it has elsewhere; None: it has no such name."""
     names = name, name.rpartition(".")[2]
-    values = (mark.value(part, given) for mark in marks if isinstance(mark, Synonyms) for part in names)
+    values = (mark.value(part, value) for mark in marks if isinstance(mark, Synonyms) for part in names)
     return next((value for value in values if value is not None), None)
 
 
-def _format_flag(flag: Flag, value: str, of_several: bool) -> str:
+def _format_flag(flag: Flag, value: str, is_choice: bool) -> str:
     """A flag and its value; its meaning, where one of several has to be chosen or the value would be another."""
-    meaning = re.split(r"[.;]( |$)" if of_several else r"\.( |$)", flag.text)[0]
-    needed = of_several or not (value or flag.kind is bool)
+    meaning = re.split(r"[.;]( |$)" if is_choice else r"\.( |$)", flag.text)[0]
+    needed = is_choice or not (value or flag.kind is bool)
     meaning = f" ({meaning[0].lower()}{meaning[1:]})" if needed else ""
     return f"--{flag.name}{f' {value}' if value and flag.kind is not bool else ''}{meaning}"
 

@@ -115,15 +115,15 @@ def plan(argv: Sequence[str]) -> int:
 def _with_default(argv: Sequence[str]) -> Sequence[str]:
     """The command line; for a budget with the config whose sizes are tried by default."""
     typed = flag_names(argv)
-    given = typed & {"config", "run"}
+    names_config = bool(typed & {"config", "run"})
     if "days" not in typed:
-        if "devices" in typed and not given:
+        if "devices" in typed and not names_config:
             days = "--days N to find the largest model that trains in N days"
             raise UsageError(f"--devices needs a config, such as --config gpt_8b, or {days}; add one of them")
         return argv
     for flag in typed & {"train.steps", "train.tokens"}:
         raise UsageError(f"--{flag} and --days both set the length of the run; leave one of them out")
-    return argv if given else ["--config", "llama3_8b", *argv]
+    return argv if names_config else ["--config", "llama3_8b", *argv]
 
 
 # Flags that have no effect without another one.
@@ -223,7 +223,7 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
             sections["time"] = time_section(config, gpu, calibration)
         except UsageError as error:  # no peak is known: memory and communication need none
             why = {"gpu": gpu.name, "seconds": None, "why": str(error)}
-            sections["time"] = Section(f"Time on {gpu.name}", why, [str(error)])
+            sections["time"] = Section(f"Step time on {gpu.name}", why, [str(error)])
     if arguments.max_sequence_on is not None:
         sections["longest"] = command.longest_section(config, name, arguments.max_sequence_on, gpu, calibration)
     if arguments.compile:

@@ -115,29 +115,29 @@ class PrepareJob(tasks.Job):
     def __init__(self, arguments: PrepareArguments, corpus: TextFiles, following: bool):
         stages = [*["tokenizer"] * _trains(arguments), "encode", "merge", "finish"]
         super().__init__(arguments, corpus, arguments.output, stages)
-        self.following, self.given, self.tokenizer_folder = following, None, self.folder / "tokenizer"
+        self.following, self.loaded, self.tokenizer_folder = following, None, self.folder / "tokenizer"
         self.settings = [Path(arguments.chat_template or "")]
         if not _trains(arguments):
-            self.given = _with_bos(tokenizers.load_tokenizer(arguments.tokenizer), arguments)
+            self.loaded = _with_bos(tokenizers.load_tokenizer(arguments.tokenizer), arguments)
             self.settings += tokenizers.tokenizer_files(arguments.tokenizer)
 
     def begin(self) -> None:
         """Save the tokenizer for the tasks, if one is given, and show the first conversations."""
-        how, folder = self.arguments, self.tokenizer_folder
-        given, self.given = self.given, None  # tasks read it from the folder
-        if how.chat:
-            _save_chat(how.chat_template, _find_run(how), folder, given)
-            given.bos = None  # the template writes it
-        if given is not None:
-            given.save(folder)
-        if how.preview and not how.json:
-            _show_first(how, self.corpus, folder)
+        arguments, folder = self.arguments, self.tokenizer_folder
+        loaded, self.loaded = self.loaded, None  # tasks read it from the folder
+        if arguments.chat:
+            _save_chat(arguments.chat_template, _find_run(arguments), folder, loaded)
+            loaded.bos = None  # the template writes it
+        if loaded is not None:
+            loaded.save(folder)
+        if arguments.preview and not arguments.json:
+            _show_first(arguments, self.corpus, folder)
 
     def tokenizer(self, rank: int) -> None:
         """Train the tokenizer: sentencepiece or BERT's vocabulary, on a fixed random sample of a large corpus."""
-        how = self.arguments
-        of_demo = 4096 if how.tokenizer is None else 2048  # as in configs/gpt_demo.py and bert_demo.py
-        vocabulary = how.vocabulary or (of_demo if how.demo else 8192)
+        arguments = self.arguments
+        demo_size = 4096 if arguments.tokenizer is None else 2048  # as in configs/gpt_demo.py and bert_demo.py
+        vocabulary = arguments.vocabulary or (demo_size if arguments.demo else 8192)
         share, draw = TRAINING_CHARACTERS / max(self.corpus.size, 1), random.Random(0)
 
         def chunks() -> Iterator[str]:
@@ -147,11 +147,11 @@ class PrepareJob(tasks.Job):
                         yield document.text[first : first + CHUNK]
             self.advance(self.corpus.size)  # of blank lines too
 
-        if how.tokenizer is None:
+        if arguments.tokenizer is None:
             trained = tokenizers.train_sentencepiece(chunks(), vocabulary)
         else:
-            trained = tokenizers.train_wordpiece(chunks(), vocabulary, how.tokenizer)
-        _with_bos(trained, how).save(self.tokenizer_folder)
+            trained = tokenizers.train_wordpiece(chunks(), vocabulary, arguments.tokenizer)
+        _with_bos(trained, arguments).save(self.tokenizer_folder)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -187,9 +187,8 @@ class PrepareJob(tasks.Job):
 
     def merge(self, rank: int) -> None:
         """Copy a share to its place in the files of the dataset."""
-        shapes = np.array(
-            [[share["counts"].get(name, 0) for name in DatasetSize._fields] for share in self.results("encode")]
-        )
+        counts = [share["counts"] for share in self.results("encode")]
+        shapes = np.array([[count.get(name, 0) for name in DatasetSize._fields] for count in counts])
         before, whole = DatasetSize(*shapes[:rank].sum(axis=0).tolist()), DatasetSize(*shapes.sum(axis=0).tolist())
         dtype = np.dtype(token_dtype(self._tokenizer.vocabulary))
         self.copy_file("tokens", rank, self.folder / "bin", before.tokens * dtype.itemsize)
@@ -200,13 +199,13 @@ class PrepareJob(tasks.Job):
 
     def finish(self, rank: int) -> PrepareSummary:
         """Write the metadata and give all files their names, the index last."""
-        how, shares, prefix, tokenizer = self.arguments, self.results("encode"), self.arguments.output, self._tokenizer
-        counts = Counter()
+        arguments, prefix = self.arguments, self.arguments.output
+        shares, tokenizer, counts = self.results("encode"), self._tokenizer, Counter()
         for share in shares:
             counts.update(share["counts"])
         malformed = self.sum_malformed([share["malformed"] for share in shares])
         if not counts["tokens"] and counts["dropped"]:
-            longer = f"all {counts['dropped']:,} conversations are longer than --max-length {how.max_length:,}"
+            longer = f"all {counts['dropped']:,} conversations are longer than --max-length {arguments.max_length:,}"
             raise UsageError(f"{longer}; raise it, or add --overflow truncate")
         if not counts["tokens"]:
             raise UsageError(f"there is no text in {', '.join(self.corpus.names)}; give files with text")
@@ -214,14 +213,14 @@ class PrepareJob(tasks.Job):
             tokenizer=tokenizer.scheme,
             vocabulary=tokenizer.vocabulary,
             eod=tokenizer.eod,
-            append_eod=how.append_eod and not how.chat,
+            append_eod=arguments.append_eod and not arguments.chat,
             bos=tokenizer.bos,
             inputs=self.corpus.names,
             mjax_version=__version__,
-            sentences=how.language if how.split_sentences else None,
+            sentences=arguments.language if arguments.split_sentences else None,
             malformed=malformed.count,
             malformed_examples=malformed.examples,
-            trained=counts["trained"] if how.chat else None,
+            trained=counts["trained"] if arguments.chat else None,
             **{name: counts[name] for name in ("documents", "tokens", "text_bytes", "sequences")},
         )
         self.copies_to_store = isinstance(token_file(prefix), RemoteFile)
@@ -231,14 +230,14 @@ class PrepareJob(tasks.Job):
             stops = {stop for share in shares for stop in share["stops"]}
             tokenizers.add_stop_tokens(indexed.temporary_tokenizer(prefix), tokenizer.eod, stops)
             indexed.publish_metadata(prefix, metadata)
-            if not how.chat:
+            if not arguments.chat:
                 remove(mask_file(prefix))
         self.put_outputs({"bin": token_file(prefix), "mask": mask_file(prefix), "idx": index_file(prefix)})
         return PrepareSummary(
             prefix=prefix,
             metadata=metadata,
             encoder=min(share["encoder"] for share in shares),  # gigatoken, if it took some
-            workers=(how.workers or self.tasks) if how.sbatch else max(self.processes, 1),
+            workers=(arguments.workers or self.tasks) if arguments.sbatch else max(self.processes, 1),
             seconds=time.time() - self.start_time,
             for_bert=isinstance(tokenizer, BertTokenizer),
             **{name: counts[name] for name in ("dropped", "cut", "endless")},
@@ -251,15 +250,15 @@ class PrepareJob(tasks.Job):
 
     def show(self, result: PrepareSummary) -> None:
         """Print the summary, as JSON with --json."""
-        how, metadata = self.arguments, result.metadata
-        if how.json:
+        arguments, metadata = self.arguments, result.metadata
+        if arguments.json:
             values = dataclasses.asdict(result)
             values = {**values, **values.pop("metadata"), "files": result.files}
             print(json.dumps(values, ensure_ascii=False, default=str))
             return
         console = Console(soft_wrap=True, highlight=False)
-        tokenizer = f"{metadata.tokenizer}, trained on this text" if _trains(how) else how.tokenizer
-        console.print(f"{how.output} is ready after {result.seconds:.1f} s", markup=False)
+        tokenizer = f"{metadata.tokenizer}, trained on this text" if _trains(arguments) else arguments.tokenizer
+        console.print(f"{arguments.output} is ready after {result.seconds:.1f} s", markup=False)
         console.print(facts(_facts(result, tokenizer)))
         if result.endless:
             note = f"note: {result.endless:,} conversations end without a special token: the model never learns to stop"
@@ -269,7 +268,7 @@ class PrepareJob(tasks.Job):
         workers = f"{result.workers} worker{'s' * (result.workers > 1)}"
         console.print(f"encoded with {result.encoder}, {workers}", markup=False)
         if self.following:
-            print(f"\nNext: {_following(how, metadata, result.for_bert)}")
+            print(f"\nNext: {_following(arguments, metadata, result.for_bert)}")
 
 
 # --- The steps --------------------------------------------------------------------------------------------------------
@@ -364,9 +363,7 @@ class Encoder:
 
     def _encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids, the lengths of sequences, and the number of sequences in each document, 0 without text."""
-        parts = (
-            [split_sentences(text, self.splitter) for text in texts] if self.splitter else [[text] for text in texts]
-        )
+        parts = [split_sentences(text, self.splitter) if self.splitter else [text] for text in texts]
         tokens, lengths = self.tokenizer.encode_flat([sequence for document in parts for sequence in document])
         document = np.repeat(np.arange(len(parts)), [len(document) for document in parts])[lengths > 0]
         lengths, sequences = lengths[lengths > 0].astype(np.int32), np.bincount(document, minlength=len(parts))

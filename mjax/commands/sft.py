@@ -95,12 +95,16 @@ def sft(argv: Sequence[str]) -> int:
     if not saved.model.causal:
         raise UsageError(f"{init} holds {saved.model.title}, which writes no answers; see mjax finetune --help")
     defaults = _defaults(saved, trained=any((init / "checkpoints").glob("[1-9]*")))  # not only converted
-    given = parse(SftArguments, argv, "mjax sft", SftArguments(settings=defaults))
-    if not given.settings.data.path and not given.settings.data.train_path:
+    parsed = parse(SftArguments, argv, "mjax sft", SftArguments(settings=defaults))
+    data = parsed.settings.data
+    if not data.path and not data.train_path:
         raise UsageError("there are no conversations; add --data FILE.jsonl, or the prefix of `mjax prepare --chat`")
-    for file, prefix in _prepare_files(given, first).items():
+    for file in dict.fromkeys(
+        path for path in (*data.path, *data.train_path, *data.valid_path) if path.endswith(TABULAR)
+    ):
+        prefix = _prepare_file(parsed, file, parsed.settings.model.sequence + 1 if "model.sequence" in first else None)
         argv = [prefix if word == file else word.replace(f"={file}", f"={prefix}") for word in argv]
-    chosen = _chosen(parse(SftArguments, argv, "mjax sft", given), defaults, first)
+    chosen = _chosen(parse(SftArguments, argv, "mjax sft", parsed), defaults, first)
     _print_defaults(chosen.settings, first)
     return train(argv, lambda _: chosen, "mjax sft")
 
@@ -113,42 +117,39 @@ def _print_defaults(settings: Config, typed: Container[str]) -> None:
     print(f"sft     {' '.join(to_flag(name, changed[name][0]) for name in shown)}")
 
 
-def _prepare_files(given: SftArguments, typed: Container[str]) -> dict[str, str]:
-    """The prefixes of the files among the data, whose conversations may be as long as a typed sequence."""
-    longest, data = given.settings.model.sequence + 1 if "model.sequence" in typed else None, given.settings.data
-    files = dict.fromkeys(path for path in (*data.path, *data.train_path, *data.valid_path) if path.endswith(TABULAR))
-    return {file: _prepare_file(given, file, longest) for file in files}
+def _prepare_file(parsed: SftArguments, file: str, max_length: int | None) -> str:
+    """The prefix of a file of conversations in the folder of caches, prepared unless that was done before.
 
-
-def _prepare_file(given: SftArguments, file: str, max_length: int | None) -> str:
-    """The prefix of a file of conversations in the folder of caches, prepared unless that was done before."""
+    Args:
+      max_length: of conversations, in tokens; None: one more than the model's sequence.
+    """
     from mjax.commands.prepare import prepare
     from mjax.data.indexed import index_file
     from mjax.generation.chat import TEMPLATE
 
     if (home := cache_home()) is None:
         raise UsageError(f"--data {file} is prepared in a folder of caches; set XDG_CACHE_HOME to one")
-    template = given.chat_template
-    if template is None and not (given.init / "tokenizer" / TEMPLATE).is_file():
+    template = parsed.chat_template
+    if template is None and not (parsed.init / "tokenizer" / TEMPLATE).is_file():
         template = "plain"
-        print(f"{given.init} has no chat template and learns the plain one, User: … Assistant: …")
+        print(f"{parsed.init} has no chat template and learns the plain one, User: … Assistant: …")
     arguments = PrepareArguments(
         inputs=(Path(file),),
         output="",
-        tokenizer=f"run:{given.init}",
+        tokenizer=f"run:{parsed.init}",
         chat=True,
         chat_template=template,
-        train_on=given.train_on,
+        train_on=parsed.train_on,
         max_length=max_length,
     )
     name = re.sub(r"[^\w.-].*", "", Path(file).name)[:64]  # without the query of an address
-    prefix = home.absolute() / "conversations" / f"{name}-{cache_key(arguments, given.init)}"
+    prefix = home.absolute() / "conversations" / f"{name}-{cache_key(arguments, parsed.init)}"
     if index_file(prefix).is_file():
         print(f"data    {prefix}, prepared before")
         return str(prefix)
-    if given.distributed.is_multiprocess or launch.find_launcher() is not None:
-        prepare = f"mjax prepare {shlex.quote(file)} --chat --tokenizer run:{given.init} --output data/chat"
-        raise UsageError(f"--data {file} is prepared by one process; type {prepare}, then --data data/chat")
+    if parsed.distributed.is_multiprocess or launch.find_launcher() is not None:
+        command = f"mjax prepare {shlex.quote(file)} --chat --tokenizer run:{parsed.init} --output data/chat"
+        raise UsageError(f"--data {file} is prepared by one process; type {command}, then --data data/chat")
     make_folder(prefix.parent)
     prepare(replace(arguments, output=str(prefix)), following=False)
     return str(prefix)
@@ -178,17 +179,17 @@ def _defaults(saved: Config, trained: bool) -> Config:
     return replace(DEFAULTS, model=saved.model, precision=saved.precision, train=train_config)
 
 
-def _chosen(given: SftArguments, defaults: Config, typed: Container[str]) -> SftArguments:
+def _chosen(parsed: SftArguments, defaults: Config, typed: Container[str]) -> SftArguments:
     """The defaults of flags that are not typed, which follow from the data and from those that are."""
     from mjax.data.sources import count_sequences
 
-    sequences, batch = count_sequences(given.settings), given.settings.train.global_batch
-    samples = max(1, math.ceil(given.epochs * sequences["training"]))
+    sequences, batch = count_sequences(parsed.settings), parsed.settings.train.global_batch
+    samples = max(1, math.ceil(parsed.epochs * sequences["training"]))
     steps, validation = math.ceil(samples / batch), math.ceil(sequences["validation"] / batch)
     if "train.steps" in typed or "data.train-samples" in typed:
-        samples = given.settings.data.train_samples
-        steps = given.settings.train.steps if "train.steps" in typed else steps
-    rates = LORA_RATES if given.settings.model.lora_rank else {}
+        samples = parsed.settings.data.train_samples
+        steps = parsed.settings.train.steps if "train.steps" in typed else steps
+    rates = LORA_RATES if parsed.settings.model.lora_rank else {}
     settings = replace(
         defaults,
         data=replace(defaults.data, train_samples=samples),
@@ -200,5 +201,5 @@ def _chosen(given: SftArguments, defaults: Config, typed: Container[str]) -> Sft
             eval_batches=max(validation, 1),
         ),
     )
-    name = given.name or f"{given.init.resolve().name}-sft"
-    return replace(given, config=f"{given.init}/config.json", name=name, settings=settings)
+    name = parsed.name or f"{parsed.init.resolve().name}-sft"
+    return replace(parsed, config=f"{parsed.init}/config.json", name=name, settings=settings)

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from mjax.run.metrics import Record
 
 
+INIT_SYNONYMS = Synonyms("pretrained pretrained-checkpoint init-from finetune model-name-or-path")
+
+
 @dataclass(frozen=True)
 class TrainArguments:
     """Train a model. Any config field is a flag, such as --mesh.data 8 or --train.steps 1000."""
@@ -46,9 +49,7 @@ class TrainArguments:
     """Folder that contains the run folders."""
     run: Annotated[Path | None, RUN_SYNONYMS] = None
     """Continue the run in this folder with its saved config."""
-    init: Annotated[Path | None, Synonyms("pretrained pretrained-checkpoint init-from finetune model-name-or-path")] = (
-        None
-    )
+    init: Annotated[Path | None, INIT_SYNONYMS] = None
     """Start a new run from the weights alone of the run in this folder, trained or converted: optimizer, step and data
     order start from scratch. Once the new run has checkpoints the same command continues it."""
     step: int | None = None
@@ -84,9 +85,10 @@ class TrainArguments:
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
-def train(
-    argv: Sequence[str], choose: Callable[[Sequence[str]], TrainArguments] | None = None, prog: str = "mjax train"
-) -> int:
+ChooseDefaults = Callable[[Sequence[str]], TrainArguments]
+
+
+def train(argv: Sequence[str], choose: ChooseDefaults | None = None, prog: str = "mjax train") -> int:
     """`mjax train`; returns the exit code. `choose` gives the defaults of the flags, instead of `choose_config`."""
     try:
         argv = localize_arguments(argv, trains=True)
@@ -143,12 +145,12 @@ class _SampleWriter(Callback):
         from mjax.data.tokenizers import tokenizer_from_folder
         from mjax.generation.chat import Chat
 
-        prompts = self.prompts
-        chat = Chat(folder) if run.config.data.conversations else None
-        tokenizer = tokenizer_from_folder(folder)
-        texts = prompts if chat is None else [chat.render([{"role": "user", "content": text}]) for text in prompts]
-        encode, decode = (tokenizer.encode_prompt, tokenizer.decode) if chat is None else (chat.encode, chat.decode)
-        ends = tokenizer.eod if chat is None else chat.stops
+        tokenizer, texts = tokenizer_from_folder(folder), self.prompts
+        encode, decode, ends = tokenizer.encode_prompt, tokenizer.decode, tokenizer.eod
+        if run.config.data.conversations:
+            chat = Chat(folder)
+            texts = [chat.render([{"role": "user", "content": prompt}]) for prompt in self.prompts]
+            encode, decode, ends = chat.encode, chat.decode, chat.stops
         samples = self._continue(run, texts, [encode(text) for text in texts], decode, ends)
         for prompt, sample in zip(self.prompts, samples, strict=True):
             run.print_line(f"step {step}: {prompt} → {sample.continuation.strip()}")
@@ -209,7 +211,7 @@ def read_prompts(file: str) -> list[str]:
 
 
 def _train_arguments(
-    argv: Sequence[str], choose: Callable[[Sequence[str]], TrainArguments], prog: str
+    argv: Sequence[str], choose: ChooseDefaults, prog: str
 ) -> tuple[TrainArguments, str, Origin | None, list[str]]:
     """The arguments of `mjax train`, with the run folder in `run`; the label of the config; the origin of a new run;
     and lines about settings taken from the data and changed in the run.

@@ -98,7 +98,7 @@ class ConversationDataset:
             raise UsageError(f"the {name} of {indexed.prefix} has none of its {len(indexed):,} conversations; {fix}")
         if lengths.max() > sequence + 1:
             longest, count = int(lengths.max()), int((lengths > sequence + 1).sum())
-            fix = f"raise it to {longest - 1}, or prepare them with --longest {sequence + 1}"
+            fix = f"raise it to {longest - 1}, or prepare them with --max-length {sequence + 1}"
             problem = f"{count:,} conversations of {indexed.prefix}"
             raise UsageError(f"{problem} are longer than --model.sequence {sequence:,}; {fix}")
 

@@ -374,7 +374,7 @@ class BlendedDataset:
             if samples > sum(sizes):
                 weights = " ".join(f"{share:.3g} PREFIX" for share in normalize(sizes))
                 problem = (
-                    f"the blend has {sum(sizes):,} samples and {samples:,} are needed, but without weights no repeats"
+                    f"a blend without weights repeats no sample: {sum(sizes):,} samples, and {samples:,} are needed"
                 )
                 raise UsageError(f"{problem}; take fewer steps, or give weights, such as {weights}")
         self.shares = normalize(sizes if shares is None else shares)

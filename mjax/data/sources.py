@@ -100,13 +100,8 @@ def open_data(config: Config, on_opened: Callable[[int], None] = lambda samples:
     if packed:
         training = PaddedDataset(training, sizes.samples_before(train.steps))
         validation = PaddedDataset(validation, eval_samples) if evaluates else None
-    return TrainingData(
-        training=Batches(training, sizes, transform),
-        validation=Batches(validation, eval_sizes, transform) if evaluates else None,
-        tokenizer=tokenizer,
-        summary=summary,
-        notes=tuple(notes),
-    )
+    validation_batches = Batches(validation, eval_sizes, transform) if evaluates else None
+    return TrainingData(Batches(training, sizes, transform), validation_batches, tokenizer, summary, tuple(notes))
 
 
 def count_sequences(config: Config) -> dict[str, int]:
@@ -147,9 +142,7 @@ class _Datasets:
         self._pieces = _read_word_pieces(prefixes, self.tokenizer) if model.samples == "pairs" else None
         self.eod = data.eod if data.eod is not None or metadata is None else metadata.eod
         if self.eod is None and (data.reset_positions or data.reset_attention or data.mask_eod_loss):
-            raise UsageError(
-                f"{prefixes[0]}.json, with the end-of-document id, does not exist; give it with --data.eod"
-            )
+            raise UsageError(f"{prefixes[0]}.json does not exist, so give the end-of-document id with --data.eod")
 
     def open_split(self, split: str, samples: int) -> GPTDataset | BertDataset | BlendedDataset:
         """The dataset of a split, or its blend of several, with `samples` samples."""
@@ -261,11 +254,11 @@ def _read_common_tokenizer(prefixes: Sequence[str]) -> tuple[DatasetMetadata | N
     identities = [(m.tokenizer, m.vocabulary, m.eod, digest_folder(tokenizer_folder(prefix))) for prefix, m in known]
     for (prefix, _), identity in zip(known, identities, strict=True):
         if identity != identities[0]:
-            kinds = "; ".join(
-                f"{kind} of {size:,} ids, {eod} at the end" for kind, size, eod, _ in (identities[0], identity)
-            )
+            kinds = (f"{kind} of {size:,} ids, {eod} at the end" for kind, size, eod, _ in (identities[0], identity))
             fix = "prepare one of them again with the other's --tokenizer"
-            raise UsageError(f"{known[0][0]} and {prefix} were made with different tokenizers ({kinds}); {fix}")
+            raise UsageError(
+                f"{known[0][0]} and {prefix} were made with different tokenizers ({'; '.join(kinds)}); {fix}"
+            )
     folder = tokenizer_folder(known[0][0])
     return known[0][1], folder if folder.is_dir() else None
 

@@ -665,9 +665,7 @@ def bert_backend(vocab: bytes, name: str, lowercase: bool) -> BackendTokenizer:
 
 def bert_normalizer(lowercase: bool) -> normalizers.Normalizer:
     """BERT's cleaning of text; `lowercase` also removes accents."""
-    return normalizers.BertNormalizer(
-        clean_text=True, handle_chinese_chars=True, strip_accents=lowercase, lowercase=lowercase
-    )
+    return normalizers.BertNormalizer(strip_accents=lowercase, lowercase=lowercase)
 
 
 # --- GPT-2 ------------------------------------------------------------------------------------------------------------

@@ -79,15 +79,15 @@ class FinetuneArguments:
     """Print the report as one JSON object."""
 
 
-def check(arguments: FinetuneArguments) -> None:
-    """Refuse flags that cannot work for any files.
+def check_arguments(arguments: FinetuneArguments) -> None:
+    """Check the flags before files are read.
 
     Raises:
       UsageError: a sentence with the flag and what is allowed.
     """
-    from mjax.tasks.labelled import check_name
+    from mjax.tasks.labelled import check_task_name
 
-    check_name(arguments.task)
+    check_task_name(arguments.task)
     check_bounds(arguments)
     if arguments.seed + arguments.seeds > 2**32:
         raise UsageError(f"--seed is {arguments.seed}; all seeds must be below 2^32")
@@ -103,14 +103,14 @@ def resolve_recipe(arguments: FinetuneArguments, saved: Config, print_line: Call
     Raises:
       UsageError: rows are longer than the model's sequence, or the batch does not divide.
     """
-    from mjax.tasks.labelled import DEFAULTS, Recipe
+    from mjax.tasks.labelled import RECIPES, Recipe
 
     positions = saved.model.max_positions
     if arguments.sequence is not None and arguments.sequence > positions:
         given = f"--sequence {arguments.sequence} is longer than the {positions} positions of the model"
         raise UsageError(f"{given} in {arguments.run}; use at most {positions}")
     flags = {name: getattr(arguments, name) for name in Recipe.__dataclass_fields__}
-    recipe = replace(DEFAULTS[arguments.task], **{name: value for name, value in flags.items() if value is not None})
+    recipe = replace(RECIPES[arguments.task], **{name: value for name, value in flags.items() if value is not None})
     data = arguments.mesh.data
     if data > 0 and recipe.batch % data:
         raise UsageError(f"--batch {recipe.batch} does not divide over --mesh.data {data}; use a multiple of {data}")
@@ -120,7 +120,7 @@ def resolve_recipe(arguments: FinetuneArguments, saved: Config, print_line: Call
 
 
 def check_task(task: LabelledTask, recipe: Recipe) -> None:
-    """Refuse files that cannot be used for training or validation.
+    """Check that the files can be used for training and validation.
 
     Raises:
       UsageError: there are fewer examples than a batch, or there is no label for validation.
@@ -135,7 +135,7 @@ def check_task(task: LabelledTask, recipe: Recipe) -> None:
 def finetuning_config(arguments: FinetuneArguments, saved: Config, task: LabelledTask, recipe: Recipe) -> Config:
     """The config of the steps, for every seed: the pre-trained model's shape and dropout with another head.
 
-    Its own seed is 0: head, order of examples and dropout masks depend on the seed that is trained.
+    Its seed is 0: head, order of examples and dropout masks depend on the seed in `Finetuning.train`.
     """
     mesh, steps_of_epoch = arguments.mesh, len(task.train) // recipe.batch
     steps = recipe.epochs * steps_of_epoch
@@ -201,8 +201,8 @@ def read_request(arguments: FinetuneArguments, recipe: Recipe, examples: int, co
     }
 
 
-class Request(TypedDict):
-    """The field of every request.json."""
+class SavedRequest(TypedDict):
+    """The required fields of request.json."""
 
     step: int
 
@@ -216,17 +216,17 @@ def with_start_step(request: dict[str, Any], output: Path) -> dict[str, Any]:
     file = output / "request.json"
     if not file.exists():
         return request
-    before = read(Request, file, "choose another --output")
+    before = read(SavedRequest, file, "choose another --output")
     if request["step"] is None:
         request = request | {"step": before["step"]}
     for name, now in request.items():
         if before.get(name) != now:
             flag = "precision.compute" if name == "compute" else name.replace("_", "-")
             what = "number of examples" if name == "examples" else f"--{flag}"
-            change = f"{what} {_words(before.get(name))}, now {_words(now)}"
+            change = f"{what} {_format_value(before.get(name))}, now {_format_value(now)}"
             raise UsageError(f"{output} was fine-tuned with {change}; choose another --output, or use the former value")
     return request
 
 
-def _words(value) -> str:
+def _format_value(value) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

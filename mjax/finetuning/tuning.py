@@ -107,20 +107,18 @@ class Finetuning:
         self._print_line(f"seed    {seed}")
         if (epochs := read_epochs(folder)) and epochs[-1]["step"] == last:
             self.epochs[seed] = epochs
-            self._conclude()
+            self._write_report()
             return 0
         with contextlib.ExitStack() as stack:
+            runs = {folder: self._print_line, folder / "best": lambda line: self._print_line(f"best: {line}")}
             checkpoints, best = (
                 stack.enter_context(Checkpoints(run / "checkpoints", keep_last=2, on_notice=notice))
-                for run, notice in (
-                    (folder, self._print_line),
-                    (folder / "best", lambda line: self._print_line(f"best: {line}")),
-                )
+                for run, notice in runs.items()
             )
-            start, state = self._state(seed, checkpoints)
+            start, state = self._initial_state(seed, checkpoints)
             log = None
             if is_first():
-                self._lay_out(seed, folder)
+                self._write_run_folder(seed, folder)
                 log = stack.enter_context(contextlib.closing(MetricsLog(folder, start, print_line=self._print_line)))
             display = Display(last, self.console, shown=is_first())
             guard = SeedGuard(self.config, checkpoints, display.print_line)
@@ -138,19 +136,19 @@ class Finetuning:
                 self._steps_before += last
                 if result.stopped:
                     if epochs and epochs[-1]["step"] == last:
-                        self._conclude()
+                        self._write_report()
                     if not result.exit_code:  # in the last step or after it, which the loop treats as its end
                         self._print_line("stopped; run the same command again to continue")
                     return PREEMPTED
-        self._conclude()
+        self._write_report()
         return 0
 
     def report(self) -> dict[str, Any]:
         """The request and the results of all seeds."""
-        return self.request | summary(self.task.metric, self.epochs)
+        return self.request | summarize(self.task.metric, self.epochs)
 
     def print_report(self) -> None:
-        """Print the report as a table on stdout, and where the rest of it is."""
+        """Print the report as a table on stdout, and the paths of its files."""
         report = self.report()
         print_table(report, "{task}, fine-tuned from {checkpoint}, step {step}".format(**report))
         best = report["best"]
@@ -160,8 +158,8 @@ class Finetuning:
 
     # --- Parts of a seed ----------------------------------------------------------------------------------------------
 
-    def _state(self, seed: int, checkpoints: Checkpoints) -> tuple[int, TrainState]:
-        """The state to continue from: the seed's own last checkpoint, or the initial one."""
+    def _initial_state(self, seed: int, checkpoints: Checkpoints) -> tuple[int, TrainState]:
+        """Restore the seed's last checkpoint, or build the initial state; returns the step too."""
         if checkpoints.steps():
             start, state = checkpoints.restore(self.program.abstract_state)
             self._print_line(f"        continued after step {start}")
@@ -173,7 +171,7 @@ class Finetuning:
             write_whole(self.output / "request.json", json.dumps(self.request, indent=1) + "\n")
         return 0, state
 
-    def _lay_out(self, seed: int, folder: Path) -> None:
+    def _write_run_folder(self, seed: int, folder: Path) -> None:
         """Write the files of a run folder."""
         best = folder / "best"
         best.mkdir(parents=True, exist_ok=True)
@@ -183,7 +181,7 @@ class Finetuning:
         source = Path(self.request["checkpoint"]) / "tokenizer"
         shutil.copytree(source, best / "tokenizer", dirs_exist_ok=True, copy_function=copy_whole)
 
-    def _conclude(self) -> None:
+    def _write_report(self) -> None:
         if not is_first():
             return
         report = self.report()
@@ -199,7 +197,7 @@ class Finetuning:
 
 # --- Batches of training examples, in a new order every epoch ---------------------------------------------------------
 #     epoch 0   3 0 4 | 1 5 2 | 6        seven examples in batches of three: two steps an epoch,
-#     epoch 1   5 6 1 | 0 3 4 | 2        and what is left over is dropped
+#     epoch 1   5 6 1 | 0 3 4 | 2        and the rest is dropped
 #
 # The order is a function of (seed, epoch) only, so a run that continues sees the same batches, on any mesh. The
 # incomplete last batch of an epoch is dropped, as in Megatron-LM v1.0 without --keep-last: a smaller batch would give
@@ -240,7 +238,7 @@ class EpochBatches:
 Epochs = Mapping[int, list[dict]]  # `EvaluateTask.epochs`, by seed
 
 
-def summary(metric: str, epochs: Epochs) -> dict[str, Any]:
+def summarize(metric: str, epochs: Epochs) -> dict[str, Any]:
     """The best epoch of each seed, the median of every metric over the seeds, and the best seed."""
     best = {seed: find_best(measured, metric) for seed, measured in epochs.items()}
     names = next(iter(best.values()))["figures"]
@@ -255,7 +253,7 @@ def summary(metric: str, epochs: Epochs) -> dict[str, Any]:
 
 
 def print_table(report: dict[str, Any], title: str) -> None:
-    """Print a `summary` on stdout: one column per seed, then the median of several."""
+    """Print a `summarize` on stdout: one column per seed, then the median of several."""
     seeds, medians = report["seeds"], [report["median"]] if len(report["seeds"]) > 1 else []
     names = [name for name, best in report["best"]["figures"].items() if isinstance(best, float)]
     rows = [
@@ -278,10 +276,10 @@ def print_table(report: dict[str, Any], title: str) -> None:
 #                                    previous best one, in case the newer ones are damaged
 #         predictions/               of the validation files, in the task's official format
 #
-# An epoch is better than those before it if the task's metric is higher; in a tie the first one is kept.
+# The best epoch has the highest value of the task's metric, the first one in a tie.
 
 
-class Epoch(TypedDict):
+class EpochResult(TypedDict):
     """An entry of epochs.json."""
 
     epoch: int
@@ -291,7 +289,7 @@ class Epoch(TypedDict):
 
 
 class EvaluateTask(Evaluate):
-    """The task's evaluation after each epoch, which keeps the weights of the best one.
+    """The task's evaluation after each epoch, which saves the weights of the best one.
 
     Attributes:
       epochs: results so far, as in epochs.json: one dict per epoch with its number, its last step, loss and metrics.
@@ -350,7 +348,7 @@ def read_epochs(folder: Path) -> list[dict]:
     file = folder / "epochs.json"
     if not file.exists():
         return []
-    return read(list[Epoch], file, f"remove {folder}, to train this seed from scratch")
+    return read(list[EpochResult], file, f"remove {folder}, to train this seed from scratch")
 
 
 def find_best(epochs: list[dict], metric: str) -> dict:
@@ -370,10 +368,10 @@ def mean_loss(scores: dict[str, np.ndarray], validation: dict[str, Examples]) ->
     return float(np.mean(losses))
 
 
-# --- The initial state of fine-tuning: the trunk of a checkpoint, and a head initialised by the seed ------------------
-# The checkpoint is that of a pre-trained or a fine-tuned BERT. Every weight that the task's model also has, by name, is
-# loaded; the heads for masked tokens and for the order are dropped, and weights that the checkpoint does not have,
-# mainly the head, are drawn from N(0, init_std).
+# --- The initial state of fine-tuning: the trunk of a checkpoint, and a head initialized by the seed ------------------
+# The checkpoint is of a pre-trained or a fine-tuned BERT. Every weight that the task's model also has, by name, is
+# loaded; the heads for masked tokens and for the order are dropped, and weights that the checkpoint lacks, mainly the
+# head, are initialized from N(0, init_std).
 
 
 class FinetuningStart:
@@ -410,8 +408,8 @@ class FinetuningStart:
         """The initial state for `seed`, and the step of the checkpoint of its trunk.
 
         Args:
-          seed: initialises the head, and selects the dropout masks. One compiled program serves all seeds, and masks
-            depend on the step number; so the steps of a seed are numbered from seed × steps on.
+          seed: initializes the head, and selects the dropout masks. One compiled program serves all seeds, and masks
+            depend on the step number; so the step numbers of a seed begin at seed × steps.
           step: the checkpoint; None: the newest intact one.
 
         Raises:

@@ -387,10 +387,10 @@ def find_trained_spans(
     turns, answers = _list_turns(messages, trained)
     around = [(messages[: number + after], not after) for number in answers for after in (0, 1)]
     asked = around[-2:-1] if chat.marks else around
-    (text, generated), *others = chat.render_with_spans([(messages, False), *asked], tools)
+    (text, generated), *prefixes = chat.render_with_spans([(messages, False), *asked], tools)
     if chat.marks and not generated:
-        others = chat.render_with_spans(around, tools)
-    texts = [rendered for rendered, _ in others]
+        prefixes = chat.render_with_spans(around, tools)
+    texts = [rendered for rendered, _ in prefixes]
     header = texts[-2:][0]  # with all before the last answer
     if len(generated) == len(turns):
         spans = [span for span, number in zip(generated, turns, strict=True) if number in answers]

@@ -201,7 +201,7 @@ class LayerList(NamedTuple):
     def decode(
         self, x: Float[Array, "t h"], context: ForwardContext, cached: list, lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "t h"], list]:
-        """As `Block.decode`, with the cache of each layer."""
+        """Decode like `Block.decode`, with the cache of each layer."""
         caches = []
         for layer, (_, _, gather, kind), cache in zip(self.layers, self.slices, cached, strict=True):
             block = layer if gather is None else gather(layer)

@@ -1,8 +1,7 @@
 """A model folder: written atomically; its JSON files; and README.md, the model card.
 
-The card says where the model comes from and how to open it, in a block between two comments. Everything else in the
-card is someone else's: it stays, with the front matter, which has the license. `from-hf` puts the card into the run, so
-that it is there for `to-hf`.
+A block of the card between two comments states the model's source and how to open it. The rest of the card stays, with
+the front matter, which has the license. `from-hf` copies the card into the run, for `to-hf`.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from mjax.utils.files import rename, to_disk
 
 
 def check_output(folder: Path, overwrite: bool | None = None) -> None:
-    """Refuse to overwrite an existing folder.
+    """Check that a folder may be written.
 
     Args:
       folder: to write.
-      overwrite: whether to replace an exported model or adapter: a folder with its config.json, and files only; None
-        for a command without `--overwrite`.
+      overwrite: True to replace an exported model or adapter: a folder with its config.json, and files only; None for
+        a command without `--overwrite`.
 
     Raises:
       UsageError: `folder` is a file, or contains anything else.
     """
-    inside = {entry.name: entry.is_dir() for entry in folder.iterdir()} if folder.is_dir() else None
-    if not folder.exists() or inside == {}:
+    entries = {entry.name: entry.is_dir() for entry in folder.iterdir()} if folder.is_dir() else None
+    if not folder.exists() or entries == {}:
         return
-    is_model = inside and not {"config.json", "adapter_config.json"}.isdisjoint(inside) and not any(inside.values())
+    is_model = entries and not {"config.json", "adapter_config.json"}.isdisjoint(entries) and not any(entries.values())
     if not overwrite:
         replace = "--overwrite replaces it; or " if overwrite is False and is_model else ""
         raise UsageError(f"{folder} exists; {replace}give a folder that is empty or does not exist")
@@ -47,14 +46,14 @@ def check_output(folder: Path, overwrite: bool | None = None) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder`, which replaces it when everything is written.
+    """Create a temporary folder next to `folder`, which replaces it at the end.
 
     Call `check_output` before.
     """
     folder = folder.resolve()  # the target of a symbolic link
     folder.parent.mkdir(parents=True, exist_ok=True)
-    holder = Path(tempfile.mkdtemp(prefix=f"{folder.name}.writing-", dir=folder.parent))
-    temporary, old = holder / "new", holder / "old"
+    parent = Path(tempfile.mkdtemp(prefix=f"{folder.name}.writing-", dir=folder.parent))
+    temporary, old = parent / "new", parent / "old"
     temporary.mkdir()
     try:
         yield temporary
@@ -65,11 +64,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
     finally:
         if old.exists() and not folder.exists():  # stopped between the two renames
             rename(old, folder)
-        shutil.rmtree(holder, ignore_errors=True)
+        shutil.rmtree(parent, ignore_errors=True)
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a foreign file.
+    """Read the JSON object in a foreign file.
 
     Raises:
       UsageError: there is no such file, or it is not a JSON object.
@@ -80,32 +79,37 @@ def read_object(file: Path) -> dict[str, Any]:
 
 def write_object(file: Path, values: dict[str, Any]) -> None:
     """Write a JSON object in the format of `transformers`."""
-    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_bytes(to_json(values))
+
+
+def to_json(values: dict[str, Any]) -> bytes:
+    """A JSON object in the format of `transformers`."""
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 # --- Model card -------------------------------------------------------------------------------------------------------
 
-CARD = "README.md"
+MODEL_CARD = "README.md"
 BEGIN, END = "<!-- mjax convert: begin -->", "<!-- mjax convert: end -->"
 FRONT_MATTER = re.compile(r"\A---\n.*?^---\n", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}\n*", re.DOTALL)
 
 
 def read_card(folder: Path) -> str:
-    """The card in a folder; empty without one.
+    """Read the card in a folder; empty without one.
 
     Raises:
       UsageError: it is not text.
     """
-    file = folder / CARD
+    file = folder / MODEL_CARD
     try:
         return file.read_text(encoding="utf-8").replace("\r\n", "\n") if file.is_file() else ""
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not a text file in UTF-8 (byte {error.start}); correct or remove it") from None
 
 
-def with_block(card: str, block: str) -> str:
-    """The card with this block in place of the one that it has, or at the beginning."""
+def replace_block(card: str, block: str) -> str:
+    """Replace the block of a card, or insert one at the beginning."""
     block = f"{BEGIN}\n{block.strip()}\n{END}\n\n"
     if BLOCK.search(card):
         return BLOCK.sub(lambda _: block, card, count=1).rstrip() + "\n"
@@ -114,29 +118,29 @@ def with_block(card: str, block: str) -> str:
     return f"{head}\n{block}{card[front.end() if front else 0 :].lstrip()}".rstrip() + "\n"
 
 
-def history(card: str) -> list[str]:
-    """The conversions of a model so far, a line each, from the block in its card."""
+def read_history(card: str) -> list[str]:
+    """Read the earlier conversions of a model, a line each, from the block in its card."""
     block = BLOCK.search(card)
     return [line for line in (block[0] if block else "").splitlines() if line.startswith("- ")]
 
 
 def make_card(source: Path, model: str, rope: str = "") -> str:
-    """The card of a run that has the weights of a folder, with a line on that.
+    """The card of a run with the weights of a folder, with a line on the conversion.
 
     Args:
       source: the folder.
-      model: in words.
-      rope: the result of `rope_line`.
+      model: description of the model.
+      rope: the result of `describe_rope`.
 
     Raises:
       UsageError: the card of the folder is not text.
     """
     card = read_card(source)
     line = f"- converted by mjax from `{source.resolve().name}`, {model}{rope and f', with {rope}'}"
-    return with_block(card, "\n".join([*history(card), line]))
+    return replace_block(card, "\n".join([*read_history(card), line]))
 
 
-def description(
+def describe_export(
     name: str, family: Family, model: ModelConfig, parameters: int, dtype: str, lines: list[str], tokenizer: bool
 ) -> str:
     """The block of an export.
@@ -145,15 +149,15 @@ def description(
       name: of its folder.
       family: of the model.
       model: the model.
-      parameters: their number.
-      dtype: of the tensors, in torch's name.
-      lines: its `history`, with this conversion.
-      tokenizer: whether the folder has one.
+      parameters: number of parameters.
+      dtype: of the tensors, torch's name.
+      lines: the result of `read_history`, and this conversion.
+      tokenizer: True if the folder has one.
     """
-    facts = f"`{family.model}` with {parameters:,} parameters in {dtype}: {model.layers} layers, hidden size "
-    facts += f"{model.hidden:,}, vocabulary {model.vocabulary:,}, sequences of up to {model.max_positions:,} tokens."
+    summary = f"`{family.model}` with {parameters:,} parameters in {dtype}: {model.layers} layers, hidden size "
+    summary += f"{model.hidden:,}, vocabulary {model.vocabulary:,}, sequences of up to {model.max_positions:,} tokens."
     classes = ["AutoModelForCausalLM" if family.generates else family.model, *["AutoTokenizer"] * tokenizer]
-    opened = zip(("model", "tokenizer"), classes, strict=False)
+    variables = zip(("model", "tokenizer"), classes, strict=False)
     code = [f"from transformers import {', '.join(classes)}", ""]
-    code += [f'{variable} = {cls}.from_pretrained("{name}")' for variable, cls in opened]
-    return "\n".join([f"# {name}", "", facts, "", *lines, "", "```py", *code, "```"])
+    code += [f'{variable} = {cls}.from_pretrained("{name}")' for variable, cls in variables]
+    return "\n".join([f"# {name}", "", summary, "", *lines, "", "```py", *code, "```"])

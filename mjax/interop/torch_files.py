@@ -1,12 +1,12 @@
 """Files of torch, which are pickles: read as data, and nothing in them is executed.
 
-A pickle is a program: it names the functions and classes it wants to call. torch's reader with `weights_only` calls
-those that make tensors and plain values, and rejects all others. The checks it lacks are here: the checksums written by
-torch.save, and whether a tensor is larger than its stored bytes. torch is needed for these files only.
+A pickle is a program that names functions and classes to call. torch's reader with `weights_only` calls only those for
+tensors and plain values, and rejects all others. This module adds two checks: the checksums of torch.save, and that no
+tensor is larger than its stored bytes. torch is needed for these files only.
 
 Besides tensors, a Megatron checkpoint contains the arguments of the run and the state needed to resume it: an
-`argparse.Namespace`, random states, objects of Megatron's own classes. Each of these names is replaced by a `StandIn`,
-a class that stores its arguments and does nothing; Megatron is never imported. Any other name is rejected, and the
+`argparse.Namespace`, random states, objects of Megatron's classes. Each of these names is replaced by a `PickleStub`, a
+class that stores its arguments and does nothing; Megatron is never imported. Any other name is rejected, and the
 message gives the name.
 """
 
@@ -31,14 +31,14 @@ from jax.numpy import bfloat16
 from mjax.errors import UsageError, first_line
 from mjax.utils.files import path_below
 
-OLDEST_TORCH = (2, 10)  # in older versions a file could get around weights_only
+MIN_TORCH_VERSION = (2, 10)  # in older versions a file could bypass weights_only
 
 
-def import_torch(why: str) -> Any:
-    """The torch library.
+def import_torch(purpose: str) -> Any:
+    """Import torch.
 
     Args:
-      why: the beginning of the error message: "… are read by torch".
+      purpose: the beginning of the error message: "… are read by torch".
 
     Raises:
       UsageError: it is not installed, or too old to be trusted with foreign files.
@@ -46,45 +46,45 @@ def import_torch(why: str) -> Any:
     try:
         import torch
     except ModuleNotFoundError:
-        raise UsageError(f"{why}, which is not installed; type `pip install torch`") from None
-    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise UsageError(f"{purpose}, which is not installed; type `pip install torch`") from None
+    if tuple(map(int, torch.__version__.split(".")[:2])) < MIN_TORCH_VERSION:
+        oldest = ".".join(map(str, MIN_TORCH_VERSION))
         raise UsageError(f"torch {torch.__version__} reads files unsafely; type `pip install 'torch>={oldest}'`")
     return torch
 
 
-def load_tensors(file: Path | BinaryIO, of_megatron: bool = False) -> Any:
-    """The contents of a torch.save file: tensors and plain values, memory-mapped if its format allows.
+def load_tensors(file: Path | BinaryIO, allow_megatron: bool = False) -> Any:
+    """Load a torch.save file: tensors and plain values, memory-mapped if its format allows.
 
     Args:
       file: a file in a folder, or its bytes.
-      of_megatron: put stand-ins for the objects in Megatron's checkpoints; else torch rejects them.
+      allow_megatron: True to replace the objects in Megatron's checkpoints by stubs; else torch rejects them.
 
     Raises:
-      Exception: of many kinds, where it is cut off, damaged, no file of torch.save, or wants to call something.
+      Exception: of many types, for a truncated or damaged file, another format, or a call of a function.
     """
     import torch
 
     archive, on_disk = zipfile.is_zipfile(file), isinstance(file, Path)
     if archive:
         _check_archive(file)
-    names = _names_in(file) if of_megatron else ()
+    names = _read_global_names(file) if allow_megatron else ()
     if not on_disk:
         file.seek(0)
-    known = [name for name in names if name in NEXT_TO_TENSORS or name.startswith(OF_MEGATRON)]
-    allowed = torch.serialization.get_safe_globals()  # by other libraries
+    known = [name for name in names if name in MEGATRON_GLOBALS or name.startswith(MEGATRON_PREFIXES)]
+    previous = torch.serialization.get_safe_globals()  # of other libraries
     torch.serialization.clear_safe_globals()
     try:
-        torch.serialization.add_safe_globals([(type(name, (StandIn,), {}), name) for name in known])
+        torch.serialization.add_safe_globals([(type(name, (PickleStub,), {}), name) for name in known])
         return torch.load(file, map_location="cpu", weights_only=True, mmap=archive and on_disk)
     finally:
         torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(allowed)
+        torch.serialization.add_safe_globals(previous)
 
 
-def _names_in(file: Path | BinaryIO) -> set[str]:
-    """The names of functions and classes in a file of torch.save, found without running it."""
-    with ExitStack() as stack, suppress(ValueError):  # not a pickle: torch reports it when it opens the file
+def _read_global_names(file: Path | BinaryIO) -> set[str]:
+    """Read the names of functions and classes in a file of torch.save, without running it."""
+    with ExitStack() as stack, suppress(ValueError):  # not a pickle, which torch reports
         if isinstance(file, Path) and not zipfile.is_zipfile(file):
             pickles = 4 * [stack.enter_context(file.open("rb"))]  # torch before 1.6: the fourth is the object
         else:
@@ -96,12 +96,12 @@ def _names_in(file: Path | BinaryIO) -> set[str]:
 
 
 def _check_archive(file: Path | BinaryIO) -> None:
-    """Compare a torch.save file with its checksums, which torch itself does not.
+    """Compare a torch.save file with its checksums, which torch does not.
 
-    Files of torch before 1.6 are not archives and have none. torch can also be told to leave them out.
+    Files of torch before 1.6 are not archives and have none, and torch has an option to omit them.
 
     Raises:
-      BadZipFile: a part of it is not what was written.
+      BadZipFile: a checksum differs.
     """
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
@@ -111,12 +111,12 @@ def _check_archive(file: Path | BinaryIO) -> None:
             raise zipfile.BadZipFile(f"{damaged} in it is not what was written (checksum)")
 
 
-def to_arrays(file: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Tensors of torch by name as arrays of NumPy over the same memory, bfloat16 included.
+def to_numpy(file: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Convert torch's tensors by name to NumPy arrays over the same memory, bfloat16 included.
 
     Raises:
-      UsageError: one is not a plain tensor, has a dtype that NumPy lacks, or is larger than its stored data: strides of
-        0 make any size of one number.
+      UsageError: one is not a plain tensor, has a dtype that NumPy lacks, or is larger than its stored data: with
+        strides of 0 one number has any shape.
     """
     import torch
 
@@ -126,9 +126,9 @@ def to_arrays(file: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
             raise UsageError(f"{file}: {name} is {reprlib.repr(tensor)}, which is not a tensor; convert another model")
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
             raise UsageError(f"{file}: {name} is not a plain tensor; save it as one, dense and on the CPU")
-        stored = tensor.untyped_storage().nbytes()
-        if tensor.numel() * tensor.element_size() > stored:
-            sizes = f"shape {tuple(tensor.shape)} and {stored:,} bytes stored of it, which do not suffice"
+        stored_bytes = tensor.untyped_storage().nbytes()
+        if tensor.numel() * tensor.element_size() > stored_bytes:
+            sizes = f"shape {tuple(tensor.shape)} and {stored_bytes:,} bytes stored of it, which do not suffice"
             raise UsageError(f"{file}: {name} has {sizes}; get the file again, or save it with contiguous tensors")
         tensor = tensor.detach()
         try:
@@ -141,9 +141,9 @@ def to_arrays(file: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 # --- Files of Megatron ------------------------------------------------------------------------------------------------
 
-OF_MEGATRON = ("megatron.", "fp16.")
-"""Prefixes of Megatron's own classes: modes, schedulers, loss scalers."""
-NEXT_TO_TENSORS = {
+MEGATRON_PREFIXES = ("megatron.", "fp16.")
+"""Prefixes of Megatron's classes: modes, schedulers, loss scalers."""
+MEGATRON_GLOBALS = {
     "argparse.Namespace", "types.SimpleNamespace", "io.BytesIO", "_io.BytesIO", "signal.Signals",
     "pathlib.PosixPath", "pathlib._local.PosixPath",  # the second of Python 3.13
     "numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType",
@@ -151,11 +151,11 @@ NEXT_TO_TENSORS = {
     "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar",
 }  # fmt: skip
 """Objects of other libraries in Megatron's checkpoints: arguments, paths, random states, kernel states."""
-MAX_ELEMENTS = 2**62  # above any number of bytes or elements
+MAX_ELEMENTS = 2**62  # larger than any number of bytes or elements
 
 
-class StandIn:
-    """An object of a class that is not imported: it stores what the pickle gives it.
+class PickleStub:
+    """An object of a class that is not imported; it stores the state from the pickle.
 
     Attributes:
       arguments: of the call of its class.
@@ -163,10 +163,10 @@ class StandIn:
 
     __slots__ = ("__dict__", "arguments")
 
-    def __new__(cls, *arguments: Any) -> StandIn:
-        made = super().__new__(cls)
-        made.arguments = arguments
-        return made
+    def __new__(cls, *arguments: Any) -> PickleStub:
+        stub = super().__new__(cls)
+        stub.arguments = arguments
+        return stub
 
     def __init__(self, *arguments: Any):
         pass
@@ -178,24 +178,24 @@ class StandIn:
         return f"{type(self).__name__}({', '.join(map(reprlib.repr, self.arguments))})"
 
 
-def load(file: Path, chunk: Chunk | None = None) -> dict[str, Any]:
-    """The contents of a torch.save file: tensors (memory-mapped if possible), plain values and stand-ins.
+def load_megatron_file(file: Path, chunk: TensorChunk | None = None) -> dict[str, Any]:
+    """Load a torch.save file of Megatron: tensors (memory-mapped if possible), plain values and stubs.
 
     Args:
       file: in a folder.
-      chunk: of the bytes that megatron-core 0.19 and later saves among the shards: a list of one dict.
+      chunk: bytes among the shards, where megatron-core 0.19 and later saves a list of one dict.
 
     Raises:
-      UsageError: torch is not installed, or the file is missing, damaged, not a dict, or tries to execute something.
+      UsageError: torch is not installed, or the file is missing, damaged, not a dict, or calls a function.
     """
     if not file.is_file():
         raise UsageError(f"{file} does not exist; copy the whole checkpoint")
     import_torch("checkpoints of Megatron are read by torch")
     try:
-        content = load_tensors(file if chunk is None else read_chunk(file, chunk), of_megatron=True)
+        content = load_tensors(file if chunk is None else read_chunk(file, chunk), allow_megatron=True)
         if chunk is not None:
             (content,) = content
-    except Exception as error:  # of many kinds, for what is cut off, no file of torch's, or more than data
+    except Exception as error:  # of many types: truncated, another format, or more than data
         if called := re.search(r"GLOBAL (\S+)", str(error)):
             what = f"{called[1]}, which is not part of a checkpoint of Megatron, and nothing was executed"
             raise UsageError(f"{file} wants to call {what}; save its weights and arguments without it") from None
@@ -206,8 +206,8 @@ def load(file: Path, chunk: Chunk | None = None) -> dict[str, Any]:
     return content
 
 
-def read_chunk(file: Path, chunk: Chunk) -> BinaryIO:
-    """The bytes of a part in `file`, as a stream of its own."""
+def read_chunk(file: Path, chunk: TensorChunk) -> BinaryIO:
+    """Read the bytes of a chunk in `file` into a stream."""
     with file.open("rb") as stream:
         stream.seek(chunk.start)
         return io.BytesIO(stream.read(min(chunk.length, file.stat().st_size)))
@@ -217,13 +217,13 @@ def read_chunk(file: Path, chunk: Chunk) -> BinaryIO:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A part of a tensor, and where it is stored.
+class TensorChunk:
+    """A part of a tensor, and its location.
 
     Attributes:
       offsets, sizes: its position in the whole tensor, by dimension.
       file: name in the folder.
-      start, length: its bytes in the file, themselves a torch.save file.
+      start, length: its bytes in the file, which are a torch.save file.
     """
 
     offsets: tuple[int, ...]
@@ -234,46 +234,46 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor in a folder of torch.distributed.checkpoint: `dtype` as torch names it, full shape, parts."""
+class StoredTensor:
+    """A tensor in a folder of torch.distributed.checkpoint: torch's name of its dtype, full shape, parts."""
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorChunk, ...]
 
 
 COMMON_STATE = "common_state/shard_0_1"
-"""Name of the arguments and the version among the entries of megatron-core 0.19 and later, which has no common.pt."""
-_STAND_INS = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
+"""Name of the entry with arguments and version in megatron-core 0.19 and later, which has no common.pt."""
+_STUB_PREFIXES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 """Modules of the classes in .metadata: storage locations and the plan by which they were written."""
-_VALUES = {
+_METADATA_GLOBALS = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): str,
     ("collections", "OrderedDict"): dict,
-    ("pathlib", "PosixPath"): StandIn,
+    ("pathlib", "PosixPath"): PickleStub,
 }
 
 
 class _MetadataReader(pickle.Unpickler):
-    """Makes stand-ins and plain values for the names that occur in .metadata, refuses all others, imports nothing."""
+    """Replaces the names in .metadata by stubs and plain values, rejects all others, and imports nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith(_STAND_INS):
-            return type(name, (StandIn,), {})
-        if (module, name) in _VALUES:
-            return _VALUES[module, name]
+        if module.startswith(_STUB_PREFIXES):
+            return type(name, (PickleStub,), {})
+        if (module, name) in _METADATA_GLOBALS:
+            return _METADATA_GLOBALS[module, name]
         if module == "torch" and re.fullmatch(r"b?float\d+\w*|u?int\d+|bool|complex\d+", name):
             return name
         raise UsageError(f"it wants to call {module}.{name}, which is not part of it, and nothing was executed")
 
 
-def read_metadata(file: Path) -> dict[str, Stored]:
-    """The tensors listed in the .metadata of a torch_dist checkpoint, by name, and `COMMON_STATE`, of dtype bytes.
+def read_metadata(file: Path) -> dict[str, StoredTensor]:
+    """Read the tensors in the .metadata of a torch_dist checkpoint, by name, and `COMMON_STATE`, of dtype bytes.
 
-    Entries of other kinds are left out.
+    Other entries are ignored.
 
     Raises:
-      UsageError: the file is missing or damaged, or tries to execute something.
+      UsageError: the file is missing or damaged, or calls a function.
     """
     if not file.is_file():
         raise UsageError(f"{file} does not exist; copy the whole checkpoint, hidden files too")
@@ -281,17 +281,16 @@ def read_metadata(file: Path) -> dict[str, Stored]:
         with file.open("rb") as stream:
             _check_memo(stream, file.stat().st_size)
             content = _MetadataReader(stream).load()
-        locations = {
-            (index.fqn, tuple(vars(index).get("offset") or ())): info for index, info in content.storage_data.items()
-        }
+        stored = content.storage_data.items()
+        locations = {(index.fqn, tuple(vars(index).get("offset") or ())): info for index, info in stored}
         entries = {
-            name: _resolve_stored(name, kind, locations, file.parent)
+            name: _to_stored_tensor(name, kind, locations, file.parent)
             for name, kind in content.state_dict_metadata.items()
             if type(kind).__name__ == "TensorStorageMetadata"
         }
         if COMMON_STATE in content.state_dict_metadata:
-            chunk = _chunk(COMMON_STATE, locations[COMMON_STATE, ()], file.parent)
-            entries[COMMON_STATE] = Stored("bytes", (), (chunk,))
+            chunk = _to_chunk(COMMON_STATE, locations[COMMON_STATE, ()], file.parent)
+            entries[COMMON_STATE] = StoredTensor("bytes", (), (chunk,))
         return entries
     except UsageError as error:
         raise UsageError(f"{file}: {error}; get the checkpoint from where it was trained") from None
@@ -300,34 +299,33 @@ def read_metadata(file: Path) -> dict[str, Stored]:
 
 
 def _check_memo(stream: BinaryIO, size: int) -> None:
-    """Refuse a memo index larger than the file: the unpickler would allocate that many slots."""
+    """Reject a memo index larger than the file: the unpickler would allocate that many slots."""
     for code, value, _ in pickletools.genops(stream):
         if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and value > size:
             raise ValueError(f"object {value:,} of {size:,} bytes")
     stream.seek(0)
 
 
-def _whole_numbers(values: Any) -> tuple[int, ...]:
+def _to_sizes(values: Any) -> tuple[int, ...]:
     numbers = tuple(values)
     if not all(type(value) is int and 0 <= value < MAX_ELEMENTS for value in numbers):
         raise ValueError("not whole numbers")
     return numbers
 
 
-def _chunk(name: str, location: StandIn, folder: Path, offsets: Any = (), sizes: Any = ()) -> Chunk:
+def _to_chunk(name: str, location: PickleStub, folder: Path, offsets: Any = (), sizes: Any = ()) -> TensorChunk:
     file = location.relative_path
     path_below(folder, file, f"the file of {name},")
     if vars(location).get("transform_descriptors"):
         raise UsageError(f"{name} is stored as {location.transform_descriptors}, and mjax reads plain tensors only")
-    start, length = _whole_numbers([location.offset, location.length])
-    return Chunk(_whole_numbers(offsets), _whole_numbers(sizes), file, start, length)
+    start, length = _to_sizes([location.offset, location.length])
+    return TensorChunk(_to_sizes(offsets), _to_sizes(sizes), file, start, length)
 
 
-def _resolve_stored(name: str, kind: StandIn, locations: dict, folder: Path) -> Stored:
-    chunks = tuple(
-        _chunk(name, locations[name, tuple(chunk.offsets)], folder, chunk.offsets, chunk.sizes) for chunk in kind.chunks
-    )
-    dtype, shape = kind.properties.state[0], _whole_numbers(kind.size)
+def _to_stored_tensor(name: str, kind: PickleStub, locations: dict, folder: Path) -> StoredTensor:
+    described = ((chunk.offsets, chunk.sizes) for chunk in kind.chunks)
+    chunks = tuple(_to_chunk(name, locations[name, tuple(at)], folder, at, sizes) for at, sizes in described)
+    dtype, shape = kind.properties.state[0], _to_sizes(kind.size)
     if type(dtype) is not str or any(len(c.offsets) != len(shape) or len(c.sizes) != len(shape) for c in chunks):
         raise ValueError("parts of other dims than the whole")
-    return Stored(dtype, shape, chunks)
+    return StoredTensor(dtype, shape, chunks)

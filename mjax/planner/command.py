@@ -46,7 +46,7 @@ MAX_DEVICES = 16_384  # tried when looking for a number of GPUs that is enough
 
 
 def run_search(
-    config: Config, name: str, devices: int, gpu: Gpu, calibration: Calibration, keep: tuple[str, ...]
+    config: Config, name: str, devices: int, gpu: Gpu, calibration: Calibration, fix: tuple[str, ...]
 ) -> tuple[Config, Section]:
     """Return the fastest config, and the plan section on the search.
 
@@ -54,15 +54,15 @@ def run_search(
       config: valid except for the searched fields.
       name: of the config, or of its file.
       devices, gpu, calibration: the number of GPUs, each of them, and its rates.
-      keep: fields that stay as they are.
+      fix: fields that stay as they are.
 
     Raises:
       UsageError: there is no candidate, or none fits.
     """
-    check_searchable(config, devices, gpu.gpus_per_node, keep)
-    result = search.search_and_time(config, devices, gpu, calibration, keep)
+    check_searchable(config, devices, gpu.gpus_per_node, fix)
+    result = search.search_and_time(config, devices, gpu, calibration, fix)
     if not result.ranked:
-        reject_out_of_memory(result, config, name, gpu.name, search.make_predictors(gpu, calibration)[0], keep)
+        reject_out_of_memory(result, config, name, gpu.name, search.make_predictors(gpu, calibration)[0], fix)
     return result.ranked[0].config, search_section(result, name, config, gpu)
 
 
@@ -81,36 +81,36 @@ def describe_config(section: Section, name: str, config: Config) -> str:
 # --- Errors -----------------------------------------------------------------------------------------------------------
 
 
-def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Collection[str] = ()) -> None:
+def check_searchable(config: Config, devices: int, gpus_per_node: int, fix: Collection[str] = ()) -> None:
     """Reject a search without any candidate.
 
     Raises:
       UsageError: one sentence, with numbers of GPUs that work.
     """
-    for name in keep:
+    for name in fix:
         if name not in search.SEARCHED:
             near = suggestion(name, search.SEARCHED, f"use any of {', '.join(search.SEARCHED)}")
             raise UsageError(f"--fix {name} is not a field of the search; {near}")
     if devices > gpus_per_node and devices % gpus_per_node:
         below = devices // gpus_per_node * gpus_per_node
-        fix = f"use {below} or {below + gpus_per_node}, or set --devices-per-node"
-        raise UsageError(f"--devices {devices} is not a multiple of the {gpus_per_node} GPUs of a server; {fix}")
+        advice = f"use {below} or {below + gpus_per_node}, or set --devices-per-node"
+        raise UsageError(f"--devices {devices} is not a multiple of the {gpus_per_node} GPUs of a server; {advice}")
     # Without the fields that the search decides, and without data, which a plan does not need.
     train = replace(config.train, micro_batch=1, recompute="none")
     validate(replace(config, mesh=MeshConfig(), data=replace(config.data, mock=True), train=train))
-    if not any(search.candidates(config, devices, keep)):
+    if not any(search.candidates(config, devices, fix)):
         counts = (*search.divisors(gpus_per_node)[:-1], *range(gpus_per_node, MAX_DEVICES, gpus_per_node))
-        counts = [n for n in counts if any(search.candidates(config, n, keep))]
+        counts = [n for n in counts if any(search.candidates(config, n, fix))]
         nearest = [n for n in counts if n < devices][-1:] + [n for n in counts if n > devices][:1]
         use = f"use --devices {' or '.join(map(str, nearest))}" if nearest else "use another --train.global-batch"
-        model, fixed = config.model, f" with fixed {', '.join(keep)}" if keep else ""
+        model, fixed = config.model, f" with fixed {', '.join(fix)}" if fix else ""
         batches = f"batches of multiples of {search.batch_unit(config)} sequences"
         parts = f"{model.layers} layers, {model.heads} heads and {batches}"
         raise UsageError(f"--devices {devices} cannot be divided among {parts}{fixed}; {use}")
 
 
 def reject_out_of_memory(
-    result: SearchResult, config: Config, name: str, gpu: str, memory_of: MemoryOf, keep: Collection[str]
+    result: SearchResult, config: Config, name: str, gpu: str, memory_of: MemoryOf, fix: Collection[str]
 ) -> None:
     """Reject a search in which nothing fits, with the closest candidate, and how many GPUs would be enough.
 
@@ -118,7 +118,7 @@ def reject_out_of_memory(
       UsageError: always.
     """
     smallest, size = min(result.out_of_memory, key=lambda pair: pair[1])
-    enough = enough_devices(config, result.devices, memory_of, result.capacity, keep)
+    enough = enough_devices(config, result.devices, memory_of, result.capacity, fix)
     advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {MAX_DEVICES:,} is enough either"
     why = f"takes {size / GIB:.1f} GiB of {result.capacity / GIB:.1f}, of which {HEADROOM:.0%} must stay free"
     if 1 - size / result.capacity >= HEADROOM:
@@ -130,17 +130,17 @@ def reject_out_of_memory(
 
 
 def enough_devices(
-    config: Config, devices: int, memory_of: MemoryOf, capacity: float, keep: Collection[str] = ()
+    config: Config, devices: int, memory_of: MemoryOf, capacity: float, fix: Collection[str] = ()
 ) -> int | None:
     """Twice, four times … as many GPUs, on which a candidate leaves HEADROOM free; None if `MAX_DEVICES` are too few.
 
     Only the smallest candidates are tried: micro-batches of 1, full recomputation, one virtual stage.
     """
     thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.virtual_stages": 1}
-    fixed = {name: value for name, value in thrifty.items() if name not in keep}
+    fixed = {name: value for name, value in thrifty.items() if name not in fix}
     small, count = search.with_values(config, fixed), 2 * devices
     while count <= MAX_DEVICES:
-        if any(memory_of(way).fits(capacity) for way in search.candidates(small, count, {*keep, *fixed})):
+        if any(memory_of(way).fits(capacity) for way in search.candidates(small, count, {*fix, *fixed})):
             return count
         count *= 2
     return None
@@ -272,7 +272,7 @@ def longest_section(config: Config, name: str, devices: int, gpu: Gpu, calibrati
 
 
 def run_budget(
-    config: Config, name: str, base: Config, budget: Budget, calibration: Calibration, keep: tuple[str, ...]
+    config: Config, name: str, base: Config, budget: Budget, calibration: Calibration, fix: tuple[str, ...]
 ) -> tuple[Config, Section]:
     """The config of the largest model that the budget trains, and its plan section: the model, the tried sizes, and the
     command to train it. Each trial is reported on stderr.
@@ -282,15 +282,15 @@ def run_budget(
       name: of the config, or of its file.
       base: without the flags, as `name` has it.
       budget: of GPUs and days; `calibration` has their rates.
-      keep: as in `run_search`.
+      fix: as in `run_search`.
 
     Raises:
       UsageError: no model can be split, or none is trained in time.
     """
     devices, gpu, sizes = budget.devices, budget.gpu, search.size_grid(config)
-    possible = [size for size in sizes if search.has_candidates(size.config, devices, keep)]
-    check_searchable((possible or sizes)[-1].config, devices, gpu.gpus_per_node, keep)
-    search_config = search.search_known_settings(devices, gpu, calibration, keep)
+    possible = [size for size in sizes if search.has_candidates(size.config, devices, fix)]
+    check_searchable((possible or sizes)[-1].config, devices, gpu.gpus_per_node, fix)
+    search_config = search.search_known_settings(devices, gpu, calibration, fix)
     best, tried = search.largest_model(possible, budget, search_config, partial(print, file=sys.stderr))
     flags = (to_flag(field, new) for field, (_, new) in differing_fields(base, best.best.config).items())
     command = f"mjax train --config {name} {' '.join(flags)} --data.path PREFIX"

@@ -76,15 +76,15 @@ LOSS_CHUNKS = 8
 # --- Candidates -------------------------------------------------------------------------------------------------------
 
 
-def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iterator[Config]:
+def candidates(config: Config, devices: int, fix: Collection[str] = ()) -> Iterator[Config]:
     """All configs with the model, data and training of `config` that use exactly `devices` devices.
 
     Args:
       config: valid except for its mesh, its micro-batch and its recomputation.
       devices: number of devices.
-      keep: fields of `SEARCHED` that stay as in `config`.
+      fix: fields of `SEARCHED` that stay as in `config`.
     """
-    fixed = {name: field_value(config, name) for name in keep}
+    fixed = {name: field_value(config, name) for name in fix}
     zeros = (1, 3) if "mesh.replicate" in fixed else (3,)  # ZeRO-1 gathers once a step: groups save it little
     mesh_of = cache(MeshConfig)  # caches by mesh are faster if it is the same object
     train_of, recomputations = cache(partial(replace, config.train)), cache(partial(_recomputations, config))
@@ -224,7 +224,7 @@ def search(
     memory_of: MemoryOf,
     time_of: TimeOf,
     capacity: float,
-    keep: Collection[str] = (),
+    fix: Collection[str] = (),
     host: float | None = None,
     top: int = 10,
     among: Collection[Config] | None = None,
@@ -238,14 +238,14 @@ def search(
       memory_of: bytes of a config on its fullest device; called in the order of their time.
       time_of: seconds of its step, and their mean over the run.
       capacity: bytes of a device for the program.
-      keep: fields of `SEARCHED` that stay as in `config`.
+      fix: fields of `SEARCHED` that stay as in `config`.
       host: limit of host memory for each device in bytes; None if it is not known.
       top: number of candidates to rank at least.
       among: the candidates; by default all.
       mean_of: the mean of `time_of` alone, which is called for all candidates.
     """
     mean_of, timed = mean_of or (lambda config: time_of(config).mean), []
-    among = list(candidates(config, devices, keep) if among is None else among)
+    among = list(candidates(config, devices, fix) if among is None else among)
     with progress("searching", len(among), transient=True) as advance:
         for candidate in among:
             timed.append((candidate, mean_of(candidate)))
@@ -256,7 +256,7 @@ def search(
         if len(fastest) >= top and mean > max(MAX_SLOWDOWN * fastest[0], 1.001 * fastest[top - 1]):
             break
         tried, options = tried + 1, [(candidate, memory_of(candidate))]
-        if not options[0][1].fits(capacity) and "train.loss_chunks" not in keep:
+        if not options[0][1].fits(capacity) and "train.loss_chunks" not in fix:
             options += [(chunked, memory_of(chunked)) for chunked in with_loss_chunks(*options[0])]
         for option, memory in options:
             if memory.fits(capacity, host):
@@ -273,13 +273,13 @@ def search_and_time(
     devices: int,
     gpu: Gpu,
     calibration: Calibration | None = None,
-    keep: tuple[str, ...] = (),
+    fix: tuple[str, ...] = (),
     among: tuple[Config, ...] | None = None,
 ) -> SearchResult:
     """`search` with the planner's predictions of memory and time."""
     memory_of, time_of = make_predictors(gpu, calibration)
     usable, host = gpu.usable_bytes, gpu.host_bytes
-    return search(config, devices, memory_of, time_of, usable, keep, host, among=among, mean_of=time_of.mean)
+    return search(config, devices, memory_of, time_of, usable, fix, host, among=among, mean_of=time_of.mean)
 
 
 @lru_cache(maxsize=4)
@@ -477,9 +477,9 @@ def longest_sequence(
         near, far = memory_share(mesh, FIRST_GUESS), memory_share(mesh, 2 * FIRST_GUESS)
         return FIRST_GUESS * (1 + (1 - near) / (far - near)) if far > near else FIRST_GUESS
 
-    keep = set(SEARCHED) - {"mesh.model", "mesh.sequence_parallel", "mesh.context", "mesh.context_attention"}
+    fix = set(SEARCHED) - {"mesh.model", "mesh.sequence_parallel", "mesh.context", "mesh.context_attention"}
     start = make_config(FIRST_GUESS, MeshConfig(zero=3))
-    layouts = dict.fromkeys(candidate.mesh for candidate in candidates(start, devices, keep))
+    layouts = dict.fromkeys(candidate.mesh for candidate in candidates(start, devices, fix))
     guesses = {mesh: extrapolate(mesh) for mesh in layouts if mesh.data == 1 and mesh.model <= gpus_per_node}
     if not guesses:
         return None
@@ -592,17 +592,17 @@ def size_grid(config: Config) -> list[ModelSize]:
     return [ModelSize(replace(config, model=scaled), sizes[scaled]) for scaled in sorted(sizes, key=sizes.__getitem__)]
 
 
-def has_candidates(config: Config, devices: int, keep: Collection[str]) -> bool:
+def has_candidates(config: Config, devices: int, fix: Collection[str]) -> bool:
     """True if the model is valid and can be divided among the devices."""
     try:
         config.model.check(config)
     except UsageError:
         return False
-    return any(candidates(config, devices, keep))
+    return any(candidates(config, devices, fix))
 
 
 def search_known_settings(
-    devices: int, gpu: Gpu, calibration: Calibration, keep: tuple[str, ...] = ()
+    devices: int, gpu: Gpu, calibration: Calibration, fix: tuple[str, ...] = ()
 ) -> Callable[[Config], SearchResult]:
     """A search of a config among the fastest settings of the last full search, or in full if none of them fits."""
     fastest: list[dict[str, Any]] = []
@@ -611,7 +611,7 @@ def search_known_settings(
         known = (known for values in fastest for known in candidates(with_values(config, values), devices, SEARCHED))
         result = search_and_time(config, devices, gpu, calibration, SEARCHED, among=tuple(known))
         if not result.ranked:
-            result = search_and_time(config, devices, gpu, calibration, keep)
+            result = search_and_time(config, devices, gpu, calibration, fix)
             fastest[:] = [{name: field_value(best.config, name) for name in SEARCHED} for best in result.ranked[:10]]
         return result
 

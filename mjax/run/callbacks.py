@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class Callback:
     """Hooks around the steps of a run; every method does nothing by default.
 
-    The loop calls a method for all callbacks in order, in every process. What a callback changes in the run or on its
-    devices must be the same in all of them. The data of `run` are described in `mjax.run.loop.Run`.
+    The loop calls a method for all callbacks in order, in every process. A callback must change the run and its devices
+    in the same way in all of them. The data of `run` are described in `mjax.run.loop.Run`.
     """
 
     def on_start(self, run: Run) -> None:

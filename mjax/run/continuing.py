@@ -209,10 +209,8 @@ def compute_digests(data: DataConfig) -> dict[str, list[str]]:
     from mjax.data.indexed import IndexedDataset
 
     blends = {} if data.mock else {name: getattr(data, name) for name in BLENDS if getattr(data, name)}
-    return {
-        name: [IndexedDataset(prefix).digest for prefix in parse_blend(values, f"--data.{name}").prefixes]
-        for name, values in blends.items()
-    }
+    prefixes = {name: parse_blend(values, f"--data.{name}").prefixes for name, values in blends.items()}
+    return {name: [IndexedDataset(prefix).digest for prefix in prefixes[name]] for name in blends}
 
 
 def _find_changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str]:
@@ -316,15 +314,13 @@ def choose_origin(folder: Path, config: Config, init: Path | None, step: int | N
 
 def _check_origin(folder: Path, init: Path, step: int | None) -> None:
     """Reject another origin than that of the run in `folder`, which has checkpoints."""
+    fix = "add --name NEW for a new run, or remove --init to continue it"
     if to_absolute(init) == to_absolute(folder):
-        raise UsageError(
-            f"--init {init} is the folder of this run; add --name NEW for a new run, or leave --init out to continue it"
-        )
+        raise UsageError(f"--init {init} is the folder of this run; {fix}")
     origin = read_origin(folder)
     if origin is None or origin.run != to_absolute(init) or step not in (None, origin.step):
         began = "without --init" if origin is None else f"from {origin}"
         requested = f"{init}, checkpoint {step}" if step is not None else init
-        fix = "add --name NEW for a new run, or remove --init to continue it"
         raise UsageError(f"{folder} has checkpoints and began {began}, not from {requested}; {fix}")
 
 

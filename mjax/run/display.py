@@ -248,10 +248,8 @@ def announce_start(display: Display, config: Config, data: TrainingData, folder:
     display.print_line(f"plan    {train.steps:,} steps of {size} × {model.sequence} tokens, {tokens:,} in total")
     display.print_line(f"run     {folder}" + (f", continued after step {start}" if start else ""))
     if kind != "cpu" and peak_tflops(kind, config.precision.compute) is None:
-        display.print_line(
-            f"mfu     not shown: no {config.precision.compute} peak is known for {kind}; "
-            "mjax/cluster/hardware.py describes how to add it"
-        )
+        problem = f"no {config.precision.compute} peak is known for {kind}"
+        display.print_line(f"mfu     not shown: {problem}; mjax/cluster/hardware.py describes how to add it")
 
 
 def describe_mesh(config: Config) -> str:

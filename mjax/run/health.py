@@ -452,11 +452,9 @@ class Guard(Callback):
             fix = "start again with a lower --optimizer.learning-rate or --precision.compute fp32"
             raise UnhealthyError(f"{problem}, and nothing is saved; {fix}")
         which = "the last good checkpoint" if good is not None else f"checkpoint {steps[0]} (none is known to be good)"
+        flags = f"{run_flags(self.folder, self.config.model)} --step {steps[0] if good is None else good}"
         rate = self.config.optimizer.learning_rate / 2
-        command = (
-            f"mjax train {run_flags(self.folder, self.config.model)} --step {steps[0] if good is None else good} "
-            f"--optimizer.learning-rate {rate:g} --allow-change"
-        )
+        command = f"mjax train {flags} --optimizer.learning-rate {rate:g} --allow-change"
         way_out = f"look at {self.folder / 'metrics.jsonl'}, then continue from {which}: {command}"
         if is_first():
             write_whole(self.folder / UNHEALTHY, json.dumps({"problem": problem, "way_out": way_out}, indent=1) + "\n")
@@ -465,10 +463,10 @@ class Guard(Callback):
 
 def _describe_rollback(entry: Rollback) -> str:
     first, last = entry["steps"]
-    return (
-        f"steps {first} to {last} train on nothing, because the loss spiked at step {entry['spike']} "
-        f"({entry['loss']:.4f}) on the way from checkpoint {entry['from']}"
+    reason = (
+        f"the loss spiked at step {entry['spike']} ({entry['loss']:.4f}) on the way from checkpoint {entry['from']}"
     )
+    return f"steps {first} to {last} train on nothing, because {reason}"
 
 
 def _read(kind: type[T], file: Path) -> T | None:

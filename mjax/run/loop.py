@@ -286,10 +286,8 @@ class Run:
             if spiked:
                 self.print_line("stopped; run the same command again to continue")
             elif not done:
-                self.print_line(
-                    f"stopped by {self.signal.name} after step {self.step}, which is saved; run the same command again "
-                    "to continue"
-                )
+                event = f"stopped by {self.signal.name} after step {self.step}, which is saved"
+                self.print_line(f"{event}; run the same command again to continue")
             self.checkpoints.check_for_errors()
             if done and not spiked:
                 for callback in self.callbacks:

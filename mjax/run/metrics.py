@@ -346,17 +346,15 @@ class MetricsLog(Callback):
             self._drawing.result()
 
     def _draw(self, curves: Mapping[str, Curve], shares: tuple[int, np.ndarray] | None) -> None:
-        if shares:
-            self._draw_experts(curves, *shares)
         with self._warn_once("loss.png"):
             draw_loss(curves, self.folder / "loss.png", self.folder.name, self.metrics)
-
-    def _draw_experts(self, curves: Mapping[str, Curve], step: int, shares: np.ndarray) -> None:
+        if shares is None:
+            return
         with self._warn_once("experts.json"):
-            rows = [[round(share, 6) for share in layer] for layer in shares.tolist()]
-            write_whole(self.folder / "experts.json", json.dumps({"step": step, "shares": rows}) + "\n")
+            rows = [[round(share, 6) for share in layer] for layer in shares[1].tolist()]
+            write_whole(self.folder / "experts.json", json.dumps({"step": shares[0], "shares": rows}) + "\n")
         with self._warn_once("experts.png"):
-            draw_experts(curves, step, shares, self.folder / "experts.png", self.folder.name)
+            draw_experts(curves, *shares, self.folder / "experts.png", self.folder.name)
 
     def close(self) -> None:
         """Finish all files and pictures."""
@@ -500,6 +498,5 @@ def check_trackers(log: LogConfig) -> None:
             try:
                 importlib.import_module(package)
             except ImportError:
-                raise UsageError(
-                    f"--log.{package} needs the {package} package: pip install {package}, or leave the flag out"
-                ) from None
+                remedy = f"pip install {package}, or leave the flag out"
+                raise UsageError(f"--log.{package} needs the {package} package: {remedy}") from None

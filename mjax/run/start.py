@@ -121,17 +121,14 @@ def write_origin(
     if data.tokenizer is None or is_same_tokenizer(data.tokenizer, tokenizer):
         bos = bos_token_id(tokenizer)
         if data.tokenizer is not None and bos is not None and bos_token_id(data.tokenizer) is None:
-            print_line(
-                f"note: texts of {origin.run} begin with id {bos}, and documents of the data do not; prepare them "
-                f"with --tokenizer run:{origin.run} or --prepend-bos on"
-            )
+            remedy = f"prepare them with --tokenizer run:{origin.run} or --prepend-bos on"
+            print_line(f"note: texts of {origin.run} begin with id {bos}, and documents of the data do not; {remedy}")
         # The files of the data name the token that ends documents, and their chat template.
         ignored = shutil.ignore_patterns(*[] if data.tokenizer is None else os.listdir(data.tokenizer))
         shutil.copytree(tokenizer, folder / "tokenizer", ignore=ignored, copy_function=copy_whole, dirs_exist_ok=True)
     else:
-        print_line(
-            f"note: the data's tokenizer is not that of {tokenizer}; make sure that ids mean the same tokens in both"
-        )
+        advice = "make sure that ids mean the same tokens in both"
+        print_line(f"note: the data's tokenizer is not that of {tokenizer}; {advice}")
 
 
 # --- environment.json -------------------------------------------------------------------------------------------------

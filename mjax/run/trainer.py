@@ -116,9 +116,8 @@ class Trainer:
 def _user_data(config: Config, data: BatchSource, validation: Callable[[int], dict] | None) -> TrainingData:
     whole = BatchSizes.constant(config.train.global_batch)
     evaluation = None if validation is None else UserBatches(validation, whole, config)
-    return TrainingData(
-        UserBatches(data, BatchSizes.from_config(config), config), evaluation, None, "batches of the caller"
-    )
+    training = UserBatches(data, BatchSizes.from_config(config), config)
+    return TrainingData(training, evaluation, None, "batches of the caller")
 
 
 def _fitting_warmup(config: Config) -> int:

@@ -8,9 +8,9 @@ The harness calls three methods of a model:
     loglikelihood_rolling  a text in adjacent windows, each token counted once                   ──▶ `Scorer`
     generate_until         a prompt continued, cut at the first stop sequence                     ──▶ `Generator`
 
-So they run on the mesh of training. Choices that the harness leaves to a model follow its own `hf`: a text is encoded
+So they run on the mesh of training. Choices that the harness leaves to a model follow its model `hf`: a text is encoded
 together with its context and split where the context's tokens end; inputs that are too long are truncated on the left;
-the token that begins texts precedes each of them, and without one the end of a document a text without context.
+`bos` precedes every text; without `bos` the end-of-document id precedes a text without context.
 
 This module needs the package lm-eval; `mjax lm-eval` reports it if it is missing.
 """
@@ -43,12 +43,12 @@ from mjax.generation.text import decode_suffix
 from mjax.parallel.mesh import make_mesh
 from mjax.run.loop import Run
 from mjax.step.layout import with_kernel
-from mjax.tasks.interface import FOR_TEXT, ContextWindow
+from mjax.tasks.interface import CAUSAL_ONLY, ContextWindow
 from mjax.tasks.scoring import Scorer
 from mjax.utils.files import resolve_parents
 
-SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-MAX_TOKENS = 256  # to generate if a task does not say, as in the harness's other models
+SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+DEFAULT_MAX_TOKENS = 256  # of a generation, as in the harness's other models
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (key of the harness's cache), context, continuation
 
 
@@ -57,7 +57,7 @@ class HarnessModel(TemplateLM):
 
     Args (`--model_args run=runs/x,model=8`):
       run: its folder; checkpoint is the same.
-      config: the file that defines a model of your own.
+      config: the file of a user-defined model.
       step: checkpoint to use; by default the newest intact one.
       pipe, data, context, model: the mesh, which may differ from training.
       compute: bf16, fp16 or fp32; by default as in training.
@@ -96,7 +96,7 @@ class HarnessModel(TemplateLM):
             raise UsageError(f"--max_batch_size {max_batch_size} is not supported by --model mjax; use --batch_size")
         run = resolve_parents(Path(folder))
         load_user_model(config, run, tqdm.write)
-        saved = read_run(run, *FOR_TEXT)
+        saved = read_run(run, *CAUSAL_ONLY)
         if compute not in (None, "bf16", "fp16", "fp32"):
             raise UsageError(f"compute={compute} in --model_args is not a supported dtype; use bf16, fp16 or fp32")
         micro_batch = None if batch_size == "auto" else int(batch_size)
@@ -112,17 +112,17 @@ class HarnessModel(TemplateLM):
           UsageError: the run has no tokenizer, or its model predicts no next token.
         """
         if not run.config.model.causal:
-            raise UsageError(f"{run.folder} trains {run.config.model.title}, {FOR_TEXT[1]}; leave out lm-eval tasks")
+            raise UsageError(f"{run.folder} trains {run.config.model.title}, {CAUSAL_ONLY[1]}; leave out lm-eval tasks")
         model = cls.__new__(cls)
         TemplateLM.__init__(model)
-        model.quiet = True  # the run has a progress line of its own
+        model.quiet = True  # the run has a progress line
         model._prepare(run.folder, run.config, run.mesh)
         return model
 
     def _prepare(self, run: Path, config: Config, mesh: Mesh, tokenizer: str | None = None, seed: int = 0) -> None:
         self.run, self.config, self.seed, self._chat = run, config, seed, None
         self.text = run_tokenizer(run, config.model, tokenizer, "tokenizer=KIND:FILES in --model_args")
-        self.ends = stop_token_ids(run / "tokenizer", self.text.eod, tokenizer)
+        self.stop_ids = stop_token_ids(run / "tokenizer", self.text.eod, tokenizer)
         self.scorer, self.generator = Scorer(config, mesh), Generator(config, mesh)
 
     # --- Tokenizer interface of the harness ---------------------------------------------------------------------------
@@ -148,10 +148,10 @@ class HarnessModel(TemplateLM):
         return str(self.run.resolve())
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-        """Ids of the text after the token that begins texts, unless a chat template has spelled it."""
+        """Ids of the text after `bos`, unless a chat template has already written it."""
         ids, bos = list(self.text.encode(string) if self._chat is None else self._chat.encode(string)), self.text.bos
-        begun = bos is None or add_special_tokens is False or (self._chat is not None and ids[:1] == [bos])
-        return ids if begun else [bos, *ids]
+        has_bos = bos is None or add_special_tokens is False or (self._chat is not None and ids[:1] == [bos])
+        return ids if has_bos else [bos, *ids]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """`--apply_chat_template`: the template of the run; None without the flag.
@@ -168,7 +168,7 @@ class HarnessModel(TemplateLM):
         return self._chat.file.read_text(encoding="utf-8")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, up to where the answer begins, or goes on after its last message."""
+        """The text of a conversation, up to the beginning of the answer, or to the end of its last message."""
         return self._chat.render(chat_history, goes_on=not add_generation_prompt)
 
     # --- Model interface of the harness -------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class HarnessModel(TemplateLM):
         windows = [self._window(context, continuation) for _, context, continuation in requests]
         with tqdm(total=len(windows), disable=disable_tqdm or self.quiet, desc="loglikelihood", unit="window") as bar:
             scores = self.scorer.score_each(self.weights, windows, bar.update)
-        answers = [(-score.loss, score.right == 1) for score in scores]
+        answers = [(-score.loss, score.all_correct == 1) for score in scores]
         for (key, _, _), answer in zip(requests, answers, strict=True):
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)
@@ -186,53 +186,53 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each whole text, in nats; every token is predicted, the first one after
         `prefix_token_id`."""
-        windows, owners = [], []
-        for owner, request in enumerate(requests):
+        windows, request_indices = [], []
+        for index, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
             for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1):
                 windows.append((None, *make_disjoint_window(window)))
-                owners.append(owner)
+                request_indices.append(index)
         answers = self._loglikelihood_tokens(windows, disable_tqdm)
-        nats = np.bincount(owners, [loglikelihood for loglikelihood, _ in answers], len(requests)).tolist()
-        for request, of_text in zip(requests, nats, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, of_text)
+        nats = np.bincount(request_indices, [loglikelihood for loglikelihood, _ in answers], len(requests)).tolist()
+        for request, loglikelihood in zip(requests, nats, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, loglikelihood)
         return nats
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue each prompt up to its first stop sequence, the end of the document or the token limit."""
         # Requests with the same settings together, longest prompts first, so that prompts in a batch have similar
         # lengths.
-        streams = _streams([request.args[0] for request in requests])
+        streams = _noise_streams([request.args[0] for request in requests])
         arguments = [(*request.args, stream) for request, stream in zip(requests, streams, strict=True)]
         collator = Collator(arguments, lambda args: -len(args[0]), lambda args: args[1], group_by="gen_kwargs")
         texts, size, weights = [], self.config.train.global_batch, self.generator.prepare(self.weights)
         with tqdm(total=len(requests), disable=disable_tqdm or self.quiet, desc="generate_until", unit="prompt") as bar:
             for batch in collator.get_batched(n=size):
-                sampling, until = self._settings(batch[0][1])
-                room = self.max_length - sampling.tokens
-                prompts = [(self.tok_encode(text) or [self.prefix_token_id])[-room:] for text, *_ in batch]
+                sampling, until = self._read_gen_kwargs(batch[0][1])
+                max_prompt = self.max_length - sampling.tokens
+                prompts = [(self.tok_encode(text) or [self.prefix_token_id])[-max_prompt:] for text, *_ in batch]
                 rows = np.arange(size) % len(prompts)  # the same program for all batches
-                filled, noise = [prompts[row] for row in rows], [batch[row][2] for row in rows]
-                written = self.generator.generate(weights, filled, sampling, self.ends, streams=noise)
-                for (*args, _), prompt, continuation in zip(batch, prompts, written, strict=False):
+                padded, noise = [prompts[row] for row in rows], [batch[row][2] for row in rows]
+                results = self.generator.generate(weights, padded, sampling, self.stop_ids, streams=noise)
+                for (*args, _), prompt, continuation in zip(batch, prompts, results, strict=False):
                     text = decode_suffix(self.text.decode, prompt, continuation.tokens)
                     texts.append(postprocess_generated_text(text, until, None))
                     self.cache_hook.add_partial("generate_until", tuple(args), texts[-1])
                 bar.update(len(batch))
         return collator.get_original(texts)
 
-    def _settings(self, given: dict[str, Any]) -> tuple[Sampling, list[str]]:
+    def _read_gen_kwargs(self, gen_kwargs: dict[str, Any]) -> tuple[Sampling, list[str]]:
         """Sampling and stop sequences from a task's generation_kwargs."""
-        settings = dict(normalize_gen_kwargs(given, MAX_TOKENS))
+        settings = dict(normalize_gen_kwargs(gen_kwargs, DEFAULT_MAX_TOKENS))
         until = handle_stop_sequences(settings.pop("until", None), eos=None)
         tokens, samples = settings.pop("max_gen_toks"), settings.pop("do_sample", False)
-        temperature, top_k, top_p = (settings.pop(name, default) for name, default in SAMPLING.items())
+        temperature, top_k, top_p = (settings.pop(name, default) for name, default in SAMPLING_DEFAULTS.items())
         if settings:
-            known = f"do_sample, {', '.join(SAMPLING)}, until and max_gen_toks"
+            known = f"do_sample, {', '.join(SAMPLING_DEFAULTS)}, until and max_gen_toks"
             raise UsageError(f"the task sets {', '.join(settings)} for generation; use --gen_kwargs with {known}")
         if tokens >= self.max_length:
-            given = f"{tokens} new tokens and {self.run} has {self.max_length} positions"
-            raise UsageError(f"the task asks for {given}; use --gen_kwargs max_gen_toks={self.max_length // 2}")
+            gen_kwargs = f"{tokens} new tokens and {self.run} has {self.max_length} positions"
+            raise UsageError(f"the task asks for {gen_kwargs}; use --gen_kwargs max_gen_toks={self.max_length // 2}")
         sampling = Sampling(tokens, temperature if samples else 0.0, top_k, top_p, self.seed)
         check_bounds(sampling)
         return sampling, until
@@ -245,14 +245,14 @@ class HarnessModel(TemplateLM):
         return ContextWindow.from_context(context, continuation, self.max_length)
 
 
-def _streams(texts: Sequence[str]) -> list[int]:
-    """A stream of noise for each request, from its text and how often this was asked before.
+def _noise_streams(texts: Sequence[str]) -> list[int]:
+    """A noise stream for each request, from its text and the number of earlier requests with this text.
 
     The harness repeats a request as often as a task samples it. Repeats of a text never share a stream: CRC-32 is
-    one-to-one in the four bytes that follow it.
+    one-to-one in the four bytes after the text.
     """
-    asked, streams = Counter(), []
+    counts, streams = Counter(), []
     for text in texts:
-        streams.append(zlib.crc32(asked[text].to_bytes(4), zlib.crc32(text.encode())))
-        asked[text] += 1
+        streams.append(zlib.crc32(counts[text].to_bytes(4), zlib.crc32(text.encode())))
+        counts[text] += 1
     return streams

@@ -14,15 +14,15 @@ import numpy as np
 from mjax.errors import RunError, UsageError
 
 NOT_FINITE = "its weights or activations are not finite: try --precision.compute fp32, or an earlier --step"
-FOR_TEXT = True, "which predicts no next token"  # the kind of model that text windows need, and the reason
+CAUSAL_ONLY = True, "which predicts no next token"  # the kind of model that text windows need, and the reason
 
 
 class ContextWindow(NamedTuple):
-    """Tokens that are read at once.
+    """Tokens of one forward pass.
 
     Attributes:
       tokens: ids [n + 1]; each but the first is the label of the previous one. n is at most s, the model's positions.
-      counted: how many labels count, 1 to n: the last ones. The others are context.
+      counted: number of unmasked labels, 1 to n: the last ones. The others are context.
     """
 
     tokens: np.ndarray
@@ -30,7 +30,7 @@ class ContextWindow(NamedTuple):
 
     @classmethod
     def from_context(cls, context: list[int], labels: list[int], positions: int) -> ContextWindow:
-        """`labels`, all of which count, after as much of the end of their context as fits into `positions`."""
+        """`labels`, which all count, after as much of the end of their context as fits into `positions`."""
         return cls(np.array([*context, *labels][-(positions + 1) :], np.int32), len(labels))
 
 
@@ -41,16 +41,16 @@ class Score:
     Attributes:
       loss: nats, over the unmasked labels.
       labels: number of unmasked labels.
-      correct: number of these that the model finds most likely, each given its true context.
+      correct: number of these with the highest probability, given the true context.
       windows: number of windows.
-      right: windows in which every unmasked label is correct.
+      all_correct: windows in which every unmasked label is correct.
     """
 
     loss: float = 0.0
     labels: int = 0
     correct: int = 0
     windows: int = 0
-    right: int = 0
+    all_correct: int = 0
 
     def __add__(self, other: Score) -> Score:
         return Score(*map(operator.add, astuple(self), astuple(other)))
@@ -74,29 +74,29 @@ class Metric:
     Attributes:
       name: key of the JSON object.
       value: None if it is unknown; of a table its rows, an object each.
-      shown: formatted for people; a table is printed below the other metrics.
-      remark: explanation.
+      formatted: text for people; a table is printed below the other metrics.
+      note: explanation.
     """
 
     name: str
     value: float | int | list[dict[str, Any]] | None
-    shown: str
-    remark: str = ""
+    formatted: str
+    note: str = ""
 
     @classmethod
-    def count(cls, name: str, value: int, remark: str = "") -> Metric:
+    def count(cls, name: str, value: int, note: str = "") -> Metric:
         """A whole number."""
-        return cls(name, value, f"{value:,}", remark)
+        return cls(name, value, f"{value:,}", note)
 
     @classmethod
-    def number(cls, name: str, value: float, remark: str = "") -> Metric:
+    def number(cls, name: str, value: float, note: str = "") -> Metric:
         """Any other number."""
-        return cls(name, value, f"{value:,.4f}" if value < 1000 else f"{value:,.0f}", remark)
+        return cls(name, value, f"{value:,.4f}" if value < 1000 else f"{value:,.0f}", note)
 
     @classmethod
-    def share(cls, name: str, part: int, whole: int, remark: str = "") -> Metric:
+    def fraction(cls, name: str, part: int, whole: int, note: str = "") -> Metric:
         """A fraction: between 0 and 1 in JSON, in percent for people."""
-        return cls(name, part / whole, f"{part / whole:.2%}", remark)
+        return cls(name, part / whole, f"{part / whole:.2%}", note)
 
 
 class Task(Protocol):
@@ -109,20 +109,20 @@ class Task(Protocol):
         """The results, from one score for each of `passes`."""
 
 
-def read_text(file: Path, published: str = "the task's files as published") -> str:
-    """The text of a file in UTF-8, with its line ends.
+def read_text(file: Path, expected: str = "the task's files as published") -> str:
+    """Read a text file in UTF-8, with its line ends.
 
     Raises:
-      UsageError: there is no such file, or it is not UTF-8; `published` says which one to give.
+      UsageError: there is no such file, or it is not UTF-8; `expected` says which one to give.
     """
     if not file.is_file():
-        raise UsageError(f"there is no file {file}; give {published}")
+        raise UsageError(f"there is no file {file}; give {expected}")
     content = file.read_bytes()
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         lines = error.object[: error.start].split(b"\n")
-        raise UsageError(f"{file}:{len(lines)} is not UTF-8 (byte {len(lines[-1])}); give {published}") from None
+        raise UsageError(f"{file}:{len(lines)} is not UTF-8 (byte {len(lines[-1])}); give {expected}") from None
 
 
 # --- Windows over a text that is longer than the model's sequence -----------------------------------------------------
@@ -139,7 +139,7 @@ def read_text(file: Path, published: str = "the task's files as published") -> s
 # o divides s, have no unmasked label and are left out here.
 
 
-def overlapping_windows(tokens: np.ndarray, positions: int, stride: int) -> list[ContextWindow]:
+def split_into_windows(tokens: np.ndarray, positions: int, stride: int) -> list[ContextWindow]:
     """Windows in which every token of `tokens` [N] except the first is an unmasked label once; views, not copies.
 
     Args:

@@ -24,23 +24,24 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypedDict
 
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, either, suggestion
 from mjax.tasks.interface import Metric
-from mjax.tasks.labelled_task import LabelledTask, Outputs, Pair, Role, clean_text, json_object, lines, table
+from mjax.tasks.labelled_task import LabelledTask, Outputs, Role, TokenPair, clean_text, read_objects, read_table
 from mjax.tasks.squad import Squad
 from mjax.utils.files import write_whole
 
 
-class Sentences(NamedTuple):
-    """Two sentences of a file.
+class SentencePair(NamedTuple):
+    """A pair of sentences in a file.
 
     Attributes:
       name: index of the pair in a prediction file.
-      truth: number of its label; None if the file has none.
+      truth: index of its label; None if the file has none.
     """
 
     name: str
@@ -49,119 +50,117 @@ class Sentences(NamedTuple):
     truth: int | None
 
 
-class SentencePairs(LabelledTask):
+class SentencePairTask(LabelledTask):
     """A task on pairs of sentences."""
 
     head = "classification"
     columns: ClassVar[tuple[str, ...]]
-    """Columns of every file, of the two sentences last."""
+    """Columns of every file; the last two are the sentences."""
     label: ClassVar[str]
     """Column of the label, which a test file lacks."""
-    names: ClassVar[tuple[str, ...]]
+    label_values: ClassVar[tuple[str, ...]]
     """Labels by number, as in the files."""
-    unclear: ClassVar[tuple[str, ...]] = ()
+    skipped_labels: ClassVar[tuple[str, ...]] = ()
     """Labels of pairs that are skipped."""
-    skips_broken: ClassVar[bool] = False
+    skip_broken_lines: ClassVar[bool] = False
     """True if a broken line is skipped in a file with labels."""
-    submissions: ClassVar[dict[str, str]]
+    submission_names: ClassVar[dict[str, str]]
     """Names of GLUE's submissions by the names of its test files, without extensions."""
 
     @property
     def classes(self) -> int:
         """One for each label."""
-        return len(self.names)
+        return len(self.label_values)
 
-    def pair(self, source: str, fields: dict[str, Any]) -> Sentences | str:
-        """The pair of a line, or why the line is skipped.
+    def parse_pair(self, source: str, fields: dict[str, Any]) -> SentencePair | str:
+        """The pair of a line, or the reason why the line is skipped.
 
         Raises:
           UsageError: it is malformed.
         """
         label = fields.get(self.label)
-        needed = (*self.columns, self.label) if label is not None else self.columns
-        empty = [name for name in needed if not (isinstance(fields.get(name), str) and fields[name].strip())]
+        required = (*self.columns, self.label) if label is not None else self.columns
+        empty = [name for name in required if not (isinstance(fields.get(name), str) and fields[name].strip())]
         broken = None in fields or None in fields.values()
         if broken or empty:
             problem = "has too few or too many fields" if broken else f"has no {empty[0]}"
-            if self.skips_broken and self.label in fields:
+            if self.skip_broken_lines and self.label in fields:
                 return problem
             raise UsageError(f"{source} {problem}, and it is not to be skipped; fix it, or give the published file")
-        if label in self.unclear:
+        if label in self.skipped_labels:
             return f"has the label {label}"
-        if label not in (None, *self.names):
-            known = either([*self.names, *self.unclear])
+        if label not in (None, *self.label_values):
+            known = either([*self.label_values, *self.skipped_labels])
             raise UsageError(f"{source} has {label!r:.40} for {self.label}; it may be {known}")
         name = next((fields[key] for key in ("index", "pairID", "id") if key in fields), source)
         sentences = (fields[column] for column in self.columns[-2:])
-        return Sentences(str(name), *sentences, None if label is None else self.names.index(label))
+        return SentencePair(str(name), *sentences, None if label is None else self.label_values.index(label))
 
-    def read(self, file: Path) -> list[Sentences]:
-        """The pairs of a file; those that are skipped are counted."""
-        if file.suffix == ".jsonl":
-            rows = ((source, json_object(dict[str, Any], text, source, EXPECTED_LINE)) for source, text in lines(file))
-        else:
-            rows = table(file, *self.columns)
-        read = [(source, self.pair(source, fields)) for source, fields in rows]
-        if skipped := [(source, reason) for source, reason in read if isinstance(reason, str)]:
+    def read(self, file: Path) -> list[SentencePair]:
+        """Read the pairs of a file; skipped pairs are counted."""
+        is_jsonl = file.suffix == ".jsonl"
+        rows = read_objects(file, dict[str, Any], PAIR_FORMAT) if is_jsonl else read_table(file, *self.columns)
+        pairs = [(source, self.parse_pair(source, fields)) for source, fields in rows]
+        if skipped := [(source, reason) for source, reason in pairs if isinstance(reason, str)]:
             source, reason = skipped[0]
-            count = f"{len(skipped):,} of {len(read):,} pairs were skipped"
+            count = f"{len(skipped):,} of {len(pairs):,} pairs were skipped"
             self.notes.append(f"{file}: {count}, such as that of {source}, which {reason}")
-        return [pair for _, pair in read if isinstance(pair, Sentences)]
+        return [pair for _, pair in pairs if isinstance(pair, SentencePair)]
 
-    def encode(self, file: Path, items: list[Sentences], role: Role):
+    def encode(self, file: Path, items: list[SentencePair], role: Role):
         """A row and a label for each pair."""
         first, second = (
             self.tokenizer.encode_batch([clean_text(text) for text in texts])
             for texts in ([pair.first for pair in items], [pair.second for pair in items])
         )
         for pair, a, b in zip(items, first, second, strict=True):
-            yield pair, [Pair(a, b)], [(pair.truth,)]
+            yield pair, [TokenPair(a, b)], [(pair.truth,)]
 
     def predictions(self, outputs: Outputs) -> dict[str, str]:
         """GLUE's submissions; one for a test set has GLUE's name."""
         files = {}
-        for name, chosen in self.chosen(outputs).items():
-            file = self.submissions.get(self._files[name].stem, name) + ".tsv"
-            pairs = zip(self._items[name], chosen, strict=True)
-            files[file] = "index\tprediction\n" + "".join(f"{pair.name}\t{self.names[n]}\n" for pair, n in pairs)
+        for name, predicted in self.argmax_logits(outputs).items():
+            file = self.submission_names.get(self._files[name].stem, name) + ".tsv"
+            pairs = zip(self._items[name], predicted, strict=True)
+            files[file] = "index\tprediction\n" + "".join(f"{pair.name}\t{self.label_values[n]}\n" for pair, n in pairs)
         return files
 
 
-class Mnli(SentencePairs):
+class Mnli(SentencePairTask):
     """Entailment, contradiction or neither; see the module."""
 
     columns = ("sentence1", "sentence2")
     label = "gold_label"
-    names = ("contradiction", "entailment", "neutral")  # v1.0's order
-    unclear = ("-",)  # the annotators did not agree
-    submissions: ClassVar[dict[str, str]] = {"test_matched": "MNLI-m", "test_mismatched": "MNLI-mm"}
+    label_values = ("contradiction", "entailment", "neutral")  # v1.0's order
+    skipped_labels = ("-",)  # the annotators did not agree
+    submission_names: ClassVar[dict[str, str]] = {"test_matched": "MNLI-m", "test_mismatched": "MNLI-mm"}
 
     def set_name(self, file: Path, alone: bool) -> str:
         """The name of the file without GLUE's "dev_"."""
         return file.stem.removeprefix("dev_")
 
 
-class Qqp(SentencePairs):
+class Qqp(SentencePairTask):
     """Duplicate questions; see the module."""
 
     columns = ("id", "question1", "question2")
     label = "is_duplicate"
-    names = ("0", "1")
-    skips_broken = True
-    submissions: ClassVar[dict[str, str]] = {"test": "QQP"}
+    label_values = ("0", "1")
+    skip_broken_lines = True
+    submission_names: ClassVar[dict[str, str]] = {"test": "QQP"}
 
     def metrics(self, outputs: Outputs) -> list[Metric]:
         """Accuracy, and F1 of label 1 over all sets: 2 true positives / (2 true positives + both kinds of error)."""
-        metrics, chosen = super().metrics(outputs), self.chosen(outputs)
+        metrics, predicted = super().metrics(outputs), self.argmax_logits(outputs)
         if metrics:
             labels = {name: examples.labels["label"] for name, examples in self.validation.items() if examples.labels}
-            both = sum(int((chosen[name] & label).sum()) for name, label in labels.items())
-            either = sum(int((chosen[name] + label).sum()) for name, label in labels.items())
-            metrics.append(Metric.share("f1", 2 * both, max(either, 1), "of the pairs that are duplicates"))
+            both = sum(int((predicted[name] & label).sum()) for name, label in labels.items())
+            errors = sum(int((predicted[name] + label).sum()) for name, label in labels.items())
+            metrics.append(Metric.fraction("f1", 2 * both, max(errors, 1), "of the pairs that are duplicates"))
         return metrics
 
 
-EXPECTED_LINE = '{"sentence1": "…", "sentence2": "…", "gold_label": "…"}'
+PAIR_FORMAT = '{"sentence1": "…", "sentence2": "…", "gold_label": "…"}'
 
 # --- RACE: questions on a passage, from English exams for middle and high school in China (arXiv 1704.04683) ----------
 # The dataset is a folder of folders, {train,dev,test}/{middle,high}, with a JSON object in each .txt file:
@@ -177,18 +176,18 @@ EXPECTED_LINE = '{"sentence1": "…", "sentence2": "…", "gold_label": "…"}'
 OPTIONS = "ABCD"
 MAX_QUESTION_TOKENS = 128  # tokens of question and option
 LEVELS = ("middle", "high")
-A_FOLDER = "one of RACE's, such as RACE/dev or RACE/dev/high"
-EXPECTED = '{"id": "…", "article": "…", "questions": ["…"], "options": [["…", "…", "…", "…"]], "answers": ["A"]}'
+FOLDER_HINT = "one of RACE's, such as RACE/dev or RACE/dev/high"
+PASSAGE_FORMAT = '{"id": "…", "article": "…", "questions": ["…"], "options": [["…", "…", "…", "…"]], "answers": ["A"]}'
 
 
-class _Unanswered(TypedDict):
+class _TestPassage(TypedDict):
     id: str
     article: str
     questions: list[str]
     options: list[list[str]]
 
 
-class _File(_Unanswered, total=False):
+class _PassageFile(_TestPassage, total=False):
     answers: list[str] | None
 
 
@@ -207,15 +206,15 @@ class Race(LabelledTask):
 
     head = "multiple_choice"
     choices = len(OPTIONS)
-    unique = "id"
+    unique_name = "id"
 
-    def task_files(self, given) -> list[Path]:
+    def task_files(self, paths) -> list[Path]:
         """The folders, or the levels in them."""
         folders = []
-        for folder in map(Path, given):
+        for folder in map(Path, paths):
             if not folder.is_dir():
                 problem = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
-                raise UsageError(f"{problem}; give {A_FOLDER}")
+                raise UsageError(f"{problem}; give {FOLDER_HINT}")
             folders += [folder / level for level in LEVELS if (folder / level).is_dir()] or [folder]
         return folders
 
@@ -224,14 +223,12 @@ class Race(LabelledTask):
         return file.resolve().name
 
     def read(self, file: Path) -> list[Passage]:
-        """The passages of all files of a folder."""
-        files = sorted(inside for inside in file.glob("*.txt") if inside.is_file())
+        """Read the passages of all files of a folder."""
+        files = sorted(path for path in file.glob("*.txt") if path.is_file())
         if not files:
-            raise UsageError(f"the folder {file} has no .txt file; give {A_FOLDER}")
-        read = (
-            (source, json_object(_File, text, source, EXPECTED)) for inside in files for source, text in lines(inside)
-        )
-        return [_passage(values, source) for source, values in read]
+            raise UsageError(f"the folder {file} has no .txt file; give {FOLDER_HINT}")
+        objects = chain.from_iterable(read_objects(path, _PassageFile, PASSAGE_FORMAT) for path in files)
+        return [_parse_passage(values, source) for source, values in objects]
 
     def encode(self, file: Path, items: list[Passage], role: Role):
         """Four rows and a label for each question."""
@@ -244,45 +241,39 @@ class Race(LabelledTask):
         ]
         questions = self.tokenizer.encode_batch(texts)
         self.note_truncated(file, "questions", map(len, questions), MAX_QUESTION_TOKENS)
-        rest = iter(questions)
+        remaining = iter(questions)
         for passage, article in zip(items, articles, strict=True):
             count = len(OPTIONS) * len(passage.questions)
-            rows = [Pair(next(rest)[:MAX_QUESTION_TOKENS], article) for _ in range(count)]
+            rows = [TokenPair(next(remaining)[:MAX_QUESTION_TOKENS], article) for _ in range(count)]
             yield passage, rows, [(OPTIONS.index(letter),) for letter in passage.truth or ()]
 
     def predictions(self, outputs: Outputs) -> dict[str, str]:
         """predictions.json: the answers of each file by its id, in the format of the dataset."""
         answers: dict[str, list[str]] = {}
-        for name, chosen in self.chosen(outputs).items():
-            letters = iter(OPTIONS[number] for number in chosen)
+        for name, predicted in self.argmax_logits(outputs).items():
+            letters = iter(OPTIONS[number] for number in predicted)
             for passage in self._items[name]:
                 answers[passage.name] = [next(letters) for _ in passage.questions]
         return {"predictions.json": json.dumps(answers, ensure_ascii=False, indent=2) + "\n"}
 
 
-def _passage(values: _File, source: str) -> Passage:
-    """The passage that is a JSON object.
+def _parse_passage(values: _PassageFile, source: str) -> Passage:
+    """Convert a JSON object to a passage.
 
     Raises:
       UsageError: a value is impossible, or the numbers of options or answers and of questions differ.
     """
-    article, questions, options, answers = (
-        values["article"],
-        values["questions"],
-        values["options"],
-        values.get("answers"),
-    )
-    wrong = {
-        "no article or no questions": not (article.strip() and questions),
-        "a question without four options": any(len(of_one) != len(OPTIONS) for of_one in options),
-        "an answer that is not A, B, C or D": not set(answers or ()) <= set(OPTIONS),
-        "not as many options and answers as questions": not (
-            len(questions) == len(options) == len(questions if answers is None else answers)
-        ),
+    passage = Passage(values["id"], values["article"], values["questions"], values["options"], values.get("answers"))
+    questions, answers = passage.questions, passage.questions if passage.truth is None else passage.truth
+    problems = {
+        "no article or no questions": not (passage.article.strip() and questions),
+        "a question without four options": any(len(options) != len(OPTIONS) for options in passage.options),
+        "an answer that is not A, B, C or D": not {*(passage.truth or ())} <= {*OPTIONS},
+        "not as many options and answers as questions": not len(questions) == len(passage.options) == len(answers),
     }
-    if problem := next((what for what, is_so in wrong.items() if is_so), ""):
-        raise UsageError(f"{source} has {problem}; {EXPECTED} is expected")
-    return Passage(values["id"], article, questions, options, answers)
+    if problem := next((problem for problem, occurs in problems.items() if occurs), ""):
+        raise UsageError(f"{source} has {problem}; {PASSAGE_FORMAT} is expected")
+    return passage
 
 
 # --- Names and recipes ------------------------------------------------------------------------------------------------
@@ -313,7 +304,7 @@ class Recipe:
 # Epochs, batch and learning rate: 1909.08053, table 6, for the 336M model. Warm-up and decay: v1.0's scripts for MNLI
 # and RACE, the former for QQP too. It has none for SQuAD, whose epochs, warm-up and decay are those of Google's BERT.
 # Tokens: Google's 128 and 384; v1.0 pads each pair of MNLI to 512, at four times the cost, for the few that are longer.
-DEFAULTS: dict[str, Recipe] = {
+RECIPES: dict[str, Recipe] = {
     "mnli": Recipe(10, 128, 1e-5, 0.065, 0.1, 128),
     "qqp": Recipe(12, 128, 5e-5, 0.065, 0.1, 128),
     "race": Recipe(3, 32, 2e-5, 0.06, 0.1, 512),
@@ -337,7 +328,7 @@ def open_task(
     """Read the files of a task.
 
     Args:
-      name: a key of `DEFAULTS`.
+      name: a key of `RECIPES`.
       train, validation: its files, as published; folders for RACE. Validation files without labels give predictions but
         no metrics.
       tokenizer: the model's.
@@ -346,11 +337,11 @@ def open_task(
     Raises:
       UsageError: there is no such task, the tokenizer is not BERT's, or a file is missing or malformed.
     """
-    check_name(name)
+    check_task_name(name)
     return TASKS[name](train, validation, tokenizer, positions)
 
 
-def check_name(name: str, known: Sequence[str] = tuple(TASKS), otherwise: str = "") -> None:
+def check_task_name(name: str, known: Sequence[str] = tuple(TASKS), otherwise: str = "") -> None:
     """Reject a task that is not among the `known` ones; `otherwise` ends the sentence unless one is similar.
 
     Raises:

@@ -38,6 +38,7 @@ from mjax.utils.files import parse_json
 
 T = TypeVar("T")
 Role = Literal["train", "validation"]
+Labels = tuple[int, ...]
 Outputs = dict[str, np.ndarray]
 """Logits of the examples by the name of the validation set, float32 [N, classes], [N, c] or [N, 2, s]."""
 
@@ -53,7 +54,7 @@ class LabelledTask(ABC):
       label_names: of the labels of an example.
       train: training rows; none if no file was given.
       validation: validation rows: "matched" and "mismatched", "middle" and "high", or one set named "validation".
-      notes: what was skipped or truncated, a sentence each.
+      notes: sentences about skipped and truncated data.
     """
 
     head: Literal["classification", "multiple_choice", "span"]
@@ -61,8 +62,8 @@ class LabelledTask(ABC):
     choices: int = 1
     metric: str = "accuracy"
     label_names: tuple[str, ...] = ("label",)
-    unique: ClassVar[str | None] = None
-    """Word for the name of an item, if prediction files need names to be unique over all validation sets."""
+    unique_name: ClassVar[str | None] = None
+    """Word for an item's name in messages, if names have to be unique over all validation sets."""
 
     def __init__(self, train: Sequence[str], validation: Sequence[str], tokenizer: Tokenizer, positions: int):
         """Read the files; arguments and errors as in `labelled.open_task`."""
@@ -74,7 +75,7 @@ class LabelledTask(ABC):
         self.validation: dict[str, Examples] = {}
         self._files: dict[str, Path] = {}
         self._items: dict[str, list[Any]] = {}  # the items of each validation set
-        self.train, _ = self._examples("train", self.task_files(train))
+        self.train, _ = self._read_examples("train", self.task_files(train))
         files = self.task_files(validation)
         for file in files:
             name = self.set_name(file, alone=len(files) == 1)
@@ -82,10 +83,10 @@ class LabelledTask(ABC):
                 both = f"{self._files[name]} and {file}"
                 raise UsageError(f"{both} would both be called {name}; give one, or rename the other")
             self._files[name] = file
-            self.validation[name], self._items[name] = self._examples("validation", [file])
+            self.validation[name], self._items[name] = self._read_examples("validation", [file])
         times = Counter(item.name for items in self._items.values() for item in items)
-        if self.unique and (twice := [name for name, count in times.items() if count > 1]):
-            raise UsageError(f"the {self.unique} {twice[0]} is twice in {', '.join(validation)}; leave one out")
+        if self.unique_name and (twice := [name for name, count in times.items() if count > 1]):
+            raise UsageError(f"the {self.unique_name} {twice[0]} is twice in {', '.join(validation)}; leave one out")
 
     @property
     def has_labels(self) -> bool:
@@ -94,15 +95,15 @@ class LabelledTask(ABC):
 
     def with_head(self, model: ModelConfig) -> BERTTaskConfig:
         """The config of `model` with the head for this task."""
-        given = getattr(model, "num_labels", BERTTaskConfig.num_labels)
-        num_labels = {"classification": self.classes, "multiple_choice": self.choices}.get(self.head, given)
+        current = getattr(model, "num_labels", BERTTaskConfig.num_labels)
+        num_labels = {"classification": self.classes, "multiple_choice": self.choices}.get(self.head, current)
         return replace(cast(BERTTaskConfig, convert_kind(model, "bert_task")), head=self.head, num_labels=num_labels)
 
     # --- Defined by a task --------------------------------------------------------------------------------------------
 
-    def task_files(self, given: Iterable[str]) -> list[Path]:
+    def task_files(self, paths: Iterable[str]) -> list[Path]:
         """The files, or folders, to read one by one."""
-        return list(map(Path, given))
+        return list(map(Path, paths))
 
     def set_name(self, file: Path, alone: bool) -> str:
         """The name of the validation set of `file`; `alone`: it is the only one."""
@@ -110,16 +111,16 @@ class LabelledTask(ABC):
 
     @abstractmethod
     def read(self, file: Path) -> list:
-        """The items of a file, each with its `name` in predictions, and `truth`: the right answer, or None if the file
-        has none.
+        """Read the items of a file, each with its `name` in predictions, and `truth`: the right answer, or None if the
+        file has none.
 
         Raises:
           UsageError: it is missing or malformed.
         """
 
     @abstractmethod
-    def encode(self, file: Path, items: list, role: Role) -> Iterator[tuple[Any, list[Pair], list[tuple[int, ...]]]]:
-        """The items of a file that are used; `choices` rows for each example of an item; the labels of each example,
+    def encode(self, file: Path, items: list, role: Role) -> Iterator[tuple[Any, list[TokenPair], list[Labels]]]:
+        """Yield the used items of a file, each with `choices` rows for each of its examples and the examples' labels,
         which are ignored if the file has none."""
 
     def metrics(self, outputs: Outputs) -> list[Metric]:
@@ -128,17 +129,17 @@ class LabelledTask(ABC):
         Raises:
           RunError: a logit is not finite.
         """
-        chosen = self.chosen(outputs)
+        predicted = self.argmax_logits(outputs)
         labels = {name: examples.labels["label"] for name, examples in self.validation.items() if examples.labels}
         if not labels:
             return []
-        right = {name: int((chosen[name] == label).sum()) for name, label in labels.items()}
+        right = {name: int((predicted[name] == label).sum()) for name, label in labels.items()}
         correct, count = sum(right.values()), sum(map(len, labels.values()))
-        of_each = [Metric.share(f"{name}_accuracy", right[name], len(label)) for name, label in labels.items()]
+        per_set = [Metric.fraction(f"{name}_accuracy", right[name], len(label)) for name, label in labels.items()]
         several = len(labels) > 1
         return [
-            Metric.share("accuracy", correct, count, "of all sets together" if several else ""),
-            *(of_each if several else []),
+            Metric.fraction("accuracy", correct, count, "of all sets together" if several else ""),
+            *(per_set if several else []),
             Metric.count("correct", correct, f"of {count:,} examples"),
         ]
 
@@ -148,37 +149,37 @@ class LabelledTask(ABC):
 
     # --- Common to all tasks ------------------------------------------------------------------------------------------
 
-    def chosen(self, outputs: Outputs) -> dict[str, np.ndarray]:
-        """The index of the highest logit of each example, int [N] by the name of the set; the first in a tie."""
-        return {name: logits.argmax(-1) for name, logits in finite(outputs).items()}
+    def argmax_logits(self, outputs: Outputs) -> dict[str, np.ndarray]:
+        """The index of the highest logit of each example, int [N] by name of the set; the first in a tie."""
+        return {name: logits.argmax(-1) for name, logits in check_finite(outputs).items()}
 
-    def _examples(self, role: Role, files: Sequence[Path]) -> tuple[Examples, list]:
-        """Rows of all `files`, and their items."""
+    def _read_examples(self, role: Role, files: Sequence[Path]) -> tuple[Examples, list]:
+        """Read the rows of all `files`, and their items."""
         used: list[Any] = []
-        pairs: list[Pair] = []
-        labels: list[tuple[int, ...]] = []
+        pairs: list[TokenPair] = []
+        labels: list[Labels] = []
         labelled = True
         for file in files:
             items, before = self.read(file), len(pairs)
             labelled = _has_labels(items, file, role)
-            for item, rows, of_rows in self.encode(file, items, role):
+            for item, rows, row_labels in self.encode(file, items, role):
                 used.append(item)
                 pairs += rows
-                labels += of_rows
+                labels += row_labels
             self.note_truncated(file, "rows", (pair.length for pair in pairs[before:]), self.positions)
         columns = {name: [label[i] for label in labels] for i, name in enumerate(self.label_names)} if labelled else {}
-        return to_rows(pairs, self.choices, columns, self.tokenizer, self.positions), used
+        return build_examples(pairs, self.choices, columns, self.tokenizer, self.positions), used
 
-    def note_truncated(self, file: Path, what: str, lengths: Iterable[int], most: int) -> None:
-        """Add a note if some rows or questions of `file` have more than `most` tokens."""
-        are_long = [length > most for length in lengths]
+    def note_truncated(self, file: Path, what: str, lengths: Iterable[int], max_tokens: int) -> None:
+        """Add a note if some rows or questions of `file` have more than `max_tokens` tokens."""
+        are_long = [length > max_tokens for length in lengths]
         if any(are_long):
             share = f"{sum(are_long):,} of {len(are_long):,} {what} ({np.mean(are_long):.1%})"
-            self.notes.append(f"{file}: {share} have more than {most:,} tokens and are truncated at the end")
+            self.notes.append(f"{file}: {share} have more than {max_tokens:,} tokens and are truncated at the end")
 
 
 def _has_labels(items: Sequence, file: Path, role: Role) -> bool:
-    """Return True if the items of a file have labels.
+    """True if the items of a file have labels.
 
     Raises:
       UsageError: there is no item, or only some have labels, or none although they are needed for training.
@@ -193,11 +194,11 @@ def _has_labels(items: Sequence, file: Path, role: Role) -> bool:
     return labelled > 0
 
 
-def finite(outputs: Outputs) -> Outputs:
-    """`outputs`, logits of validation sets.
+def check_finite(outputs: Outputs) -> Outputs:
+    """Check the logits of validation sets, and return them.
 
     Raises:
-      RunError: one is not finite, so there is no answer.
+      RunError: one is not finite.
     """
     for name, logits in outputs.items():
         if not np.isfinite(logits).all():
@@ -234,16 +235,16 @@ class Examples:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def batch(self, chosen: np.ndarray) -> Batch:
-        """The model's inputs for the examples `chosen`, int [b] → [b, c, s] each."""
+    def batch(self, indices: np.ndarray) -> Batch:
+        """The model's inputs for the examples `argmax_logits`, int [b] → [b, c, s] each."""
         return {
-            "tokens": self.tokens[chosen],
-            "token_types": self.token_types[chosen],
-            "documents": (~self.text[chosen]).astype(np.int32),  # 0 for text, 1 for padding
+            "tokens": self.tokens[indices],
+            "token_types": self.token_types[indices],
+            "documents": (~self.text[indices]).astype(np.int32),  # 0 for text, 1 for padding
         }
 
 
-class Pair(NamedTuple):
+class TokenPair(NamedTuple):
     """Ids of the two texts of a row, without special tokens."""
 
     a: Sequence[int]
@@ -255,10 +256,10 @@ class Pair(NamedTuple):
         return len(self.a) + len(self.b) + 3
 
 
-def to_rows(
-    pairs: Sequence[Pair], choices: int, labels: dict[str, Sequence[int]], tokenizer: BertTokenizer, positions: int
+def build_examples(
+    pairs: Sequence[TokenPair], choices: int, labels: dict[str, Sequence[int]], tokenizer: BertTokenizer, positions: int
 ) -> Examples:
-    """Rows of `positions` tokens, `choices` consecutive ones per example."""
+    """Build rows of `positions` tokens, `choices` consecutive ones per example."""
     tokens = np.full((len(pairs), positions), tokenizer.pad, np.int32)
     token_types = np.zeros_like(tokens)
     text = np.zeros(tokens.shape, bool)
@@ -270,10 +271,10 @@ def to_rows(
     return Examples(*arrays, labels={name: np.array(values, np.int32) for name, values in labels.items()})
 
 
-def iterate_padded(examples: Examples, size: int) -> Iterator[tuple[int, Batch]]:
-    """All examples in order, without labels: the number of examples in a batch of `size`, and the batch.
+def iterate_batches(examples: Examples, size: int) -> Iterator[tuple[int, Batch]]:
+    """Yield batches of `size` examples in order, without labels, each with its number of examples.
 
-    The last one is filled with copies of its first example, which are not used.
+    The last batch is padded with copies of its first example.
     """
     for first in range(0, len(examples), size):
         count = min(size, len(examples) - first)
@@ -281,7 +282,7 @@ def iterate_padded(examples: Examples, size: int) -> Iterator[tuple[int, Batch]]
 
 
 def clean_text(text: str) -> str:
-    """`text` with white space collapsed, and no space before a full stop, as in v1.0."""
+    """Collapse white space, and remove the space before a full stop, as in v1.0."""
     text = re.sub(r"\s+", " ", text)
     for _ in range(3):  # consecutive full stops share their spaces
         text = text.replace(" . ", ". ")
@@ -291,8 +292,8 @@ def clean_text(text: str) -> str:
 # --- Files of labelled tasks: their lines, columns and objects --------------------------------------------------------
 
 
-def lines(file: Path) -> Iterator[tuple[str, str]]:
-    """FILE:LINE and text of each non-blank line; only a line feed ends a line, possibly after a carriage return.
+def read_lines(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield FILE:LINE and text of each non-blank line; only a line feed ends a line, possibly after a carriage return.
 
     Raises:
       UsageError: there is no such file, or it is not UTF-8.
@@ -302,7 +303,7 @@ def lines(file: Path) -> Iterator[tuple[str, str]]:
             yield f"{file}:{number}", line.rstrip("\r")
 
 
-def table(file: Path, *needed: str) -> Iterator[tuple[str, dict[str | None, str | None]]]:
+def read_table(file: Path, *needed: str) -> Iterator[tuple[str, dict[str | None, str | None]]]:
     """Yield FILE:LINE and fields by column of each line of a tab-separated file, whose first line names the columns.
 
     A missing field becomes None; the last field without a column is under the key None.
@@ -310,7 +311,7 @@ def table(file: Path, *needed: str) -> Iterator[tuple[str, dict[str | None, str 
     Raises:
       UsageError: the file is missing or empty, or has no column of a name in `needed`.
     """
-    rows = ((source, text.split("\t")) for source, text in lines(file))
+    rows = ((source, text.split("\t")) for source, text in read_lines(file))
     source, header = next(rows, (f"{file}:1", []))
     columns = [name.strip() for name in header]
     if missing := [name for name in needed if name not in columns]:
@@ -320,8 +321,14 @@ def table(file: Path, *needed: str) -> Iterator[tuple[str, dict[str | None, str 
         yield source, dict(zip_longest(columns, fields))
 
 
-def json_object(kind: type[T], text: str, source: str, expected: str) -> T:
-    """The JSON object in `text`, a `kind` as for `plain_values.check`.
+def read_objects(file: Path, kind: type[T], expected: str) -> Iterator[tuple[str, T]]:
+    """Yield FILE:LINE and the JSON object of each line of a file; arguments and errors as in `parse_json_object`."""
+    for source, text in read_lines(file):
+        yield source, parse_json_object(kind, text, source, expected)
+
+
+def parse_json_object(kind: type[T], text: str, source: str, expected: str) -> T:
+    """Parse the JSON object in `text`, of the type `kind` as in `plain_values.check`.
 
     Raises:
       UsageError: it is not one; `expected` shows the format.

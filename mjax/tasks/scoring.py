@@ -1,15 +1,15 @@
 """Batches through a trained model: one program on the mesh, under any parallelism, for every task.
 
-It is the evaluation step with the task's own head (`RowScorer.head`), which gives some numbers for each row: for a
+It is the evaluation step with a head of the task (`RowScorer.head`), which computes some numbers for each row: for a
 window of text the loss and the correctness of each label, for a labelled example its logits. Each micro-batch writes
 its rows into an array of zeros at the indices of its samples, and one sum over all axes combines the rows of a batch:
-under any parallelism, including a pipeline, every device ends up with all of them.
+under any parallelism, including a pipeline, every device has all rows at the end.
 
 A batch of windows is padded on the right to one width, and only the unmasked labels are read from the result. Causal
-attention never sees the padding after a token. There is one compiled program per width in use, which reads the first
-positions of the same weights; batches share widths where another program would cost more than the padding. Where the
-last positions of all windows of a width hold the unmasked labels, as in a question's answers, the vocabulary is
-scored at these alone.
+attention never reads the padding after a token. There is one compiled program per width in use, which reads the first
+positions of the same weights; batches share widths if another program would cost more than the padding. If only the
+last positions of all windows of a width have unmasked labels, as in a question's answers, logits are computed for
+these positions only.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ from mjax.parallel.mesh import batch_specs
 from mjax.step.layout import build_layout
 from mjax.step.step import sum_over_batch
 from mjax.tasks.interface import ContextWindow, Score
-from mjax.tasks.labelled_task import Batch, Examples, iterate_padded
+from mjax.tasks.labelled_task import Batch, Examples, iterate_batches
 
 Progress = Callable[[int], None]
 """Called with the number of rows that have been scored since the last call."""
 
 
-def unseen(rows: int) -> None:
+def no_progress(rows: int) -> None:
     """Show no progress."""
 
 
-Passes = Sequence[Sequence[ContextWindow]]
+Windows = Sequence[ContextWindow]
+Passes = Sequence[Windows]
 WIDTHS = range(16, 2**30, 16)
-POSITIONS_MULTIPLE = 32  # positions; where not all are scored, a multiple of it is
-PROGRAM = 1  # batches that take as long as it costs to have one more program: about three to compile, 0.3 s if kept
+POSITIONS_MULTIPLE = 32  # of the scored positions, unless all are scored
+PROGRAM_COST = 1  # of one more program, in batches: about three if it is compiled, 0.3 s if it is cached
 
 
 def vocab_parallel_argmax(logits: Array) -> Array:
@@ -119,12 +120,12 @@ class RowScorer:
 
 
 class Scorer(RowScorer):
-    """Gives every window of text a `Score`, with a causal model."""
+    """Computes the `Score` of windows of text, with a causal model."""
 
     @staticmethod
     def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: ForwardContext) -> Array:
-        """Loss of each label and whether it is the most likely one, [b, s, 2]; a rank of `context` has its part. Of a
-        batch with `scored`, positions [b, n], only of these, [b, n, 2]."""
+        """Loss and correctness of each label, [b, s, 2]; a rank of `context` has its part. For a batch with `scored`,
+        positions [b, n], only at these, [b, n, 2]."""
         tokens, labels = context.tokens, batch["labels"]
         if "scored" in batch:
             scored = batch["scored"]
@@ -137,7 +138,7 @@ class Scorer(RowScorer):
         rows = jnp.zeros((tokens.sequences, tokens.global_positions, 2), losses.dtype)
         return mappings.vary(rows, mappings.varying_axes(numbers)).at[:, tokens.position_ids()].set(numbers)
 
-    def __call__(self, model: CausalModel, passes: Passes, on_progress: Progress = unseen) -> list[Score]:
+    def __call__(self, model: CausalModel, passes: Passes, on_progress: Progress = no_progress) -> list[Score]:
         """Score the windows of each of a task's `passes`; arguments as in `score_labels`.
 
         Windows of all passes share batches, so many short passes fill them.
@@ -145,9 +146,7 @@ class Scorer(RowScorer):
         scores = iter(self.score_each(model, [window for windows in passes for window in windows], on_progress))
         return [sum((next(scores) for _ in windows), Score()) for windows in passes]
 
-    def score_each(
-        self, model: CausalModel, windows: Sequence[ContextWindow], on_progress: Progress = unseen
-    ) -> list[Score]:
+    def score_each(self, model: CausalModel, windows: Windows, on_progress: Progress = no_progress) -> list[Score]:
         """Score each of `windows`; arguments as in `score_labels`."""
         totals = [labels.sum(0, dtype=np.float64) for labels in self.score_labels(model, windows, on_progress)]
         return [
@@ -156,7 +155,7 @@ class Scorer(RowScorer):
         ]
 
     def score_labels(
-        self, model: CausalModel, windows: Sequence[ContextWindow], on_progress: Progress = unseen
+        self, model: CausalModel, windows: Windows, on_progress: Progress = no_progress
     ) -> list[np.ndarray]:
         """Return loss in nats and correctness (0 or 1) of the unmasked labels, [counted, 2] per window.
 
@@ -179,8 +178,8 @@ class Scorer(RowScorer):
         return scores
 
     def _batches(self, windows: Sequence[ContextWindow]) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield the width of each batch, at how many positions the vocabulary is scored, and the windows, the longest
-        first: if memory is short, that shows immediately."""
+        """Yield the width, the number of scored positions and the window indices of each batch, the longest first: if
+        memory is short, that shows immediately."""
         size, mesh = self.config.train.global_batch, self.config.mesh
         longest_first = sorted(range(len(windows)), key=lambda index: -len(windows[index].tokens))
         batches = [longest_first[first : first + size] for first in range(0, len(windows), size)]
@@ -188,14 +187,13 @@ class Scorer(RowScorer):
             pad_width(self.config, len(windows[first].tokens) - 1, 1, self.config.train.micro_batch, WIDTHS)
             for first, *_ in batches
         ]
-        for width, of_width in groupby(zip(choose_widths(needed), batches, strict=True), itemgetter(0)):
-            sharing = [indices for _, indices in of_width]
-            scored = (
-                -(-max(windows[index].counted for index in chain(*sharing)) // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE
-            )
+        for width, group in groupby(zip(choose_widths(needed), batches, strict=True), itemgetter(0)):
+            batches_of_width = [indices for _, indices in group]
+            counted = max(windows[index].counted for index in chain(*batches_of_width))
+            scored = -(-counted // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE
             if 2 * scored > width or mesh.splits_tokens or self.config.context_attention:
                 scored = width
-            yield from ((width, scored, indices) for indices in sharing)
+            yield from ((width, scored, indices) for indices in batches_of_width)
 
     @staticmethod
     def _pad(windows: Sequence[ContextWindow], width: int, scored: int, size: int) -> Batch:
@@ -210,13 +208,13 @@ class Scorer(RowScorer):
 
 
 def choose_widths(needed: Sequence[int]) -> list[int]:
-    """Widths for batches that need these, the widest first: positions and programs cost least in sum."""
-    price, cheapest = PROGRAM * sum(needed) / max(len(needed), 1), {0: (0.0, 0)}  # up to a batch: cost, last program
+    """Choose widths for batches with these minimum widths, the widest first, to minimize positions and programs."""
+    price = PROGRAM_COST * sum(needed) / max(len(needed), 1)
+    cheapest = {0: (0.0, 0)}  # up to a batch: cost, first batch of the last program
     for end in range(1, len(needed) + 1):
         if end == len(needed) or needed[end] < needed[end - 1]:
-            cheapest[end] = min(
-                (cost + price + needed[begin] * (end - begin), begin) for begin, (cost, _) in cheapest.items()
-            )
+            costs = ((cost + price + needed[begin] * (end - begin), begin) for begin, (cost, _) in cheapest.items())
+            cheapest[end] = min(costs)
     widths, end = [], len(needed)
     while end:
         begin = cheapest[end][1]
@@ -225,9 +223,9 @@ def choose_widths(needed: Sequence[int]) -> list[int]:
 
 
 class LossScorer(Scorer):
-    """Gives every list of windows, with equally many unmasked labels, their losses, [windows, counted]."""
+    """Computes the losses of lists of windows with the same number of unmasked labels, [windows, counted]."""
 
-    def __call__(self, model: CausalModel, passes: Passes, on_progress: Progress = unseen) -> list[np.ndarray]:
+    def __call__(self, model: CausalModel, passes: Passes, on_progress: Progress = no_progress) -> list[np.ndarray]:
         """Score the windows of each of `passes`; arguments as in `Scorer`."""
         return [np.stack(self.score_labels(model, windows, on_progress))[..., 0] for windows in passes]
 
@@ -243,7 +241,7 @@ class TaskScorer(RowScorer):
         """The scores of the task's head."""
         return mappings.mask_to_first_context_rank(weights.scores(x, batch, context))
 
-    def __call__(self, model: Model, examples: Examples, on_progress: Progress = unseen) -> np.ndarray:
+    def __call__(self, model: Model, examples: Examples, on_progress: Progress = no_progress) -> np.ndarray:
         """Scores of all N examples, float32: [N, classes], [N, c] or [N, 2, s].
 
         Args:
@@ -252,7 +250,7 @@ class TaskScorer(RowScorer):
           on_progress: called after each batch.
         """
         width, scores = self.config.model.sequence, []
-        batches = iterate_padded(examples, self.config.train.global_batch)
+        batches = iterate_batches(examples, self.config.train.global_batch)
         for count, rows in self.rows(model, ((count, width, batch) for count, batch in batches)):
             scores.append(rows[:count].astype(np.float32))
             on_progress(count)
@@ -288,7 +286,7 @@ def row_specs(batch: dict[str, Array | np.ndarray], width: int) -> dict[str, P]:
 
 
 def to_devices(batch: dict[str, np.ndarray], mesh: Mesh, width: int) -> dict[str, Array]:
-    """The arrays of a batch that every process has as a whole; each gives its own devices their parts."""
+    """Shard the arrays of a batch, of which every process has all rows."""
     return {
         name: jax.make_array_from_callback(batch[name].shape, NamedSharding(mesh, spec), batch[name].__getitem__)
         for name, spec in row_specs(batch, width).items()

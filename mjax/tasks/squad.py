@@ -5,10 +5,10 @@
 
 A file is one JSON object, whose `answer_start` counts characters of the context; one without any `answers` gives
 predictions only. In 2.0 a question may have no answer (`"answers": []`; `plausible_answers` is unused), which the model
-has to detect: there the answer begins and ends at [CLS]. Predictions are in the formats of Google's run_squad.py and of
-the official scripts:
+has to detect: its label begins and ends at [CLS]. Predictions have the formats of Google's run_squad.py and of the
+official scripts:
 
-    predictions.json         id → answer; in 2.0 "" if none is more likely: its metrics are `exact` and `f1`
+    predictions.json         id → answer; in 2.0 "" if none is more likely: its metrics are `exact_match` and `f1`
     null_odds.json           2.0: id → no-answer score minus that of the best answer
     best_answers.json        2.0: id → the best answer in any case; `evaluate-v2.0.py FILE best_answers.json
                              --na-prob-file null_odds.json` finds the thresholds of `best_exact` and `best_f1`
@@ -30,30 +30,30 @@ import numpy as np
 
 from mjax.errors import UsageError
 from mjax.tasks.interface import Metric, read_text
-from mjax.tasks.labelled_task import LabelledTask, Outputs, Pair, Role, finite, json_object
+from mjax.tasks.labelled_task import LabelledTask, Outputs, Role, TokenPair, check_finite, parse_json_object
 
-STRIDE = 128  # tokens by which a window advances
-MAX_QUESTION_TOKENS = 64  # tokens
+DOC_STRIDE = 128  # tokens between the starts of two windows
+MAX_QUESTION_TOKENS = 64
 Version = Literal["1.1", "2.0"]
-OF_QUESTION = '{"id": "…", "question": "…", "answers": [{"text": "…", "answer_start": 0}]}'
-EXPECTED = f'{{"data": [{{"paragraphs": [{{"context": "…", "qas": [{OF_QUESTION}]}}]}}]}}'
+QUESTION_FORMAT = '{"id": "…", "question": "…", "answers": [{"text": "…", "answer_start": 0}]}'
+FILE_FORMAT = f'{{"data": [{{"paragraphs": [{{"context": "…", "qas": [{QUESTION_FORMAT}]}}]}}]}}'
 
 
 class SquadQuestion(NamedTuple):
     """A question, its context, and the consecutive windows that are its rows.
 
     Attributes:
-      truth: text and first character of each answer; empty if there is none; None if the file does not say.
+      truth: text and first character of each answer; empty if there is none; None if the file has no answers.
     """
 
     name: str
     text: str
     context: Context
     truth: list[tuple[str, int]] | None
-    windows: Sequence[ContextSpan] = ()
+    windows: Sequence[DocSpan] = ()
 
     @property
-    def span(self) -> Span | None:
+    def span(self) -> TokenSpan | None:
         """Tokens of the first answer; None if there is none, or if the context has other text there."""
         if not self.truth:
             return None
@@ -64,14 +64,14 @@ class SquadQuestion(NamedTuple):
 
 
 class Squad(LabelledTask):
-    """The task on files; see the module."""
+    """SQuAD, as described in the module."""
 
     head = "span"
     classes = 2
     label_names = ("start", "end")
-    unique = "question"
+    unique_name = "question"
 
-    def __init__(self, version: Version, *arguments, stride: int = STRIDE):
+    def __init__(self, version: Version, *arguments, stride: int = DOC_STRIDE):
         """Read the files; `version` selects the rules, `stride` is the number of tokens by which windows advance.
 
         Other arguments and errors as in `open_task`.
@@ -83,12 +83,12 @@ class Squad(LabelledTask):
     def read(self, file: Path) -> list[SquadQuestion]:
         """The questions of a file, each with its context."""
         questions: list[SquadQuestion] = []
-        articles = json_object(_File, read_text(file), str(file), EXPECTED)["data"]
+        articles = parse_json_object(_File, read_text(file), str(file), FILE_FORMAT)["data"]
         paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
         encoded = self.tokenizer.encode_with_offsets([paragraph["context"] for paragraph in paragraphs])
         for paragraph, ids_and_characters in zip(paragraphs, encoded, strict=True):
             context = Context(paragraph["context"], *ids_and_characters)
-            questions += [_question(values, file, context, self.version) for values in paragraph["qas"]]
+            questions += [_parse_question(values, file, context, self.version) for values in paragraph["qas"]]
             if paragraph["qas"] and not context.ids:
                 raise UsageError(f"{file}, question {questions[-1].name} is about a context without text; leave it out")
         return questions
@@ -105,29 +105,29 @@ class Squad(LabelledTask):
             ids, tokens, span = ids[:MAX_QUESTION_TOKENS], question.context.ids, question.span
             if (room := self.positions - len(ids) - 3) < 1:
                 problem = f"has {len(ids)} tokens, and a row of {self.positions} has no room left for a context"
-                use = f"use rows of {MAX_QUESTION_TOKENS + STRIDE} tokens or more"
+                use = f"use rows of {MAX_QUESTION_TOKENS + DOC_STRIDE} tokens or more"
                 raise UsageError(f"{file}, question {question.name} {problem}; {use}")
             ranges = cut_into_windows(len(tokens), room, self.stride)
-            deciding, offset = deciding_windows(ranges, len(tokens)), len(ids) + 2
+            deciding, offset = max_context_windows(ranges, len(tokens)), len(ids) + 2
             windows = [
-                ContextSpan(offset, window.start, deciding[window.start : window.stop] == number)
+                DocSpan(offset, window.start, deciding[window.start : window.stop] == number)
                 for number, window in enumerate(ranges)
             ]
-            rows = [Pair(ids, tokens[window.start : window.stop]) for window in ranges]
+            rows = [TokenPair(ids, tokens[window.start : window.stop]) for window in ranges]
             yield question._replace(windows=windows), rows, [answer_position(span, window, offset) for window in ranges]
 
     def metrics(self, outputs: Outputs) -> list[Metric]:
         """The metrics of the version's official script, over all sets with answers."""
-        asked = chain.from_iterable(self._items.values())
-        truths = {q.name: [text for text, _ in q.truth] for q in asked if q.truth is not None}
+        questions = chain.from_iterable(self._items.values())
+        truths = {q.name: [text for text, _ in q.truth] for q in questions if q.truth is not None}
         if not truths:
             return []
         answers = self._answers(outputs)
         best = {name: answers[name].text for name in truths}
-        scored = score(best, truths, self.version)
+        scores = score_answers(best, truths, self.version)
         if self.version == "1.1":
-            return metrics_1(scored)
-        return metrics_2(best, {name: answers[name].null_odds for name in truths}, scored)
+            return metrics_v1(scores)
+        return metrics_v2(best, {name: answers[name].null_odds for name in truths}, scores)
 
     def predictions(self, outputs: Outputs) -> dict[str, str]:
         """The prediction files of the module docstring; with several sets their names begin with the name of the
@@ -149,11 +149,11 @@ class Squad(LabelledTask):
     def _answers(self, outputs: Outputs) -> dict[str, Answer]:
         """The answers to all questions of these sets, by name."""
         answers = {}
-        for name, logits in finite(outputs).items():
+        for name, logits in check_finite(outputs).items():
             rows = iter(logits)
             for question in self._items[name]:
-                of_question = np.stack([next(rows) for _ in question.windows])
-                answers[question.name] = best_answer(question.context, question.windows, of_question)
+                question_logits = np.stack([next(rows) for _ in question.windows])
+                answers[question.name] = best_answer(question.context, question.windows, question_logits)
         return answers
 
 
@@ -165,18 +165,18 @@ class _Answer(TypedDict):
     answer_start: int
 
 
-class _Unanswered(TypedDict):
+class _TestQuestion(TypedDict):
     id: str
     question: str
 
 
-class _Asked(_Unanswered, total=False):
+class _LabelledQuestion(_TestQuestion, total=False):
     answers: list[_Answer] | None
 
 
 class _Paragraph(TypedDict):
     context: str
-    qas: list[_Asked]
+    qas: list[_LabelledQuestion]
 
 
 class _Article(TypedDict):
@@ -187,7 +187,7 @@ class _File(TypedDict):
     data: list[_Article]
 
 
-def _question(values: _Asked, file: Path, context: Context, version: Version) -> SquadQuestion:
+def _parse_question(values: _LabelledQuestion, file: Path, context: Context, version: Version) -> SquadQuestion:
     answers, name = values.get("answers"), values["id"]
     if answers == [] and version == "1.1":
         problem = f"{file}, question {name} has no answer, which SQuAD 1.1 does not allow"
@@ -203,7 +203,7 @@ def _question(values: _Asked, file: Path, context: Context, version: Version) ->
 # 2.0 "no answer" is another candidate, with [CLS] as start and end; its score is the lowest of the windows.
 
 
-MAX_ANSWER_TOKENS = 30  # tokens
+MAX_ANSWER_TOKENS = 30
 
 
 class Answer(NamedTuple):
@@ -219,7 +219,7 @@ class Answer(NamedTuple):
 
 
 def best_answer(
-    context: Context, windows: Sequence[ContextSpan], logits: np.ndarray, longest: int = MAX_ANSWER_TOKENS
+    context: Context, windows: Sequence[DocSpan], logits: np.ndarray, max_tokens: int = MAX_ANSWER_TOKENS
 ) -> Answer:
     """The most likely span, the first of equals.
 
@@ -229,14 +229,14 @@ def best_answer(
     """
     text, highest, logits = "", -np.inf, logits.astype(np.float64)
     for window, (start, end) in zip(windows, logits, strict=True):
-        count = len(window.deciding)
+        count = len(window.is_max_context)
         inside = slice(window.offset, window.offset + count)
-        start, end = np.where(window.deciding, start[inside], -np.inf), end[inside]
-        last = np.arange(count)[:, None] + np.arange(longest)  # [first token, tokens after it]
+        start, end = np.where(window.is_max_context, start[inside], -np.inf), end[inside]
+        last = np.arange(count)[:, None] + np.arange(max_tokens)  # [first token, tokens after it]
         score = np.where(last < count, start[:, None] + end[last.clip(max=count - 1)], -np.inf)
         first, after = map(int, np.unravel_index(score.argmax(), score.shape))
         if score[first, after] > highest:
-            text = context.cut(Span(window.first + first, window.first + first + after))
+            text = context.extract_text(TokenSpan(window.first + first, window.first + first + after))
             highest = score[first, after]
     return Answer(text, float(logits[:, :, 0].sum(1).min() - highest))
 
@@ -244,7 +244,7 @@ def best_answer(
 # --- SQuAD's rows: [CLS] question [SEP] window of the context [SEP] ---------------------------------------------------
 # A context that is longer than a row is read in overlapping windows, each beginning 128 tokens after the previous one.
 # A token may then be in several windows, in the middle of one and at the end of another; an answer counts only from the
-# window with the most context on both sides of its first token (`deciding`), so each answer comes once (Google's
+# window with the most context on both sides of its first token (`is_max_context`), so each answer comes once (Google's
 # run_squad.py).
 #
 # The tokenizer gives the character range of each token. So an answer is mapped to tokens by its characters, and a
@@ -252,7 +252,7 @@ def best_answer(
 # word pieces; where that fails, it returns whole words, including attached punctuation.
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens of a context from `first` to `last`, both of them included."""
 
     first: int
@@ -271,13 +271,13 @@ class Context:
         self.text, self.ids = text, ids
         self.begin, self.end = np.array(characters, np.int64).reshape(-1, 2).T
 
-    def locate(self, begin: int, length: int) -> Span | None:
+    def locate(self, begin: int, length: int) -> TokenSpan | None:
         """First and last token with any of `length` characters from `begin` on; None if there is none."""
         first = int(np.searchsorted(self.end, begin, side="right"))
         last = int(np.searchsorted(self.begin, begin + length, side="left")) - 1
-        return Span(first, last) if first <= last else None
+        return TokenSpan(first, last) if first <= last else None
 
-    def cut(self, span: Span) -> str:
+    def extract_text(self, span: TokenSpan) -> str:
         """The original text of these tokens."""
         begin, end = int(self.begin[span.first]), int(self.end[span.last])
         while end < len(self.text) and unicodedata.combining(self.text[end]):
@@ -285,18 +285,18 @@ class Context:
         return self.text[begin:end]
 
 
-class ContextSpan(NamedTuple):
+class DocSpan(NamedTuple):
     """Tokens of a context that are in one row.
 
     Attributes:
       offset: position in the row of the window's first token.
       first: that token's index in the context.
-      deciding: bool [tokens of the window], whether an answer that begins there counts.
+      is_max_context: bool [tokens of the window], True if an answer that begins there counts.
     """
 
     offset: int
     first: int
-    deciding: np.ndarray
+    is_max_context: np.ndarray
 
 
 def cut_into_windows(tokens: int, room: int, stride: int) -> list[range]:
@@ -309,10 +309,10 @@ def cut_into_windows(tokens: int, room: int, stride: int) -> list[range]:
     return windows
 
 
-def deciding_windows(windows: Sequence[range], tokens: int) -> np.ndarray:
-    """int [tokens]: for each token the window with the largest minimum of tokens before and after it.
+def max_context_windows(windows: Sequence[range], tokens: int) -> np.ndarray:
+    """int [tokens]: the window with the most context for each token: the largest minimum of tokens before and after it.
 
-    As in Google's run_squad.py a hundredth of the window's length is added to that. In a tie the first one is taken.
+    As in Google's run_squad.py a hundredth of the window's length is added. In a tie the first window wins.
     """
     deciding, best = np.zeros(tokens, np.int64), np.full(tokens, -1.0)
     for number, window in enumerate(windows):
@@ -323,7 +323,7 @@ def deciding_windows(windows: Sequence[range], tokens: int) -> np.ndarray:
     return deciding
 
 
-def answer_position(span: Span | None, window: range, offset: int) -> tuple[int, int]:
+def answer_position(span: TokenSpan | None, window: range, offset: int) -> tuple[int, int]:
     """Positions in the row of an answer's first and last token; both 0, [CLS], if it is not entirely in the window."""
     if span is None or span.first < window.start or span.last >= window.stop:
         return 0, 0
@@ -331,7 +331,7 @@ def answer_position(span: Span | None, window: range, offset: int) -> tuple[int,
 
 
 # --- SQuAD's official metrics: exact match and F1 of an answer (1606.05250, section 6.1; 1806.03822, section 6) -------
-# Answers are compared after `normalize`, which leaves words only. With several true answers the best match counts.
+# Answers are compared after `normalize_answer`, which leaves words only. With several true answers the best one counts.
 #
 #     exact match   the same words
 #     F1            2 P R / (P + R), over words including repetitions: P is the share of predicted words that are true,
@@ -345,14 +345,14 @@ ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII only; other punctuation stays
 
 
-def normalize(answer: str) -> str:
-    """`answer` in lower case without punctuation, then without articles, its words separated by single spaces."""
+def normalize_answer(answer: str) -> str:
+    """Lower case, without punctuation, then without articles, words separated by single spaces."""
     return " ".join(ARTICLES.sub(" ", answer.lower().translate(PUNCTUATION)).split())
 
 
-def exact(answer: str, truth: str) -> bool:
-    """Return True if two answers consist of the same words."""
-    return normalize(answer) == normalize(truth)
+def exact_match(answer: str, truth: str) -> bool:
+    """True if two answers consist of the same words."""
+    return normalize_answer(answer) == normalize_answer(truth)
 
 
 def f1(answer: str, truth: str, empty_agree: bool) -> float:
@@ -360,7 +360,7 @@ def f1(answer: str, truth: str, empty_agree: bool) -> float:
 
     Two answers without words agree by the rules of SQuAD 2.0 (`empty_agree`), but not by those of 1.1.
     """
-    words, true = normalize(answer).split(), normalize(truth).split()
+    words, true = normalize_answer(answer).split(), normalize_answer(truth).split()
     if not words or not true:
         return float(empty_agree and words == true)
     common = (Counter(words) & Counter(true)).total()
@@ -370,7 +370,7 @@ def f1(answer: str, truth: str, empty_agree: bool) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-class Scored(NamedTuple):
+class QuestionScore(NamedTuple):
     """A question and the agreement of its answer: exact match and F1, 0 to 1."""
 
     question: str
@@ -379,86 +379,83 @@ class Scored(NamedTuple):
     answerable: bool
 
 
-def score(answers: Mapping[str, str], truths: Mapping[str, Sequence[str]], version: str) -> list[Scored]:
+def score_answers(answers: Mapping[str, str], truths: Mapping[str, Sequence[str]], version: str) -> list[QuestionScore]:
     """Compare the answers to questions with the true ones, by the rules of SQuAD "1.1" or "2.0".
 
     Args:
       answers: by question; "" for no answer.
       truths: by question; empty for a question without an answer.
     """
-    two, scored = version == "2.0", []
+    v2, scores = version == "2.0", []
     for question, true in truths.items():
-        # By 2.0's rules an answer without words does not count, and a question that has no other has no answer.
-        of_words = [text for text in true if normalize(text)] or [""] if two else true
+        # By 2.0's rules an answer without words does not count, and a question without others has no answer.
+        texts = [text for text in true if normalize_answer(text)] or [""] if v2 else true
         answer = answers[question]
-        best = (max(exact(answer, text) for text in of_words), max(f1(answer, text, two) for text in of_words))
-        scored.append(Scored(question, float(best[0]), best[1], bool(true)))
-    return scored
+        best = (max(exact_match(answer, text) for text in texts), max(f1(answer, text, v2) for text in texts))
+        scores.append(QuestionScore(question, float(best[0]), best[1], bool(true)))
+    return scores
 
 
 # --- Metrics ----------------------------------------------------------------------------------------------------------
 
 
-def metrics_1(scored: Sequence[Scored]) -> list[Metric]:
+def metrics_v1(scores: Sequence[QuestionScore]) -> list[Metric]:
     """The metrics of SQuAD 1.1's official script, in percent."""
-    return _means(scored, "exact_match", "f1", "total", "questions")
+    return _mean_metrics(scores, "exact_match", "f1", "total", "questions")
 
 
-def metrics_2(answers: Mapping[str, str], null_odds: Mapping[str, float], scored: Sequence[Scored]) -> list[Metric]:
-    """The metrics of SQuAD 2.0's official script, in percent.
+def metrics_v2(answers: Mapping[str, str], null_odds: Mapping[str, float], scores: Sequence[QuestionScore]):
+    """The metrics of SQuAD 2.0's official script, in percent, as `Metric`s.
 
     Args:
       answers: the best answer to each question, in any case.
-      null_odds: the no-answer score minus that of the best answer; above 0 the prediction is "no answer".
-      scored: `answers` against the true ones.
+      null_odds: the no-answer score minus the score of the best answer; above 0 the prediction is "no answer".
+      scores: of `answers`.
     """
-    given = []
-    for one in scored:
-        right = float(not one.answerable)
-        given.append(one if null_odds[one.question] <= 0 else one._replace(exact=right, f1=right))
-    metrics = _means(given, "exact", "f1", "total", "questions")
+    predicted = []
+    for score in scores:
+        right = float(not score.answerable)
+        predicted.append(score if null_odds[score.question] <= 0 else score._replace(exact=right, f1=right))
+    metrics = _mean_metrics(predicted, "exact", "f1", "total", "questions")
     for name, answerable in (("HasAns", True), ("NoAns", False)):
-        if of_kind := [one for one in given if one.answerable == answerable]:
-            metrics += _means(of_kind, f"{name}_exact", f"{name}_f1", f"{name}_total")
+        if subset := [score for score in predicted if score.answerable == answerable]:
+            metrics += _mean_metrics(subset, f"{name}_exact", f"{name}_f1", f"{name}_total")
     for name in ("exact", "f1"):
-        best, threshold = best_threshold(answers, null_odds, scored, [getattr(one, name) for one in scored])
+        best, threshold = best_threshold(answers, null_odds, scores, [getattr(score, name) for score in scores])
         metrics += [
-            _percent(f"best_{name}", best, len(scored), "at the best threshold of this set"),
+            _percent(f"best_{name}", best, len(scores), "at the best threshold of this set"),
             Metric(f"best_{name}_thresh", threshold, f"{threshold:.4f}", "above it the prediction is no answer"),
         ]
     return metrics
 
 
 def best_threshold(
-    answers: Mapping[str, str], null_odds: Mapping[str, float], scored: Sequence[Scored], values: Sequence[float]
+    answers: Mapping[str, str], null_odds: Mapping[str, float], scores: Sequence[QuestionScore], values: Sequence[float]
 ) -> tuple[float, float]:
-    """The highest sum of `values`, one for each of `scored`, over all thresholds for `null_odds`, and that threshold.
+    """The highest sum of `values`, one for each of `scores`, over all thresholds for `null_odds`, and that threshold.
 
-    Below the lowest no question is answered, and those without an answer are right. Then they are answered one by one.
-    With equal odds the official script counts only the first, as if a threshold could separate them, and so does this.
+    Below the lowest threshold no question is answered, and those without an answer are right. Then they are answered
+    one by one. With equal odds the official script counts only the first, as if a threshold could separate them.
     """
-    total = sum(not one.answerable for one in scored)
+    total = sum(not score.answerable for score in scores)
     best, threshold = float(total), 0.0
-    for one, value in sorted(zip(scored, values, strict=True), key=lambda pair: null_odds[pair[0].question]):
-        if one.answerable:
+    for score, value in sorted(zip(scores, values, strict=True), key=lambda pair: null_odds[pair[0].question]):
+        if score.answerable:
             total += value
-        elif answers[one.question]:
+        elif answers[score.question]:
             total -= 1
         if total > best:
-            best, threshold = total, null_odds[one.question]
+            best, threshold = total, null_odds[score.question]
     return best, threshold
 
 
-def _means(scored: Sequence[Scored], exact: str, f1: str, total: str, what: str = "") -> list[Metric]:
-    """Both measures over `scored`, and their number, by name."""
-    count = len(scored)
-    return [
-        _percent(exact, sum(one.exact for one in scored), count),
-        _percent(f1, sum(one.f1 for one in scored), count),
-        Metric.count(total, count, what),
-    ]
+def _mean_metrics(scores: Sequence[QuestionScore], exact: str, f1: str, total: str, note: str = "") -> list[Metric]:
+    """Both measures over `scores`, and their number, by name."""
+    exact_mean = _percent(exact, sum(score.exact for score in scores), len(scores))
+    f1_mean = _percent(f1, sum(score.f1 for score in scores), len(scores))
+    return [exact_mean, f1_mean, Metric.count(total, len(scores), note)]
 
 
-def _percent(name: str, total: float, count: int, remark: str = "") -> Metric:
+def _percent(name: str, total: float, count: int, note: str = "") -> Metric:
     mean = 100 * total / count
-    return Metric(name, mean, f"{mean:.2f}%", remark)
+    return Metric(name, mean, f"{mean:.2f}%", note)

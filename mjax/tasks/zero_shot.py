@@ -1,15 +1,15 @@
 """Zero-shot tasks: perplexity and bits per byte of any text, also by position, WikiText103, LAMBADA.
 
 Perplexity reads every document from its beginning, after the end-of-document token that precedes it in training. So
-each of its tokens is predicted, including the first, and the loss is that of the whole text. Divided by bytes rather
-than tokens, it is comparable across tokenizers:
+each of its tokens is predicted, including the first, and the loss covers the whole text. Divided by bytes rather than
+tokens, it is comparable across tokenizers:
 
     perplexity     exp(nats / tokens)
     bits per byte  nats / ln 2 / bytes of UTF-8
 
 A document longer than the model's positions is split into windows (`overlapping_windows`): adjacent, or overlapping
-on request, which takes longer and gives a lower loss. Ends of documents are not predicted, whether the dataset contains
-them or not, so a text gives the same metrics as the dataset prepared from it.
+on request, which takes longer and has a lower loss. Ends of documents are never predicted, so a text has the same
+metrics as the dataset prepared from it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from mjax.data.corpus import Document, TextFiles, find_files
 from mjax.data.indexed import IndexedDataset, index_file, token_file, tokenizer_folder
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
-from mjax.tasks.interface import ContextWindow, Metric, Score, overlapping_windows, read_text
+from mjax.tasks.interface import ContextWindow, Metric, Score, read_text, split_into_windows
 from mjax.utils.figures import table
 
 
 def perplexity(nats: float) -> float:
-    """exp(`nats`), with nats per label; infinite above what a float holds, e^709."""
+    """exp(`nats`), with nats per label; infinite above e^709."""
     return math.exp(nats) if nats < 709 else math.inf
 
 
 def read_documents(data: str) -> list[Document]:
-    """The documents of a file, a folder or a pattern.
+    """Read the documents of a file, a folder or a pattern.
 
     Raises:
       UsageError: there is no such file, or its type is unknown; a line is malformed. An evaluation skips nothing.
@@ -51,7 +51,7 @@ def read_documents(data: str) -> list[Document]:
 
 
 def check_stride(stride: int, positions: int) -> int:
-    """`stride`, if it fits a model with so many positions.
+    """Check that `stride` fits a model with so many positions, and return it.
 
     Raises:
       UsageError: it does not.
@@ -61,11 +61,11 @@ def check_stride(stride: int, positions: int) -> int:
     return stride
 
 
-PREPARED_AGAIN = "prepare it again with the tokenizer of the run, or give the text itself"
+PREPARE_AGAIN = "prepare it again with the tokenizer of the run, or give the text itself"
 
 
 class Perplexity:
-    """The task on files of text, or on a dataset.
+    """Perplexity of files of text, or of a dataset.
 
     Attributes:
       passes: the windows of all documents.
@@ -92,7 +92,7 @@ class Perplexity:
         for tokens in documents:
             if len(tokens):
                 self.documents += 1
-                windows += overlapping_windows(np.array([tokenizer.prefix_id, *tokens], np.int32), positions, stride)
+                windows += split_into_windows(np.array([tokenizer.prefix_id, *tokens], np.int32), positions, stride)
         if not windows:
             raise UsageError(f"{data} has no text; give a file or a dataset that does")
         self.passes: list[Sequence[ContextWindow]] = [windows]
@@ -117,7 +117,7 @@ class Perplexity:
 
 
 def open_text(data: str, tokenizer: Tokenizer) -> tuple[Iterator[Sequence[int]], int | None]:
-    """The tokens of every document, without ends of documents, and the bytes of the whole text, if they are known.
+    """Open the tokens of every document, without ends of documents, and the bytes of the whole text, or None.
 
     Args:
       data: a .txt, .jsonl or .parquet file, a folder or a pattern of such; or the prefix of an indexed dataset.
@@ -128,34 +128,34 @@ def open_text(data: str, tokenizer: Tokenizer) -> tuple[Iterator[Sequence[int]],
     """
     if index_file(data).is_file() or token_file(data).is_file() or data.endswith((".bin", ".idx")):
         metadata = read_metadata(data)
-        return _read_documents(data, tokenizer), None if metadata is None else metadata.text_bytes
+        return _read_dataset(data, tokenizer), None if metadata is None else metadata.text_bytes
     texts = [document.text for document in read_documents(data)]
     return (tokenizer.encode(text) for text in texts), sum(len(text.encode("utf-8")) for text in texts)
 
 
-def _read_documents(prefix: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def _read_dataset(prefix: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Yield the documents of a dataset, without the ids that begin and end them."""
     data, folder = IndexedDataset(prefix), tokenizer_folder(prefix)
     # Megatron's datasets have no tokenizer.
-    if folder.is_dir() and _identity(tokenizer_from_folder(folder)) != _identity(tokenizer):
-        raise UsageError(f"{prefix} was prepared with another tokenizer than the run's; {PREPARED_AGAIN}")
+    if folder.is_dir() and _tokenizer_identity(tokenizer_from_folder(folder)) != _tokenizer_identity(tokenizer):
+        raise UsageError(f"{prefix} was prepared with another tokenizer than the run's; {PREPARE_AGAIN}")
     for first, last in pairwise(data.document_indices.tolist()):
         tokens = np.concatenate([np.zeros(0, np.int32), *(data.get(sequence) for sequence in range(first, last))])
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocabulary:
             ids = f"from {tokens.min()} to {tokens.max()} and the run's tokenizer has {tokenizer.vocabulary:,}"
-            raise UsageError(f"{prefix} holds token ids {ids}; {PREPARED_AGAIN}")
+            raise UsageError(f"{prefix} holds token ids {ids}; {PREPARE_AGAIN}")
         if len(tokens) and tokens[0] == tokenizer.bos:
             tokens = tokens[1:]
         yield tokens[:-1] if len(tokens) and tokens[-1] == tokenizer.eod else tokens
 
 
-def _identity(tokenizer: Tokenizer) -> tuple:
+def _tokenizer_identity(tokenizer: Tokenizer) -> tuple:
     return tokenizer.scheme, tokenizer.vocabulary, tokenizer.eod, tokenizer.contents
 
 
 # --- WikiText103: perplexity per original word (arXiv 1909.08053, section 5.3 and appendix E.1) -----------------------
-# The file is the published wiki.test.tokens. It was tokenized for word-level models: "the 1990s , said @-@ so". Subword
-# models never saw such text, so it is detokenized first (`detokenize`). Then their perplexity is per subword, and
+# The file is the published wiki.test.tokens. It was tokenized for word-level models: "the 1990s , a @-@ b". Subword
+# models are not trained on such text, so it is detokenized first (`detokenize`). Their perplexity is per subword, and
 # subwords differ between tokenizers. To compare models, the loss of the whole text is divided by the number of words in
 # the file before detokenizing, T_o, rather than by its subwords, T:
 #
@@ -167,7 +167,7 @@ def _identity(tokenizer: Tokenizer) -> tuple:
 # give (T − 1) / (T_o − 1) = 270329 / 245565 = 1.1008449901248143. The papers' tables have the adjusted one.
 
 
-STRIDE = 32
+WIKITEXT_STRIDE = 32
 
 # v1.0's list, in its order (tasks/zeroshot_gpt2/detokenizer.py). Published results depend on every line of it,
 # including those with little effect: "s '" joins an apostrophe only to a word in s, and the second line matches no real
@@ -202,14 +202,14 @@ REPLACEMENTS: tuple[tuple[str, str | None], ...] = (
 
 
 def detokenize(text: str) -> str:
-    """Detokenized WikiText."""
+    """Detokenize WikiText."""
     for pattern, replacement in REPLACEMENTS:
         text = _strip_between(text, *pattern) if replacement is None else re.sub(pattern, replacement, text)
     return text
 
 
 def _strip_between(text: str, left: str, right: str) -> str:
-    """`text` without white space after a `left` and before the next `right`; a `left` in between is ordinary text."""
+    """Remove white space after a `left` and before the next `right`; a `left` in between is ordinary text."""
     parts, done = [], 0
     while (begin := text.find(left, done)) >= 0 and (end := text.find(right, begin + 1)) >= 0:
         parts += [text[done : begin + 1], text[begin + 1 : end].strip(), right]
@@ -241,13 +241,13 @@ class WikiText103:
         Raises:
           UsageError: the file is missing, is not UTF-8, or has fewer than two words; the stride does not fit.
         """
-        self.stride = check_stride(STRIDE if stride is None else stride, positions)
+        self.stride = check_stride(WIKITEXT_STRIDE if stride is None else stride, positions)
         original = read_text(Path(data), "WikiText103's wiki.test.tokens, or text like it")
         tokens = np.array(tokenizer.encode_prompt(detokenize(original)), np.int32)
         self.tokens, self.words = len(tokens), len(original.strip().split(" "))  # as v1.0 counts
         if self.words < 2 or self.tokens < 2:
             raise UsageError(f"{data} has fewer than two words; give WikiText103's wiki.test.tokens, or text like it")
-        self.passes = [overlapping_windows(tokens, positions, self.stride)]
+        self.passes = [split_into_windows(tokens, positions, self.stride)]
 
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:
         """Raw and adjusted perplexity, and the numbers they are computed from."""
@@ -303,18 +303,18 @@ class Lambada:
         strict, last = [], []
         for document in documents:
             tokens = tokenizer.encode_prompt(document.text)
-            strict.append(_window(document, *_last_word(tokenizer, document), positions))
-            last.append(_window(document, tokens[:-1], tokens[-1:], positions))
+            strict.append(_passage_window(document, *_last_word(tokenizer, document), positions))
+            last.append(_passage_window(document, tokens[:-1], tokens[-1:], positions))
         self.passes: list[Sequence[ContextWindow]] = [strict, last]
 
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:
         """Both accuracies, and the likelihood of the last words."""
         strict, last = scores
         return [
-            Metric.share("accuracy", strict.right, strict.windows, "strict: the whole last word is right"),
-            Metric.count("correct", strict.right, f"of {strict.windows:,} passages"),
-            Metric.share("last_token_accuracy", last.right, last.windows, "the last token alone is right"),
-            Metric.count("last_token_correct", last.right, f"of {last.windows:,} passages"),
+            Metric.fraction("accuracy", strict.all_correct, strict.windows, "strict: the whole last word is right"),
+            Metric.count("correct", strict.all_correct, f"of {strict.windows:,} passages"),
+            Metric.fraction("last_token_accuracy", last.all_correct, last.windows, "the last token alone is right"),
+            Metric.count("last_token_correct", last.all_correct, f"of {last.windows:,} passages"),
             Metric.number("perplexity", perplexity(strict.mean), "per subword of the last words"),
             Metric.number("word_perplexity", perplexity(strict.mean * strict.labels / strict.windows), "per last word"),
             Metric.count("passages", strict.windows),
@@ -322,7 +322,7 @@ class Lambada:
 
 
 def _last_word(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
-    """Tokens of the passage without its last word, and of that word with a leading space."""
+    """Tokens of the passage without its last word, and tokens of that word with a leading space."""
     words = document.text.split()
     if document.fields is None or len(words) < 2:
         what = "is not a .jsonl file" if document.fields is None else "has fewer than two words"
@@ -332,7 +332,7 @@ def _last_word(tokenizer: Tokenizer, document: Document) -> tuple[list[int], lis
     return tokenizer.encode_prompt(before), tokenizer.encode(" " + words[-1])
 
 
-def _window(document: Document, context: list[int], labels: list[int], positions: int) -> ContextWindow:
+def _passage_window(document: Document, context: list[int], labels: list[int], positions: int) -> ContextWindow:
     if len(context) + len(labels) > positions + 1:
         counts = f"{len(context) + len(labels):,} tokens and the model has positions for {positions + 1:,}"
         raise UsageError(f"{document.source} has {counts}; leave the passage out, or evaluate a longer model")
@@ -340,30 +340,30 @@ def _window(document: Document, context: list[int], labels: list[int], positions
 
 
 # --- Perplexity by position: does a model predict better the more it has read? ----------------------------------------
-# Long documents are cut into spans of L tokens, each of which the model reads from position 1. Label p of a span
-# is predicted from the p tokens before it, so the mean loss at p over all spans shows what p tokens of context are
-# worth. It falls with p as long as the model uses what lies further back; it levels off where the model no longer does,
-# and rises where positions are too many for it, such as beyond those of its training.
+# Long documents are split into spans of L tokens, each of which the model reads from position 1. Label p of a
+# span is predicted from the p tokens before it, so the mean loss at p over all spans shows the value of p tokens
+# of context. It falls with p as long as the model uses the earlier tokens, levels off where it does not, and rises at
+# positions that the model cannot handle, such as positions beyond its training length.
 #
 #     span 0      [eod t1 … t_L−1] → t1 … t_L          the document from its beginning
-#     span 1      [t_L … t_2L−1] → t_L+1 … t_2L        and on from there; the rest, shorter than L, is left out
+#     span 1      [t_L … t_2L−1] → t_L+1 … t_2L        and so on; the rest, shorter than L, is dropped
 #
-# Every span has every position, so all bins are means over the same text, and comparable. That is why documents with
-# fewer than L tokens are left out, and counted. The standard error of a bin is that of the mean over spans: the
+# Every span has every position, so all bins are means over the same text, and comparable. Therefore documents with
+# fewer than L tokens are dropped, and counted. The standard error of a bin treats spans as samples, because the
 # labels within a span are not independent.
 #
 # Source: the loss over positions of long documents, as in the Gemini 1.5 report (arXiv 2403.05530, section 5.2.1, its
 # figure 7), there cumulative; and sliding-window perplexity by length in YaRN (arXiv 2309.00071, section 4.3).
 
 
-class Positions:
+class PositionwiseLoss:
     """The task on files of text, or on a dataset.
 
     Attributes:
       passes: the spans of all documents, one list.
       length: L, labels of a span.
       edges: first position of each bin, from 1, and the end of the last [bins + 1].
-      split: positions before they were scaled, or half the length: the metrics compare what is before and after.
+      split: positions of the model before RoPE scaling, or half the length: the metrics compare both sides.
     """
 
     def __init__(self, data: str, tokenizer: Tokenizer, model: ModelConfig, length: int | None = None, bins: int = 16):
@@ -388,7 +388,7 @@ class Positions:
         spans: list[ContextWindow] = []
         self.documents = self.used = self.tokens = longest = 0
         for tokens in documents:
-            windows = overlapping_windows(np.array([tokenizer.prefix_id, *tokens], np.int32), self.length, self.length)
+            windows = split_into_windows(np.array([tokenizer.prefix_id, *tokens], np.int32), self.length, self.length)
             whole = [window for window in windows if window.counted == self.length]
             self.documents, self.used = self.documents + bool(len(tokens)), self.used + bool(whole)
             self.tokens, longest = self.tokens + len(tokens), max(longest, len(tokens))
@@ -427,7 +427,7 @@ class Positions:
             Metric.count("documents", self.used, f"of {self.documents:,}; shorter ones are left out"),
             Metric.count("stretches", len(losses), f"of {self.length:,} tokens each"),
             Metric.count("tokens", losses.size, f"and {left_out:,} left out, of short documents and at the ends"),
-            Metric("bins", bins, _table(bins)),
+            Metric("bins", bins, _format_bins(bins)),
         ]
 
     def bins(self, losses: np.ndarray) -> list[dict[str, float | int | None]]:
@@ -461,7 +461,7 @@ def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
     return mean, float(values.std(ddof=1, dtype=np.float64) / math.sqrt(len(values))) if len(values) > 1 else None
 
 
-def _table(rows: list[dict[str, float | int | None]]) -> str:
+def _format_bins(rows: list[dict[str, float | int | None]]) -> str:
     cells = []
     for row in rows:
         span = f"{row['first']:,}" if row["first"] == row["last"] else f"{row['first']:,} – {row['last']:,}"

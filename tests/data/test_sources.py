@@ -188,7 +188,7 @@ def test_datasets_of_different_tokenizers_are_not_blended(data):
 
 
 def test_ids_without_their_meaning_are_rejected(data):
-    with pytest.raises(UsageError, match=r"a\.json, with the end-of-document id, .* give it with --data\.eod"):
+    with pytest.raises(UsageError, match=r"a\.json does not exist, so give the end-of-document id with --data\.eod"):
         open_data(config_of(path="a", reset_positions=True))
 
 

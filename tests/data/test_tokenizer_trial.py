@@ -11,7 +11,7 @@ from mjax.data.tokenizer_trial import MAX_TEMPLATE_CHARACTERS, SAMPLE_TEXT, enco
 from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, tokenizer_from_folder, train_sentencepiece
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat
-from mjax.interop.tokenizer_files import find_tokenizer
+from mjax.interop.tokenizer_files import open_tokenizer
 from tests.data.vocabularies import TEXTS, foreign_model, hf_byte_pairs
 
 CHAINED = [("a", "aa")] * 40
@@ -113,7 +113,7 @@ def test_every_way_in_has_the_trial(tmp_path):
         lambda: tokenizer_from_folder(tmp_path / "run" / "tokenizer"),
         lambda: load_tokenizer(f"run:{tmp_path / 'run'}"),
         lambda: Chat(tmp_path / "run" / "tokenizer", train_sentencepiece(TEXTS, 380)),
-        lambda: find_tokenizer(tmp_path, None),
+        lambda: open_tokenizer(tmp_path, None),
     ):
         tokenizer_trial._problems.clear()
         for record in (tmp_path / "cache" / "mjax" / "tokenizers").iterdir():

@@ -39,7 +39,7 @@ from mjax.finetuning.tuning import read_epochs
 from mjax.run.continuing import Origin
 from mjax.run.health import Health
 from mjax.run.metrics import read_metrics
-from mjax.tasks.labelled import DEFAULTS, open_task
+from mjax.tasks.labelled import RECIPES, open_task
 from mjax.tasks.zero_shot import Lambada, WikiText103
 from tests.data.vocabularies import LLAMA, TEXTS, bert_file, foreign_model, gpt2_files, hf_byte_pairs
 from tests.faults.mutated_models import (
@@ -194,7 +194,7 @@ def _expected_run_config(files: Files) -> dict:
 
 def _settings(step: int | None) -> dict:
     arguments = FinetuneArguments(Path("runs/a"), "mnli", ("a.tsv",), ("b.tsv",), step=step)
-    return read_request(arguments, DEFAULTS["mnli"], 10, "fp32")
+    return read_request(arguments, RECIPES["mnli"], 10, "fp32")
 
 
 def _request(folder: Path) -> dict:

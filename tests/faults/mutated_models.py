@@ -18,12 +18,12 @@ from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
 from mjax.interop.convert import find_family, import_config
 from mjax.interop.megatron.arguments import model_config as megatron_config
-from mjax.interop.megatron.checkpoint import flat, open_checkpoint
+from mjax.interop.megatron.checkpoint import flatten_names, open_checkpoint
 from mjax.interop.megatron.tensors import megatron_family, to_current_names
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors, open_tensors
-from mjax.interop.tokenizer_files import find_tokenizer
-from mjax.interop.weights import find_tensors, places
+from mjax.interop.tokenizer_files import open_tokenizer
+from mjax.interop.weights import match_tensors, tensor_layouts
 from mjax.models.huggingface.family import Family, model_config
 from tests.data.vocabularies import TEXTS
 from tests.interop.folders import CONFIG, tensors_of
@@ -52,7 +52,7 @@ def spec_reader(spec: str) -> Callable[[Path], tuple | None]:
 def _tensors(family: Family, tensors: Tensors, model: ModelConfig, source: str) -> dict:
     """Each tensor as it is read in the end: all of it, and the first rows of it."""
     values = {}
-    found, expected = find_tensors(family, tensors, model, source), places(family, model)
+    found, expected = match_tensors(family, tensors, model, source), tensor_layouts(family, model)
     for known, name in sorted(found.items()):
         array = tensors.read(name, slice(0, expected[known].shape[0]))
         assert np.array_equal(tensors.read(name, slice(0, 2)), array[:2], equal_nan=True)
@@ -66,7 +66,7 @@ def read_hf(folder: Path, allow_pickle: bool = False) -> dict:
     values = read_object(folder / "config.json")
     family = find_family(values, folder / "config.json")
     model = model_config(family, values, str(folder / "config.json"), 128)
-    tokenizer = said(find_tokenizer(folder, None))
+    tokenizer = said(open_tokenizer(folder, None))
     tensors = open_tensors(folder, allow_pickle)
     import_config(model, str(folder), tensors)
     return {"tokenizer": tokenizer, "tensors": _tensors(family, tensors, model, str(folder))}
@@ -135,7 +135,7 @@ def write_distributed(folder: Path) -> None:
 
     model = _megatron_model()
     place = folder / "iter_0000005"
-    held = _as_torch(to_current_names(flat(share(draw(model), model, 3.0, padded=32)), model.kind, "source"))
+    held = _as_torch(to_current_names(flatten_names(share(draw(model), model, 3.0, padded=32)), model.kind, "source"))
     checkpoint.save(held, checkpoint_id=str(place), no_dist=True)
     torch.save({**_arguments(), "checkpoint_version": 3.0}, place / "common.pt")
     (place / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))

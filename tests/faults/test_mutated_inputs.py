@@ -9,9 +9,9 @@ import pytest
 
 from mjax.checkpoint.folders import Unusable
 from mjax.errors import MAX_MESSAGE_CHARACTERS, RunError, UsageError, one_sentence
-from mjax.interop.megatron.checkpoint import flat
+from mjax.interop.megatron.checkpoint import flatten_names
 from mjax.interop.megatron.tensors import DistributedTensors
-from mjax.interop.torch_files import Chunk, Stored, read_metadata
+from mjax.interop.torch_files import StoredTensor, TensorChunk, read_metadata
 from tests.faults.mutated_files import READERS
 from tests.faults.mutations import _read, run
 
@@ -106,9 +106,13 @@ def test_deeply_nested_cache_is_rebuilt(tmp_path):
 
 def test_distributed_layers_need_room_in_their_files(tmp_path):
     (tmp_path / "__0_0.distcp").write_bytes(bytes(1000))
-    chunk = Chunk((0, 0), (10**9, 6), "__0_0.distcp", 0, 1000)
-    stored = Stored("float32", (10**9, 6), (chunk,))
-    for tensor in (stored, replace(stored, chunks=(replace(chunk, length=10**12),)), Stored("float32", (10**9, 0), ())):
+    chunk = TensorChunk((0, 0), (10**9, 6), "__0_0.distcp", 0, 1000)
+    stored = StoredTensor("float32", (10**9, 6), (chunk,))
+    for tensor in (
+        stored,
+        replace(stored, chunks=(replace(chunk, length=10**12),)),
+        StoredTensor("float32", (10**9, 0), ()),
+    ):
         with pytest.raises(UsageError, match=r"have no room|other parts"):
             DistributedTensors(tmp_path, {"decoder.layers.mlp.linear_fc2.bias": tensor})
 
@@ -120,7 +124,7 @@ def test_pickle_cannot_claim_memory_or_hold_itself(tmp_path):
     tree = {"model": 1}
     tree["again"] = tree
     with pytest.raises(UsageError, match="nested too deeply"):
-        flat(tree)
+        flatten_names(tree)
 
 
 def test_sentence_is_one_printable_line():

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mjax.finetuning.tuning import EpochBatches
-from mjax.tasks.labelled_task import Examples, iterate_padded
+from mjax.tasks.labelled_task import Examples, iterate_batches
 
 
 def examples(count: int) -> Examples:
@@ -47,7 +47,7 @@ def test_row_has_tokens_and_labels_of_one_example():
 
 
 def test_validation_says_how_many_rows_are_real():
-    found = list(iterate_padded(examples(11), 4))
+    found = list(iterate_batches(examples(11), 4))
     assert [count for count, _ in found] == [4, 4, 3]
     tokens = [batch["tokens"][:, 0, 0].tolist() for _, batch in found]
     assert tokens == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 8]]

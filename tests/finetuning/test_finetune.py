@@ -22,7 +22,7 @@ from mjax.parallel.mesh import make_mesh
 from mjax.run.health import Guard
 from mjax.run.metrics import read_metrics
 from mjax.step.layout import build_layout
-from mjax.tasks.labelled import DEFAULTS
+from mjax.tasks.labelled import RECIPES
 from tests.conftest import ROOT
 from tests.finetuning.pretrained import arguments_of, tuned, words_of, write_run
 from tests.ports import free_port
@@ -182,7 +182,7 @@ def test_best_folder_is_evaluated_to_same_metrics(done, mnli, capsys, tmp_path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("task", DEFAULTS)
+@pytest.mark.parametrize("task", RECIPES)
 def test_task_is_learned_from_published_format(task, capsys, tmp_path):
     run = write_run(tmp_path / "bert", layernorm="pre" if task in ("race", "squad2.0") else "post")
     files = write_task(tmp_path / "data", task, train=128 if task == "race" else 256)

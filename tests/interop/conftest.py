@@ -9,8 +9,8 @@ from mjax.interop.megatron import checkpoint
 def write_rank(monkeypatch):
     """A function that leaves a file of a rank, whose content torch would read."""
     held = {}
-    monkeypatch.setattr(checkpoint, "load", held.__getitem__)
-    monkeypatch.setattr(checkpoint, "to_arrays", lambda file, arrays: arrays)
+    monkeypatch.setattr(checkpoint, "load_megatron_file", held.__getitem__)
+    monkeypatch.setattr(checkpoint, "to_numpy", lambda file, arrays: arrays)
 
     def write(folder, numbers, **content):
         file = folder / "release" / f"mp_rank_{numbers}" / "model_optim_rng.pt"

@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from mjax.interop.convert import find_family
-from mjax.interop.weights import places
+from mjax.interop.weights import tensor_layouts
 from mjax.models.huggingface.family import model_config
 
 CONFIG = {
@@ -39,7 +39,7 @@ LLAMA = {
 def tensors_of(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
     """Random tensors by the names of the family's table, which tests/parity compares with `transformers`."""
     random, family = np.random.default_rng(seed), find_family(config, Path("config.json"))
-    table = places(family, model_config(family, config, "config.json", 1))
+    table = tensor_layouts(family, model_config(family, config, "config.json", 1))
     return {name: random.normal(0, 0.3, place.shape).astype(np.float32) for name, place in table.items()}
 
 
@@ -51,10 +51,10 @@ def write_folder(folder: Path, config: dict | None = None, tensors: dict | None 
     if parts == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
-    places = {name: f"model-{i % parts + 1:05}-of-{parts:05}.safetensors" for i, name in enumerate(tensors)}
-    for file in set(places.values()):
-        save_file({name: tensors[name] for name in tensors if places[name] == file}, folder / file)
-    index = {"metadata": {"total_size": 0}, "weight_map": places}
+    tensor_layouts = {name: f"model-{i % parts + 1:05}-of-{parts:05}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(tensor_layouts.values()):
+        save_file({name: tensors[name] for name in tensors if tensor_layouts[name] == file}, folder / file)
+    index = {"metadata": {"total_size": 0}, "weight_map": tensor_layouts}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 

@@ -13,7 +13,7 @@ from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat
 from mjax.interop.convert import check_vocabulary
-from mjax.interop.tokenizer_files import collect_files, find_tokenizer, restore_files
+from mjax.interop.tokenizer_files import collect_tokenizer_files, export_tokenizer_files, open_tokenizer
 from mjax.run.continuing import Origin
 from mjax.run.start import write_folder, write_origin
 from tests.data.vocabularies import gpt2_files
@@ -41,12 +41,12 @@ def stored(files, path):
 
 def test_changed_template_is_exported_in_both_spellings(tmp_path):
     source = folder_of(tmp_path / "in", {"eos_token": "</s>", "chat_template": "old"}, special_tokens_map__json="{}\n")
-    run = stored(collect_files(source, {"eos_token_id": 7}), tmp_path / "run")
+    run = stored(collect_tokenizer_files(source, {"eos_token_id": 7}), tmp_path / "run")
     assert (run / "chat_template.jinja").read_text() == "old"
     assert json.loads((run / "tokenizer_config.json").read_text()) == {"eos_token": "</s>"}
     assert json.loads((run / "generation_config.json").read_text()) == {"eos_token_id": 7}
     (run / "chat_template.jinja").write_text("new")
-    out = restore_files(run)
+    out = export_tokenizer_files(run)
     assert out["chat_template.jinja"] == b"new"
     assert json.loads(out["tokenizer_config.json"]) == {"eos_token": "</s>", "chat_template": "new"}
     assert out["special_tokens_map.json"] == b"{}\n"
@@ -54,7 +54,7 @@ def test_changed_template_is_exported_in_both_spellings(tmp_path):
 
 def test_template_file_takes_precedence_over_setting(tmp_path):
     source = folder_of(tmp_path / "in", {"chat_template": "setting"}, chat_template__jinja="file")
-    assert collect_files(source, {})["chat_template.jinja"] == b"file"
+    assert collect_tokenizer_files(source, {})["chat_template.jinja"] == b"file"
 
 
 @pytest.mark.parametrize(
@@ -67,18 +67,18 @@ def test_template_file_takes_precedence_over_setting(tmp_path):
 )
 def test_damaged_files_are_refused(settings, files, said, tmp_path):
     with pytest.raises(UsageError, match=said):
-        collect_files(folder_of(tmp_path / "in", settings, **files), {})
+        collect_tokenizer_files(folder_of(tmp_path / "in", settings, **files), {})
     with pytest.raises(UsageError, match=said):
-        restore_files(tmp_path / "in")
+        export_tokenizer_files(tmp_path / "in")
 
 
 def test_byte_pairs_of_other_words_are_refused(tmp_path):
     source = folder_of(tmp_path / "in", {"tokenizer_class": "GPT2TokenizerFast"})
     gpt2_files(source)
-    assert find_tokenizer(source, None).scheme == "gpt2"
+    assert open_tokenizer(source, None).scheme == "gpt2"
     (source / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     with pytest.raises(UsageError, match="of a Qwen2Tokenizer"):
-        find_tokenizer(source, None)
+        open_tokenizer(source, None)
 
 
 def test_settings_of_the_tokenizer_are_read(tmp_path):
@@ -89,7 +89,7 @@ def test_settings_of_the_tokenizer_are_read(tmp_path):
     added = {"259": {"content": "<tool>", "special": True}, "260": {"content": "<plain>", "special": False}}
     settings = {"eos_token": {"content": "<|im_end|>"}, "added_tokens_decoder": added}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    found = find_tokenizer(source, None)
+    found = open_tokenizer(source, None)
     assert found.backend.id_to_token(found.eod) == "<|im_end|>"
     assert (found.vocabulary, found.backend.token_to_id("<tool>")) == (261, 259)
     found.save(tmp_path / "tokenizer")
@@ -98,7 +98,7 @@ def test_settings_of_the_tokenizer_are_read(tmp_path):
 
     del added["260"]
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    found = find_tokenizer(source, None)
+    found = open_tokenizer(source, None)
     assert check_vocabulary(found, replace(GPTConfig(), vocabulary=259)) == ["<tool>"]
     found.save(tmp_path / "fewer")
     assert tokenizer_from_folder(tmp_path / "fewer").vocabulary == 259
@@ -108,7 +108,7 @@ def test_settings_of_the_tokenizer_are_read(tmp_path):
     added["270"] = {"content": "<far>", "special": True}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(UsageError, match=r"gives <far> the id 270, where .* has 260 for the next one"):
-        find_tokenizer(source, None)
+        open_tokenizer(source, None)
 
 
 def test_run_keeps_template_only_with_its_tokenizer(tmp_path):

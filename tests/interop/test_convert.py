@@ -18,7 +18,7 @@ from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, tokeniz
 from mjax.interop import model_folder
 from mjax.interop.convert import find_family
 from mjax.interop.model_folder import new_folder
-from mjax.interop.tokenizer_files import find_tokenizer
+from mjax.interop.tokenizer_files import open_tokenizer
 from mjax.models.build import build_model
 from mjax.models.huggingface.family import config_values, model_config
 from tests.data.vocabularies import bert_file, foreign_model, gpt2_files
@@ -192,7 +192,7 @@ def test_missing_heads_are_drawn_on_request(lost, form, drawn, runs, tmp_path, c
     tensors = {name: each for name, each in tensors_of(BERT).items() if not name.startswith(lost)}
     source, names = write_folder(tmp_path / "in", BERT, form(tensors)), ", ".join(HEADS[each] for each in drawn)
     assert from_hf(source, tmp_path / "run") == 2
-    assert f"{names}; its encoder is complete, so add --draw" in capsys.readouterr().err
+    assert f"{names}; its encoder is complete, so add --init-missing-heads" in capsys.readouterr().err
     assert from_hf(source, tmp_path / "run", "--init-missing-heads", "--vocabulary-multiple", "64") == 0
     assert f"initialised from seed 1234: {names}\n" in capsys.readouterr().out
     found, whole = weights_of(tmp_path / "run"), weights_of(runs["bert"])
@@ -279,7 +279,7 @@ def test_vocabulary_is_read_if_its_case_is_known(said, scheme, tmp_path):
     bert_file(tmp_path, True)
     if said is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
-    assert getattr(find_tokenizer(tmp_path, None), "scheme", None) == scheme
+    assert getattr(open_tokenizer(tmp_path, None), "scheme", None) == scheme
 
 
 def test_run_without_tokenizer_gets_one_at_export(runs, tmp_path, capsys):
@@ -288,7 +288,7 @@ def test_run_without_tokenizer_gets_one_at_export(runs, tmp_path, capsys):
     assert "has no tokenizer" in capsys.readouterr().out
     assert not (out / "tokenizer.json").exists()
     assert to_hf(run, out, "--tokenizer", "bytes", "--overwrite") == 0
-    assert find_tokenizer(out, None).scheme == "bytes"
+    assert open_tokenizer(out, None).scheme == "bytes"
     assert settings_in(out, "generation_config.json")["pad_token_id"] == 256
 
 
@@ -383,7 +383,7 @@ def test_folder_reaches_disk_before_its_rename(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("command", "module", "name"),
-    [("from-hf", "mjax.interop.convert", "write_in_blocks"), ("to-hf", "mjax.commands.convert", "write_tensors")],
+    [("from-hf", "mjax.interop.convert", "write_checkpoint"), ("to-hf", "mjax.commands.convert", "write_tensors")],
 )
 def test_failed_conversion_leaves_nothing(sources, runs, tmp_path, monkeypatch, command, module, name):
     def fail(*_, **__):

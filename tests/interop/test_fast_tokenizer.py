@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 
 from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, train_sentencepiece
 from mjax.errors import UsageError
-from mjax.interop.tokenizer_files import fast_tokenizer
+from mjax.interop.tokenizer_files import to_fast_tokenizer
 from tests.data.vocabularies import LLAMA, NAMES, NASTY, TEXTS, foreign_model, specs
 
 EXACT = [name for name in NAMES if name not in ("sentencepiece, unigram", "sentencepiece, as T5")]
@@ -23,7 +23,7 @@ def both(tmp_path_factory):
     ours["runs"] = train_sentencepiece([" ".join(pieces * 5)] * 3, 280)
     options = LLAMA | {"add_dummy_prefix": False, "vocab_size": 400, "user_defined_symbols": ["<mask>", "\n\n", "e"]}
     ours["symbols of the user"] = SentencePieceTokenizer(foreign_model(**options), "x.model")
-    return {name: (tokenizer, _opened(fast_tokenizer(tokenizer))) for name, tokenizer in ours.items()}
+    return {name: (tokenizer, _opened(to_fast_tokenizer(tokenizer))) for name, tokenizer in ours.items()}
 
 
 def assert_same(ours, library, text):
@@ -61,4 +61,4 @@ def _opened(library):
 def test_model_without_counterpart_is_refused(options):
     ours = SentencePieceTokenizer(foreign_model(**options), "x.model")
     with pytest.raises(UsageError, match=r"transformers.*; export the weights alone with --tokenizer none"):
-        fast_tokenizer(ours)
+        to_fast_tokenizer(ours)

@@ -10,8 +10,8 @@ import pytest
 from mjax.commands import cli
 from mjax.config import GPTConfig, MixtureConfig, load_config
 from mjax.errors import UsageError
-from mjax.interop.convert import find_family, model_family, scale_positions
-from mjax.interop.tokenizer_files import collect_files
+from mjax.interop.convert import export_family, find_family, scale_rope
+from mjax.interop.tokenizer_files import collect_tokenizer_files
 from mjax.models.gemma3.huggingface import GEMMA3
 from mjax.models.huggingface.family import config_values, model_config, unlike
 from mjax.models.llama.huggingface import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
@@ -82,7 +82,7 @@ def test_published_config_matches_ours(values, name, more):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_config_survives_export_and_import(name):
     model, family = load_config(name).model, FAMILIES[name]
-    assert model_family(model) is family
+    assert export_family(model) is family
     assert [other for other in FAMILIES.values() if not unlike(other, model) and other not in (family, MISTRAL)] == []
     again = read({**config_values(family, model), "model_type": family.model_type})
     either = {"kv_heads": None, "head_dim": None, "max_position_embeddings": model.sequence}
@@ -183,12 +183,12 @@ LLAMA3_8B = load_config("llama3_8b").model
     ("given", "factor", "original"), [("yarn:8", 8.0, 8192), ("llama3:2.5", 2.5, 8192), ("linear:4", 4.0, None)]
 )
 def test_rope_flag_lengthens_sequences(given, factor, original):
-    model = scale_positions(LLAMA3_8B, given, "DIR")
+    model = scale_rope(LLAMA3_8B, given, "DIR")
     changed = {"rope_scaling": given.split(":")[0], "rope_factor": factor, "rope_original_length": original}
     changed |= dict.fromkeys(("sequence", "max_position_embeddings"), round(8192 * factor))
     assert model == replace(LLAMA3_8B, **changed)
     shorter = replace(LLAMA3_8B, sequence=512, max_position_embeddings=8192)
-    assert scale_positions(shorter, given, "DIR") == model, "what counts is the model, not its last run"
+    assert scale_rope(shorter, given, "DIR") == model, "what counts is the model, not its last run"
     assert replace(model, sequence=512).unscaled_sequence == 8192
     written = config_values(LLAMA, model)
     assert written["max_position_embeddings"] == model.sequence
@@ -207,12 +207,12 @@ def test_rope_flag_lengthens_sequences(given, factor, original):
 )
 def test_impossible_rope_flag_is_refused(model, given, words):
     with pytest.raises(UsageError, match=words):
-        scale_positions(model, given, "DIR")
+        scale_rope(model, given, "DIR")
 
 
 def test_tokenizer_limit_grows_with_positions(tmp_path):
     settings = {"model_max_length": 8192, "bos_token": "<s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     for positions, limit in ((65_536, 65_536), (4096, 8192), (None, 8192)):
-        files = collect_files(tmp_path, {}, positions)
+        files = collect_tokenizer_files(tmp_path, {}, positions)
         assert json.loads(files["tokenizer_config.json"]) == settings | {"model_max_length": limit}

@@ -10,7 +10,7 @@ from mjax.config import GPTConfig, read_config
 from mjax.config.model import convert_kind
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import DEFAULTS, model_config
-from mjax.interop.megatron.checkpoint import flat
+from mjax.interop.megatron.checkpoint import flatten_names
 from mjax.interop.megatron.tensors import RankTensors, megatron_family, to_current_names
 from tests.interop.megatron_files import draw, harmless_arguments, share
 from tests.interop.whole_weights import assert_same, read_weights, weights_of
@@ -22,7 +22,7 @@ WORDS, QKV = "embedding.word_embeddings.weight", "decoder.layers.0.self_attentio
 
 def current_share(model, *args):
     """The tensors of a rank by current names."""
-    return to_current_names(flat(share(draw(model), model, *args)), model.kind, "source")
+    return to_current_names(flatten_names(share(draw(model), model, *args)), model.kind, "source")
 
 
 def pieces_of(model, version=3.0, ranks=1, stages=1):
@@ -53,7 +53,7 @@ def test_shares_of_any_ranks_merge(model, version, ranks, stages):
 
 
 def test_other_spellings_name_same_tensors():
-    of_2020, new = flat(share(draw(SMALL), SMALL, 3.0)), current_share(SMALL, 3.0)
+    of_2020, new = flatten_names(share(draw(SMALL), SMALL, 3.0)), current_share(SMALL, 3.0)
     assert {WORDS, QKV, "decoder.layers.1.mlp.linear_fc1.weight", "decoder.final_layernorm.bias"} < new.keys()
     of_2021 = [name.replace("transformer.", "encoder.").replace(".attention.", ".self_attention.") for name in of_2020]
     fused = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}  # by TransformerEngine

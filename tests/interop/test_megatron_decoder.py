@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mjax.errors import UsageError
-from mjax.interop.megatron.arguments import assume_arguments, balance_left_out, decoder_config
+from mjax.interop.megatron.arguments import assume_arguments, decoder_config, describe_aux_loss
 from mjax.interop.megatron.checkpoint import open_checkpoint
 from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, RankTensors, join_expert_ranks
-from mjax.interop.weights import block_reader, find_tensors
+from mjax.interop.weights import make_block_reader, match_tensors
 from tests.interop.megatron_files import harmless_arguments
 
 H, N, K, D, F, V, LAYERS = 6, 4, 2, 2, 8, 12, 4
@@ -101,7 +101,7 @@ def tensors_of(layout, ranks=1, expert_ranks=1, change=lambda shares: None):
 def reader_of(tensors, arguments, family):
     model = decoder_config(arguments, tensors, "source", 3.0)
     theirs = DecoderTensors(tensors, model, "source")
-    return block_reader(family, theirs, find_tensors(family, theirs, model, "source"), model, lambda size: None)
+    return make_block_reader(family, theirs, match_tensors(family, theirs, model, "source"), model, lambda size: None)
 
 
 def check(read, experts):
@@ -222,7 +222,7 @@ LLAMA_3 = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
 def test_arguments_become_matching_fields(given, expected):
     model = decoder_config(OF_MIXTURE | given, TENSORS, "source", 3.0)
     assert {name: getattr(model, name) for name in expected} == expected
-    assert not balance_left_out(OF_MIXTURE | given, "source")
+    assert not describe_aux_loss(OF_MIXTURE | given, "source")
 
 
 RATES = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.02}
@@ -263,7 +263,7 @@ def test_assumed_arguments_equal_stated_ones(given, assumed):
     ],
 )
 def test_unknown_balance_loss_is_left_out(given, left_out):
-    assert f"mjax has no {left_out}, so it is left out" in balance_left_out(OF_MIXTURE | given, "source")
+    assert f"mjax has no {left_out}, so it is left out" in describe_aux_loss(OF_MIXTURE | given, "source")
     assert decoder_config(OF_MIXTURE | given, TENSORS, "source", 3.0).aux_loss_coef == 0
 
 

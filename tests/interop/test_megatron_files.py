@@ -14,7 +14,7 @@ from mjax.commands import cli
 from mjax.errors import UsageError
 from mjax.interop.megatron.checkpoint import find_folder
 from mjax.interop.megatron.tensors import DistributedTensors
-from mjax.interop.torch_files import Chunk, Stored, load_tensors, read_metadata
+from mjax.interop.torch_files import StoredTensor, TensorChunk, load_tensors, read_metadata
 
 # --- Format torch_dist ------------------------------------------------------------------------------------------------
 
@@ -39,8 +39,8 @@ def stacked(tmp_path):
     places = [((0, 1), (0, 6)), ((1, 3), (0, 2)), ((1, 2), (2, 6)), ((2, 3), (2, 6))]
     for number, ((first, end), (left, right)) in enumerate(places):
         parts[number] = whole[first:end, :, left:right]
-        chunks.append(Chunk((first, 0, left), (end - first, 8, right - left), "__0_0.distcp", number, 600))
-    return whole, tmp_path, Stored("float32", (3, 8, 6), tuple(chunks)), parts
+        chunks.append(TensorChunk((first, 0, left), (end - first, 8, right - left), "__0_0.distcp", number, 600))
+    return whole, tmp_path, StoredTensor("float32", (3, 8, 6), tuple(chunks)), parts
 
 
 STACKED = "decoder.layers.mlp.linear_fc2.weight"
@@ -50,9 +50,9 @@ STACKED = "decoder.layers.mlp.linear_fc2.weight"
 def test_layers_stored_as_one_tensor_are_split(stacked, rows):
     whole, folder, stored, parts = stacked
     tensors = InMemory(folder, {STACKED: stored}, parts)
-    assert list(tensors.kinds) == [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(3)]
-    for layer, name in enumerate(tensors.kinds):
-        assert tensors.kinds[name].shape == (8, 6)
+    assert list(tensors.infos) == [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(3)]
+    for layer, name in enumerate(tensors.infos):
+        assert tensors.infos[name].shape == (8, 6)
         np.testing.assert_array_equal(tensors.read(name, rows), whole[layer, rows])
 
 
@@ -127,9 +127,9 @@ def metadata(offsets=(0, 0), file="__0_0.distcp", **more):
 
 
 def test_metadata_is_read_as_data(tmp_path):
-    chunk = Chunk((0, 0), (4, 3), "__0_0.distcp", 5, 70)
+    chunk = TensorChunk((0, 0), (4, 3), "__0_0.distcp", 5, 70)
     file = write_metadata(tmp_path, metadata())
-    assert read_metadata(file) == {"decoder.final": Stored("bfloat16", (4, 3), (chunk,))}
+    assert read_metadata(file) == {"decoder.final": StoredTensor("bfloat16", (4, 3), (chunk,))}
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(UsageError, match=r"is truncated or not a \.metadata"):
         read_metadata(file)

@@ -10,7 +10,7 @@ import pytest
 from mjax.config import PrecisionConfig
 from mjax.config.checks import validate
 from mjax.errors import UsageError
-from mjax.interop.convert import model_family
+from mjax.interop.convert import export_family
 from mjax.models.parts.router import bias_update_sign
 from tests import reference
 from tests.against_reference import in_layer_order, merged, of_trained
@@ -140,4 +140,4 @@ def test_export_of_the_bias_is_refused():
     with pytest.raises(
         UsageError, match=r"^transformers has no class for .* --model\.router-bias-update-rate 0\.01; Mixtral"
     ):
-        model_family(replace(config_of(dropout=0.0).model, router_bias_update_rate=0.01))
+        export_family(replace(config_of(dropout=0.0).model, router_bias_update_rate=0.01))

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from mjax.commands import cli
-from mjax.interop.weights import leaves, places
+from mjax.interop.weights import tensor_layouts, weights_by_name
 from mjax.parallel.weights import leaf_name
 from tests.interop.folders import read_folder
 from tests.interop.whole_weights import assert_same
@@ -76,9 +76,9 @@ def in_float64(weights):
 
 def in_tree(tensors, target, family, model):
     """Tensors of a peer, by its names, in the tree of `target`."""
-    arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves(target).items()}
-    for name, place in places(family, model).items():
-        arrays[place.ours][place.index] = place.from_file(tensors[name])
+    arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in weights_by_name(target).items()}
+    for name, place in tensor_layouts(family, model).items():
+        arrays[place.weight][place.index] = place.from_file(tensors[name])
     return jax.tree_util.tree_map_with_path(lambda path, leaf: jnp.asarray(arrays[leaf_name(path)]), target)
 
 
@@ -93,8 +93,8 @@ def gradients_of(peer, target, family, model):
 
 def assert_gradients(found, expected, atol=1e-12):
     """Two trees of float64; some biases of heads have no effect, and all other gradients are not 0."""
-    expected = leaves(expected)
-    for name, gradient in leaves(found).items():
+    expected = weights_by_name(expected)
+    for name, gradient in weights_by_name(found).items():
         assert np.abs(expected[name]).max() > 1e-9 or name in ("head.bias", "final_norm.bias"), name
         np.testing.assert_allclose(np.asarray(gradient), expected[name], rtol=0, atol=atol, err_msg=name)
 

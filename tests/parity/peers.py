@@ -11,7 +11,7 @@ from mjax.checkpoint.base import restore_weights
 from mjax.commands import cli
 from mjax.config import DataConfig, MeshConfig, PrecisionConfig, TrainConfig, read_config
 from mjax.config.axes import MODEL
-from mjax.interop.convert import abstract_weights
+from mjax.interop.convert import abstract_model
 from mjax.models.protocol import ForwardContext
 from mjax.models.stack import run_blocks
 from mjax.parallel.mesh import make_mesh
@@ -35,7 +35,7 @@ def opened(run, global_batch=3, micro_batch=3):
         precision=PrecisionConfig(compute="fp32"),
         train=TrainConfig(global_batch=global_batch, micro_batch=micro_batch),
     )
-    return config, restore_weights(run, abstract_weights(config), None, print)[1]
+    return config, restore_weights(run, abstract_model(config), None, print)[1]
 
 
 def outputs_of(model, ids, *arrays):
@@ -53,7 +53,7 @@ def outputs_of(model, ids, *arrays):
 def scores_of(run, *arrays):
     """The config of a run folder, and what its model says in float32 to the arrays that it takes."""
     config, weights = opened(run)
-    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_weights(config))
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_model(config))
     whole = P(None, None, MODEL)
     forward = jax.shard_map(
         outputs_of,

@@ -11,7 +11,7 @@ import pytest
 from mjax.config import BERTConfig, Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.config.model import convert_kind
 from mjax.generation.inference import inference_config
-from mjax.interop.convert import model_family, write_run
+from mjax.interop.convert import export_family, write_run
 from mjax.models.build import build_model
 from mjax.parallel.mesh import make_mesh
 from mjax.tasks.labelled_task import Examples
@@ -82,7 +82,7 @@ def _assert_gradients(config, batch, peer, weights):
     expected.backward()
     loss = means[0] + means[1] if config.model.kind == "bert" else means[0]
     assert float(loss) == pytest.approx(expected.item(), rel=1e-12)
-    assert_gradients(gradients, gradients_of(peer, gradients, model_family(config.model), config.model))
+    assert_gradients(gradients, gradients_of(peer, gradients, export_family(config.model), config.model))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_pretraining_equals_transformers(layernorm, activation, mesh, tmp_path):
 def test_head_equals_transformers(head, layernorm):
     """Scores on two replicas, loss and gradients under tensor and sequence parallelism."""
     config = _config(layernorm, head=head, model=2, sequence_parallel=True)
-    batch, family = examples_of(config, 0), model_family(config.model)
+    batch, family = examples_of(config, 0), export_family(config.model)
     with jax.enable_x64(True):
         peer = _peer(config.model)
         inference = inference_config(config, MeshConfig(data=2), micro_batch=2)
@@ -130,7 +130,7 @@ def test_head_equals_transformers(head, layernorm):
 @pytest.mark.parametrize(("head", "layernorm"), CASES[::2] + CASES[1:2])
 def test_exported_head_opens_with_same_weights(head, layernorm, tmp_path):
     config = _config(layernorm, head=head)
-    peer, family = _peer(config.model).float(), model_family(config.model)
+    peer, family = _peer(config.model).float(), export_family(config.model)
     weights = weights_of(peer, jax.eval_shape(lambda: build_model(0, config.model)), family, config.model)
     write_run(tmp_path / "run", replace(config, precision=PrecisionConfig()), None, reader_of(weights))
     peer.save_pretrained(tmp_path / "hf")

@@ -8,7 +8,7 @@ from tokenizers import processors
 
 from mjax.config import GPTConfig
 from mjax.data.tokenizers import tokenizer_from_folder
-from mjax.interop.tokenizer_files import fast_tokenizer, find_tokenizer, write_tokenizer
+from mjax.interop.tokenizer_files import open_tokenizer, to_fast_tokenizer, write_tokenizer
 from tests.data.vocabularies import gpt2_files
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
@@ -51,10 +51,10 @@ def test_texts_begin_as_in_transformers(kind, settings, tmp_path):
     values.pop("add_bos_token", None)
     file.write_text(json.dumps(values | settings))
 
-    theirs, found = transformers.AutoTokenizer.from_pretrained(source), find_tokenizer(source, None)
+    theirs, found = transformers.AutoTokenizer.from_pretrained(source), open_tokenizer(source, None)
     found.save(tmp_path / "saved")
-    write_tokenizer(found, fast_tokenizer(found), out, GPTConfig())
+    write_tokenizer(found, to_fast_tokenizer(found), out, GPTConfig())
     exported = transformers.AutoTokenizer.from_pretrained(out)
-    for ours in (found, tokenizer_from_folder(tmp_path / "saved"), find_tokenizer(out, None)):
+    for ours in (found, tokenizer_from_folder(tmp_path / "saved"), open_tokenizer(out, None)):
         assert [ours.prompt(text) for text in PLAIN] == [theirs(text).input_ids for text in PLAIN]
     assert [exported(text).input_ids for text in PLAIN] == [theirs(text).input_ids for text in PLAIN]

@@ -105,7 +105,7 @@ def test_squad_1_metrics_equal_official_script(allennlp, seed):
     predictions, truths = drawn_answers(seed, answerable=True)
     asked = [{"id": name, "answers": [{"text": text} for text in true]} for name, true in truths.items()]
     expected = script(allennlp[0], "squad_eval").evaluate([{"paragraphs": [{"qas": asked}]}], predictions)
-    figures = squad.metrics_1(squad.score(predictions, truths, "1.1"))
+    figures = squad.metrics_v1(squad.score_answers(predictions, truths, "1.1"))
     values = {metric.name: metric.value for metric in figures}
     assert values.pop("total") == 40
     assert values == pytest.approx(expected, abs=1e-9)
@@ -121,8 +121,8 @@ def test_squad_2_metrics_equal_official_script(official_2, seed):
         types.SimpleNamespace(qas_id=name, answers=[{"text": text} for text in true]) for name, true in truths.items()
     ]
     expected = official_2.squad_evaluate(examples, predictions, odds, no_answer_probability_threshold=0.0)
-    scored = squad.score(predictions, truths, "2.0")
-    values = {metric.name: metric.value for metric in squad.metrics_2(predictions, odds, scored)}
+    scored = squad.score_answers(predictions, truths, "2.0")
+    values = {metric.name: metric.value for metric in squad.metrics_v2(predictions, odds, scored)}
     assert values == pytest.approx(dict(expected), abs=1e-9)
 
 
@@ -246,14 +246,14 @@ def test_squad_answers_equal_google_code(official_2, vocab, tmp_path, version, s
     examples, features, results = [], [], []
     for asked in task._items["validation"]:
         for window in asked.windows:
-            places = range(window.offset, window.offset + len(window.deciding))
+            places = range(window.offset, window.offset + len(window.is_max_context))
             row = task.validation["validation"].tokens[len(features), 0]
             feature = types.SimpleNamespace(
                 unique_id=len(features),
                 example_index=len(examples),
                 tokens=theirs.convert_ids_to_tokens(row[: places.stop + 1].tolist()),
                 token_to_orig_map={place: window.first + i for i, place in enumerate(places)},
-                token_is_max_context=dict(zip(places, window.deciding.tolist(), strict=True)),
+                token_is_max_context=dict(zip(places, window.is_max_context.tolist(), strict=True)),
             )
             start, end = logits[len(features)].tolist()
             results.append(types.SimpleNamespace(unique_id=len(features), start_logits=start, end_logits=end))

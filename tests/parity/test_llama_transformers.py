@@ -13,7 +13,7 @@ from mjax.config import Config, DataConfig, MeshConfig, OptimizerConfig, Precisi
 from mjax.config.axes import MODEL
 from mjax.data.conversations import ConversationDataset
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.interop.convert import model_family
+from mjax.interop.convert import export_family
 from mjax.models.parts.positions import alibi_slopes
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import plan_storage
@@ -131,7 +131,7 @@ def both(name, folder):
 
 def table_of(model):
     """Map tensors of `transformers`, which holds some fused, to our model."""
-    family = model_family(model)
+    family = export_family(model)
     return replace(family, names={**family.names, **family.fused})
 
 

@@ -14,7 +14,7 @@ from mjax.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, re
 from mjax.errors import UsageError
 from mjax.generation.inference import open_run
 from mjax.interop import lora
-from mjax.interop.convert import model_family
+from mjax.interop.convert import export_family
 from mjax.interop.lora import adapter_modules
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.weights import trainable_only
@@ -113,7 +113,7 @@ def test_twenty_steps_follow_peft(both, mesh):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     assert theirs[-1] < theirs[0] - 0.02, "the trajectory went nowhere"
     found, theirs = in_layer_order(trainable_only(last[0].model), config), adapters_of(peer)
-    modules = adapter_modules(model_family(config.model.without_lora()), config.model)
+    modules = adapter_modules(export_family(config.model.without_lora()), config.model)
     assert len(theirs) == 2 * len(modules)
     for name, module in modules.items():
         for ours, end in (
@@ -187,13 +187,13 @@ def test_every_setting_of_peft_is_read_harmless_or_refused(copied):
     folder, base = copied
     model, values = read_config(base / "config.json").model, json.loads((folder / "adapter_config.json").read_text())
     others = {"peft_type": "IA3", "bias": "all", "init_lora_weights": "pissa"}
-    names = {field.name for field in dataclasses.fields(peft.LoraConfig)} - lora.READ - lora.HARMLESS
+    names = {field.name for field in dataclasses.fields(peft.LoraConfig)} - lora.READ_SETTINGS - lora.IGNORED_SETTINGS
     assert {"alora_invocation_tokens", "corda_config", "rank_pattern", *others} < names <= values.keys()
-    assert lora.add_adapters(folder, model, model_family(model))
+    assert lora.load_adapters(folder, model, export_family(model))
     for name in names:
         (folder / "adapter_config.json").write_text(json.dumps(values | {name: others.get(name, True)}))
         with pytest.raises(UsageError, match=f": {name} is "):
-            lora.add_adapters(folder, model, model_family(model))
+            lora.load_adapters(folder, model, export_family(model))
 
 
 def test_fused_families_are_merged_only(tmp_path, capsys):

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.parity
 
 
 def test_default_settings_are_known():
-    """A version that adds a setting with a value needs a line in `HARMLESS`, or in `ONLY`."""
+    """A version that adds a setting with a value needs a name in harmless_arguments.txt, or in `SUPPORTED_VALUES`."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from mjax.interop.megatron.arguments import DEFAULTS, HARMLESS, ONLY
+    from mjax.interop.megatron.arguments import DEFAULTS, HARMLESS, SUPPORTED_VALUES
 
     set_by_default = {
         field.name
@@ -31,7 +31,7 @@ def test_default_settings_are_known():
     }
     switches = {"multi_latent_attention"}  # of this class
     known = {name for name in set_by_default if name in DEFAULTS or HARMLESS.fullmatch(name)}
-    assert set_by_default - ONLY.keys() - switches == known
+    assert set_by_default - SUPPORTED_VALUES.keys() - switches == known
 
 
 VOCABULARY = 29

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mjax.errors import UsageError
-from mjax.interop.torch_files import Chunk, load
+from mjax.interop.torch_files import TensorChunk, load_megatron_file
 from tests.parity.megatron_written import convert
 from tests.parity.peers import scores_of
 
@@ -66,8 +66,8 @@ def test_harmful_common_state_is_refused_unexecuted(state, cut, words, tmp_path)
     content = io.BytesIO()
     torch.save([Trap(tmp_path / "sprung") if each is Trap else each for each in state], content)
     (tmp_path / "__0_0.distcp").write_bytes(b"before" + content.getvalue())
-    chunk = Chunk((), (), "__0_0.distcp", 6, len(content.getvalue()) - cut)
+    chunk = TensorChunk((), (), "__0_0.distcp", 6, len(content.getvalue()) - cut)
     with pytest.raises(UsageError) as refused:
-        load(tmp_path / chunk.file, chunk)
+        load_megatron_file(tmp_path / chunk.file, chunk)
     assert words in str(refused.value)
     assert not (tmp_path / "sprung").exists()

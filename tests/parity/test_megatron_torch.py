@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from mjax.interop.torch_files import StandIn, load
+from mjax.interop.torch_files import PickleStub, load_megatron_file
 from tests.interop.megatron_files import draw
 from tests.interop.whole_weights import assert_same, weights_of
 from tests.parity.megatron_written import BERT, FLAGS, GPT, convert, write
@@ -99,7 +99,7 @@ def test_training_state_is_passed_over(tmp_path, monkeypatch):
     }
     source = write(tmp_path / "in", draw(GPT), GPT, 2.0, **beside)
     del sys.modules[module.__name__]
-    content = load(source / "release" / "mp_rank_00" / "model_optim_rng.pt")
-    assert isinstance(content["optimizer"]["loss_scaler"], StandIn)
+    content = load_megatron_file(source / "release" / "mp_rank_00" / "model_optim_rng.pt")
+    assert isinstance(content["optimizer"]["loss_scaler"], PickleStub)
     assert content["optimizer"]["loss_scaler"].cur_scale == 2.0**32
     assert convert(source, tmp_path / "run", "--vocabulary", "29") == 0

@@ -38,7 +38,7 @@ def config_with(compute="fp8", layers=2, micro_batch=16, global_batch=None, reco
 @pytest.mark.parametrize(
     ("changes", "gpu", "sentence"),
     [
-        ({}, "a100", "fp8 needs a GPU with compute capability 8.9 or more, such as an H100, and a100 has 8.0"),
+        ({}, "a100", "fp8 needs compute capability 8.9 or more, as an H100 has, and a100 has 8.0"),
         ({"model": {"sequence": 1001}, "micro_batch": 8}, "h100", "--train.micro-batch 8 has 8008 tokens; change that"),
         ({"model": {"heads": 64}, "mesh": {"model": 64}}, "h100", "of --mesh.model 64 has a weight of 1536 × 24"),
     ],

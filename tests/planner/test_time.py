@@ -245,7 +245,7 @@ def test_experts_compute_whole_tiles(monkeypatch):
     config = Config(model=model, train=TrainConfig(global_batch=4, micro_batch=1), mesh=MeshConfig(data=4))
 
     def products(tile):
-        monkeypatch.setattr(layer_time, "TILE_ROWS", tile)
+        monkeypatch.setattr(layer_time, "TILE", tile)
         return predict_time(config, H100).parts["matmul"]
 
     assert products(1) == products(64) < products(128) < products(256)

@@ -16,7 +16,7 @@ from mjax.config import LlamaConfig, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import RunError, UsageError
 from mjax.models.build import build_model
-from mjax.tasks.zero_shot import Positions, mean_and_error
+from mjax.tasks.zero_shot import PositionwiseLoss, mean_and_error
 from tests.small import QUICKLY, small_config
 from tests.tasks.lookup_model import LookupConfig, planted
 
@@ -52,11 +52,11 @@ def run(tmp_path_factory):
 
 def test_positions_cut_documents_into_whole_spans(tmp_path):
     data = written(tmp_path / "texts.jsonl", "abcdefghij", "klmno", "pqrs", "")
-    task = Positions(str(data), BYTES, LlamaConfig(sequence=5), bins=2)
+    task = PositionwiseLoss(str(data), BYTES, LlamaConfig(sequence=5), bins=2)
     texts = [(window.tokens.tolist(), window.counted) for window in task.passes[0]]
     assert texts == [([256, *b"abcde"], 5), ([*b"efghij"], 5), ([256, *b"klmno"], 5)]
     metrics = task.metrics([np.arange(15, dtype=np.float32).reshape(3, 5)])
-    values, remarks = values_of(metrics), {metric.name: metric.remark for metric in metrics}
+    values, remarks = values_of(metrics), {metric.name: metric.note for metric in metrics}
     assert (values["documents"], values["stretches"], values["tokens"]) == (2, 3, 15)
     assert remarks["documents"] == "of 3; shorter ones are left out"
     assert remarks["tokens"].startswith("and 4 left out")
@@ -65,7 +65,7 @@ def test_positions_cut_documents_into_whole_spans(tmp_path):
 def test_bin_error_is_over_spans(tmp_path):
     """Errors that the labels of a span share do not average out over them."""
     data = written(tmp_path / "texts.jsonl", "x" * 8 * 50)
-    task = Positions(str(data), BYTES, LlamaConfig(sequence=8), bins=2)
+    task = PositionwiseLoss(str(data), BYTES, LlamaConfig(sequence=8), bins=2)
     random = np.random.default_rng(0)
     of_stretch, of_label = random.normal(0, 1, (50, 1)), random.normal(0, 0.1, (50, 8))
     losses = np.float32(3 - 0.1 * np.arange(8) + of_stretch + of_label)
@@ -87,7 +87,7 @@ def test_bin_error_is_over_spans(tmp_path):
 def test_gain_of_scaled_model_splits_at_trained_length(tmp_path, scaling):
     data = written(tmp_path / "texts.jsonl", "x" * 64)
     losses = np.where(np.arange(64) < 8, 1.0, 3.0)[None].astype(np.float32)
-    task = Positions(str(data), BYTES, LlamaConfig(sequence=64, rope_factor=8.0, **scaling))
+    task = PositionwiseLoss(str(data), BYTES, LlamaConfig(sequence=64, rope_factor=8.0, **scaling))
     values = values_of(task.metrics([losses]))
     assert (values["loss_before"], values["loss_after"], values["gain"]) == (1.0, 3.0, -2.0)
     assert values["gain_error"] is None
@@ -114,4 +114,4 @@ def test_positions_show_that_context_helps(run, tmp_path, capsys):
 def test_short_text_is_rejected_with_remedy(tmp_path):
     short, model = written(tmp_path / "short.jsonl", "a" * 100, "b" * 90), LlamaConfig(sequence=512)
     with pytest.raises(UsageError, match=r"no document of 512 tokens, the longest has 100; .* --positions.length 64$"):
-        Positions(str(short), BYTES, model)
+        PositionwiseLoss(str(short), BYTES, model)

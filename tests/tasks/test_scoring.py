@@ -18,8 +18,8 @@ from mjax.models.build import abstract_weights, build_model
 from mjax.models.gpt.model import GPT
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import split_into_virtual_stages
-from mjax.tasks.interface import ContextWindow, Score, overlapping_windows
-from mjax.tasks.scoring import PROGRAM, LossScorer, Scorer, choose_widths, vocab_parallel_argmax
+from mjax.tasks.interface import ContextWindow, Score, split_into_windows
+from mjax.tasks.scoring import PROGRAM_COST, LossScorer, Scorer, choose_widths, vocab_parallel_argmax
 from tests.small import QUICKLY, small_config
 
 POSITIONS = 128
@@ -82,7 +82,7 @@ def windows():
     count, some of them guessed right, and a window of one label."""
     random = np.random.default_rng(0)
     text = random.integers(0, 60, 3 * POSITIONS + 5).astype(np.int32)
-    found = overlapping_windows(text, POSITIONS, 31)
+    found = split_into_windows(text, POSITIONS, 31)
     for number in range(33 - 1 - len(found)):
         ids = random.integers(0, 60, 5 + 3 * number).astype(np.int32)
         likely = full_logits()(ids).argmax(-1)
@@ -95,7 +95,7 @@ def windows():
 
 
 def assert_same(ours, theirs):
-    counts = [(score.labels, score.correct, score.windows, score.right) for score in (ours, theirs)]
+    counts = [(score.labels, score.correct, score.windows, score.all_correct) for score in (ours, theirs)]
     assert counts[0] == counts[1]
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
 
@@ -111,7 +111,7 @@ def test_scorer_equals_numpy(mesh):
         assert_same(found, by_numpy(of_pass))
     assert sum(reported) == 33 + 17 + 1
     whole = by_numpy(windows())
-    assert 0 < whole.right < 33
+    assert 0 < whole.all_correct < 33
     assert 1 < whole.correct < whole.labels / 2
 
 
@@ -156,7 +156,7 @@ def test_programs_and_positions_cost_least():
         mean = sum(needed) / max(count, 1)
 
         def cost(widths, mean=mean):
-            return sum(widths) + PROGRAM * mean * len(set(widths))
+            return sum(widths) + PROGRAM_COST * mean * len(set(widths))
 
         found = choose_widths(needed)
         assert all(width >= least for width, least in zip(found, needed, strict=True))

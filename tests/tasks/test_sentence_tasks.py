@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mjax.errors import RunError
-from mjax.tasks.labelled import DEFAULTS, TASKS, open_task
-from mjax.tasks.labelled_task import Pair, clean_text, to_rows
+from mjax.tasks.labelled import RECIPES, TASKS, open_task
+from mjax.tasks.labelled_task import TokenPair, build_examples, clean_text
 from tests.tasks.synthetic import MNLI_COLUMNS, VOCABULARY, tokenizer_of, write_task
 
 
@@ -43,8 +43,8 @@ def outputs_for(labels, classes):
     ],
 )
 def test_row_holds_both_texts_up_to_its_end(tokenizer, a, b, row, types, text):
-    pair = Pair(tokenizer.encode(a), tokenizer.encode(b))
-    examples = to_rows([pair, pair], 2, {"label": [1]}, tokenizer, 8)
+    pair = TokenPair(tokenizer.encode(a), tokenizer.encode(b))
+    examples = build_examples([pair, pair], 2, {"label": [1]}, tokenizer, 8)
     assert examples.tokens.shape == (1, 2, 8)
     assert examples.tokens.dtype == examples.token_types.dtype == examples.labels["label"].dtype == np.int32
     for choice in range(2):
@@ -65,10 +65,10 @@ def test_white_space_is_cleaned_as_in_megatron(text, clean):
     assert clean_text(text) == clean
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_published_format_is_read_whole(name, tmp_path):
     """The right outputs have the highest metric."""
-    assert list(TASKS) == list(DEFAULTS)
+    assert list(TASKS) == list(RECIPES)
     files = write_task(tmp_path, name, train=40, validation=16)
     task = open_task(name, files.train, files.validation, files.tokenizer, 48)
     assert task.notes == []

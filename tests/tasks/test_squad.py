@@ -11,12 +11,12 @@ from mjax.data.tokenizers import load_tokenizer
 from mjax.tasks.labelled import open_task
 from mjax.tasks.squad import (
     Context,
-    ContextSpan,
-    Span,
+    DocSpan,
     Squad,
+    TokenSpan,
     best_answer,
     cut_into_windows,
-    deciding_windows,
+    max_context_windows,
 )
 from tests.data.vocabularies import NASTY, TEXTS, bert_file
 from tests.tasks.synthetic import VOCABULARY, tokenizer_of
@@ -77,7 +77,7 @@ def context_of(tokenizer, text):
 def test_answer_is_cut_out_of_original_text(tokenizer, text, answer, cut):
     context = context_of(tokenizer, text)
     span = context.locate(text.index(answer), len(answer))
-    assert (None if span is None else context.cut(span)) == cut
+    assert (None if span is None else context.extract_text(span)) == cut
 
 
 @settings(max_examples=50, deadline=None)
@@ -92,12 +92,12 @@ def test_span_of_text_is_found_again(real_tokenizer, data):
         return
     first = data.draw(st.integers(0, len(context.ids) - 1))
     last = data.draw(st.integers(first, len(context.ids) - 1))
-    begin, cut = int(context.begin[first]), context.cut(Span(first, last))
+    begin, cut = int(context.begin[first]), context.extract_text(TokenSpan(first, last))
     again = context.locate(begin, len(cut))
     # Pieces of one character, such as those of "½", cannot be told apart by characters; then the text is the same.
     if (context.begin[1:] >= context.end[:-1]).all() and begin + len(cut) == context.end[last]:
         assert again == (first, last)
-    assert context.cut(again) == cut
+    assert context.extract_text(again) == cut
     assert text[begin:].startswith(cut)
 
 
@@ -110,7 +110,7 @@ def test_span_of_text_is_found_again(real_tokenizer, data):
 def test_window_with_most_context_decides(tokens, room, stride):
     """The rule is the one of Google's run_squad.py."""
     windows = cut_into_windows(tokens, room, stride)
-    deciding = deciding_windows(windows, tokens)
+    deciding = max_context_windows(windows, tokens)
 
     def shown(number, token):
         window = windows[number]
@@ -168,11 +168,11 @@ def logits_of(rows, starts=(), ends=(), positions=12):
 
 
 def test_answer_is_allowed_span_of_highest_sum(tokenizer):
-    context, window = context_of(tokenizer, CONTEXT), ContextSpan(offset=5, first=0, deciding=np.ones(13, bool))
+    context, window = context_of(tokenizer, CONTEXT), DocSpan(offset=5, first=0, is_max_context=np.ones(13, bool))
 
     def answer(starts, ends):
         starts, ends = ({(0, place): value for place, value in each.items()} for each in (starts, ends))
-        return best_answer(context, [window], logits_of(1, starts, ends, positions=20), longest=3).text
+        return best_answer(context, [window], logits_of(1, starts, ends, positions=20), max_tokens=3).text
 
     assert answer({7: 3}, {8: 2}) == "anna king"
     assert answer({1: 9, 7: 3}, {2: 9, 8: 2}) == "anna king"  # in the question
@@ -184,7 +184,7 @@ def test_answer_is_allowed_span_of_highest_sum(tokenizer):
 
 def test_lowest_window_scores_no_answer(tokenizer):
     context, ones = context_of(tokenizer, CONTEXT), np.ones(1, bool)
-    windows = [ContextSpan(offset=5, first=first, deciding=ones) for first in range(3)]
+    windows = [DocSpan(offset=5, first=first, is_max_context=ones) for first in range(3)]
     logits = logits_of(3, {(0, 0): 4, (1, 0): -1, (2, 0): 3}, {(0, 0): 4, (1, 0): 2, (2, 0): -1})
     assert best_answer(context, windows, logits).null_odds == 1
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mjax.tasks.squad import best_threshold, metrics_1, metrics_2, score
+from mjax.tasks.squad import best_threshold, metrics_v1, metrics_v2, score_answers
 
 
 def values(metrics):
@@ -30,13 +30,13 @@ def values(metrics):
     ],
 )
 def test_best_true_answer_counts(answer, truths, version, exactly, share):
-    (one,) = score({"q": answer}, {"q": truths}, version)
+    (one,) = score_answers({"q": answer}, {"q": truths}, version)
     assert (one.exact, one.f1) == (exactly, pytest.approx(share))
 
 
 def test_metrics_of_version_1_are_percentages():
-    scored = score({"p": "red", "q": "bird tree"}, {"p": ["Red"], "q": ["tree", "stone"]}, "1.1")
-    assert values(metrics_1(scored)) == {"exact_match": 50, "f1": pytest.approx(100 * (1 + 2 / 3) / 2), "total": 2}
+    scored = score_answers({"p": "red", "q": "bird tree"}, {"p": ["Red"], "q": ["tree", "stone"]}, "1.1")
+    assert values(metrics_v1(scored)) == {"exact_match": 50, "f1": pytest.approx(100 * (1 + 2 / 3) / 2), "total": 2}
 
 
 ANSWERS = {"sure": "red", "wrong": "bird", "none": "tree", "doubt": "house"}
@@ -45,7 +45,7 @@ TRUTHS = {"sure": ["red"], "wrong": ["tree stone"], "none": [], "doubt": ["house
 
 def metrics(*null_odds, answers=ANSWERS):
     odds = dict(zip(answers, null_odds, strict=True))
-    return values(metrics_2(answers, odds, score(answers, TRUTHS, "2.0")))
+    return values(metrics_v2(answers, odds, score_answers(answers, TRUTHS, "2.0")))
 
 
 def test_version_2_gives_no_answer_above_zero():
@@ -53,7 +53,7 @@ def test_version_2_gives_no_answer_above_zero():
     assert (found["exact"], found["f1"], found["total"]) == (50, 50, 4)
     assert (found["HasAns_exact"], found["HasAns_f1"], found["HasAns_total"]) == (100 / 3, 100 / 3, 3)
     assert (found["NoAns_exact"], found["NoAns_f1"], found["NoAns_total"]) == (100, 100, 1)
-    only = values(metrics_2({"p": "red"}, {"p": -1}, score({"p": "red"}, {"p": ["red"]}, "2.0")))
+    only = values(metrics_v2({"p": "red"}, {"p": -1}, score_answers({"p": "red"}, {"p": ["red"]}, "2.0")))
     assert "HasAns_f1" in only
     assert "NoAns_f1" not in only
 
@@ -70,5 +70,5 @@ def test_best_threshold_is_found_for_each_measure():
     # Nothing is lost where the best answer to a question without one is empty.
     found = metrics(-1, -2, -3, 1, answers=ANSWERS | {"none": ""})
     assert found["best_exact"] == 50
-    scored = score({"p": "bird"}, {"p": []}, "2.0")
+    scored = score_answers({"p": "bird"}, {"p": []}, "2.0")
     assert best_threshold({"p": "bird"}, {"p": -4}, scored, [one.f1 for one in scored]) == (1, 0)

@@ -99,8 +99,8 @@ def test_lambada_splits_off_last_word_and_token(tmp_path):
 
 def test_lambada_metrics_are_per_passage(tmp_path):
     task = Lambada(written(tmp_path / "l.jsonl", "one two", "three four"), BYTES, positions=64)
-    strict = Score(loss=6.0, labels=9, correct=7, windows=2, right=1)
-    found = values(task, strict, Score(loss=1.0, labels=2, correct=2, windows=2, right=2))
+    strict = Score(loss=6.0, labels=9, correct=7, windows=2, all_correct=1)
+    found = values(task, strict, Score(loss=1.0, labels=2, correct=2, windows=2, all_correct=2))
     assert (found["accuracy"], found["correct"], found["last_token_accuracy"]) == (0.5, 1, 1.0)
     assert found["perplexity"] == pytest.approx(math.exp(6 / 9))
     assert found["word_perplexity"] == pytest.approx(math.exp(3))

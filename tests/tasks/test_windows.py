@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mjax.tasks.interface import ContextWindow, overlapping_windows
+from mjax.tasks.interface import ContextWindow, split_into_windows
 
 
 def counted_of(windows):
@@ -29,7 +29,7 @@ def test_windows_count_labels_as_megatron(count, positions):
     """Without v1.0's last windows, which count nothing; later labels have at least s - o tokens before them."""
     tokens = np.arange(count)
     for overlap in range(1, positions + 1):
-        windows = overlapping_windows(tokens, positions, overlap)
+        windows = split_into_windows(tokens, positions, overlap)
         assert counted_of(windows) == list(range(1, count))
         assert all(2 <= len(window.tokens) <= positions + 1 for window in windows)
         assert all(len(window.tokens) - window.counted > positions - overlap for window in windows[1:])

@@ -167,9 +167,7 @@ class TextFiles:
                 known = f"{', '.join(ENDINGS)} nor other text ({', '.join(TEXT_ENDINGS)})"
                 raise UsageError(f"{file} is neither {known}; convert or rename it")
         if split is not None and files and all(file_ending(file).startswith((".jsonl", ".parquet")) for file in files):
-            raise UsageError(
-                f"--split-documents is for text files, and {files[0]} has one document a row; leave it out"
-            )
+            raise UsageError(f"--split-documents is for text, and {files[0]} has one document a row; leave it out")
         self.files, self.key, self.all_fields, self.split, self.max_bytes = files, key, all_fields, split, max_bytes
         self.inputs = files  # recorded in the plan of a job
         self.malformed = MalformedLines(malformed)
@@ -261,7 +259,7 @@ def read_blocks(
     """
     ending = file_ending(file)
     if ending == ".parquet":
-        yield from _parquet_blocks(file, key, all_fields, max_bytes, begin, end)
+        yield from _parquet_blocks(file, key, all_fields, begin, end)
         return
     with file.open("rb") as raw:
         if ending.endswith((".gz", ".zst")) and not file.stat().st_size:
@@ -313,9 +311,7 @@ def _skip_line(stream: BinaryIO) -> int:
     return size
 
 
-def _parquet_blocks(
-    file: Path, key: str, all_fields: bool, max_bytes: int, begin: int, end: int | None
-) -> Iterator[Block]:
+def _parquet_blocks(file: Path, key: str, all_fields: bool, begin: int, end: int | None) -> Iterator[Block]:
     try:
         import pyarrow
         from pyarrow import parquet

@@ -18,9 +18,9 @@ folder.
 With `--sbatch`, each stage is an array job of Slurm that repeats the command with the stage in the environment, and
 runs the tasks of this stage only.
 
-**Filters.** Output files of `mjax dedup` and `mjax clean`: the remaining documents, and a record of the removed ones.
+**Filters.** Output files of `mjax dedup` and `mjax clean`: the retained documents, and a record of the removed ones.
 
-    OUTPUT.jsonl           the remaining documents, in input order
+    OUTPUT.jsonl           the retained documents, in input order
     OUTPUT.removed.jsonl   a line for each removed document: its source and the reason
     OUTPUT.report.json     documents and bytes that each step removed, with examples
 
@@ -66,6 +66,8 @@ MAX_TASKS = 256  # by default, for less than LARGE_TASK_BYTES each
 LARGE_TASK_BYTES = 2**30
 STAGE_VARIABLE, START_TIME_VARIABLE = "MJAX_STAGE", "MJAX_BEGAN"
 """Environment of an array job: its stage, and the start time of the command."""
+RETAINED = "kept"
+"""Name of the documents of the output, in the report and in files of tasks."""
 MAX_EXAMPLES = 10  # of each step, in the report
 EXCERPT_CHARACTERS = 200  # of a text in an example
 SBATCH_DEFAULTS = {"time": "24:00:00", "mem-per-cpu": "4G"}
@@ -404,13 +406,13 @@ def _workers(job: Job) -> Iterator[ProcessPoolExecutor | None]:
     if not job.processes:
         yield None
         return
-    others, context = multiprocessing.active_children(), multiprocessing.get_context("spawn")
+    children, context = multiprocessing.active_children(), multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(job.processes, context, initializer=_init_worker, initargs=(job,))
     try:
         yield pool
     except BaseException:
         for process in multiprocessing.active_children():
-            if process not in others:
+            if process not in children:
                 process.kill()
         raise
     finally:
@@ -558,11 +560,11 @@ def check_outputs(arguments: Any, inputs: Sequence[Path]) -> None:
 def output_files(output: Path) -> dict[str, Path]:
     """Final paths of the files by their names in the working folder, in the order in which they are renamed."""
     removed = output.with_suffix(".removed.jsonl")
-    return {"report": output.with_suffix(".report.json"), "removed": removed, "kept": output}
+    return {"report": output.with_suffix(".report.json"), "removed": removed, RETAINED: output}
 
 
 class FilterJob(Job):
-    """A job that writes the three files of a filter; the stages before `merge` write "kept" and "removed" per task."""
+    """A job that writes the three files of a filter; the stages before `merge` write RETAINED and "removed"."""
 
     def __init__(self, arguments: Any, corpus: TextFiles, stages: Sequence[str]):
         arguments = replace(arguments, output=locate(arguments.output))
@@ -570,7 +572,7 @@ class FilterJob(Job):
 
     def merge(self, rank: int) -> None:
         """Copy the two files of a task into the outputs."""
-        for name in ("kept", "removed"):
+        for name in (RETAINED, "removed"):
             self.copy_file(name, rank, self.folder / name, self.task_offset(name, rank))
 
     def tallies(self, parts: Sequence[dict[str, Any]]) -> dict[str, Tally]:
@@ -586,7 +588,7 @@ class FilterJob(Job):
         lines = {"documents": malformed.count, "examples": malformed.examples}
         report |= {"malformed": lines, "output": self.arguments.output, "mjax_version": __version__}
         text = format_report(report)
-        if (self.folder / "kept").exists():  # else a run that was killed just before its end has renamed all
+        if (self.folder / RETAINED).exists():  # else a run that was killed just before its end has renamed all
             (self.folder / "report").write_bytes(text.encode())
         self.copies_to_store = isinstance(self.arguments.output, RemoteFile)
         self.put_outputs(output_files(self.arguments.output))
@@ -605,16 +607,16 @@ class FilterJob(Job):
         console = Console(soft_wrap=True, highlight=False)
         console.print(f"{output} is ready after {time.time() - self.start_time:.1f} s", markup=False)
         console.print(facts(_step_rows(report), "right"))
-        for remark in self.remarks(report):
-            console.print(f"\n{remark}", markup=False)
-        malformed = report["malformed"]
-        if malformed["documents"]:
-            console.print(f"\n{malformed['documents']:,} malformed lines were skipped, the first ones:")
-            for line in malformed["examples"]:
-                console.print(f"  {line}", markup=False)
-        files = output_files(output)
-        console.print(f"\nRemoved documents, line by line: {files['removed']}", markup=False)
-        console.print(f"Counts and examples: {files['report']}", markup=False)
+        lines, malformed, files = (
+            [f"\n{text}" for text in self.remarks(report)],
+            report["malformed"],
+            output_files(output),
+        )
+        if count := malformed["documents"]:
+            examples = (f"  {line}" for line in malformed["examples"])
+            lines += [f"\n{count:,} malformed lines were skipped, the first ones:", *examples]
+        lines += [f"\nRemoved documents, line by line: {files['removed']}", f"Counts and examples: {files['report']}"]
+        console.print("\n".join(lines), markup=False)
 
 
 def document_line(document: Document, key: str, **changes: Any) -> bytes:
@@ -659,9 +661,9 @@ def diff_excerpts(one: str, other: str) -> tuple[str, str]:
 
 
 def _step_rows(report: dict[str, Any]) -> Iterator[Sequence[str]]:
-    """Rows of documents and bytes: read, changed or removed by each step, and remaining."""
+    """Rows of documents and bytes: read, changed or removed by each step, and retained."""
     rows = [(report["read"], ""), *((step, "") for step in report.get("changed", ()))]
-    rows += [*((step, "− ") for step in report["removed"]), (report["kept"], "= ")]
+    rows += [*((step, "− ") for step in report["removed"]), (report[RETAINED], "= ")]
     for tally, sign in rows:
         share = tally["documents"] / max(report["read"]["documents"], 1)
         documents = f"{tally['documents']:,} documents"

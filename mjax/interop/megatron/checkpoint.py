@@ -3,7 +3,7 @@
     latest_checkpointed_iteration.txt    a step, or the word release
     iter_0300000/, release/              mp_rank_00/model_optim_rng.pt … or .metadata, __0_0.distcp …
 
-The first names one of the folders, whose files determine the format (of two) and the architecture.
+The first file names one of the folders, whose files determine the format (torch or torch_dist) and the architecture.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import is_decoder
 from mjax.interop.megatron.tensors import (
     DistributedTensors,
+    RankShard,
     RankTensors,
-    Share,
-    incomplete,
+    incomplete_error,
     join_expert_ranks,
     to_current_names,
 )
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors
-from mjax.interop.torch_files import COMMON_STATE, StandIn, load, read_metadata, to_arrays
+from mjax.interop.torch_files import COMMON_STATE, PickleStub, load_megatron_file, read_metadata, to_numpy
 
 TRACKER = "latest_checkpointed_iteration.txt"
 SAVE_AGAIN = "save it again with Megatron's --ckpt-convert-format torch_dist"
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
-"""File names of a rank; the second from versions that saved moments in a separate file."""
+"""File names of a rank; versions with the second one saved the optimizer state in a separate file."""
 Architecture = Literal["gpt", "bert", "decoder"]
-DEEPEST = 30  # dots in a name
-NO_WEIGHT = re.compile(r"(.*\.)?_extra_state(/.*)?|(chained_\d+\.)?optimizer\..*|common_state/.*")
+MAX_NAME_DEPTH = 30  # dots in a name
+OTHER_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?|(chained_\d+\.)?optimizer\..*|common_state/.*")
 """State of TransformerEngine's kernels, moments and arguments."""
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class MegatronCheckpoint:
     """An opened checkpoint.
 
     Attributes:
       folder: of the checkpoint.
       architecture: of the model.
       tensors: the weights by current names, merged over ranks.
-      version: `checkpoint_version`; if missing, 0 with names from before megatron-core and 3 with its own.
-      version_missing: whether `version` is assumed.
+      version: `checkpoint_version`; if missing, 0 with names from before megatron-core, else 3.
+      version_missing: True if `version` is assumed.
       arguments: of the run that wrote it; None if missing.
-      tensor_ranks: the tensor-parallel size it was written with; None if unknown.
-      old_names: whether its names are from before megatron-core.
+      tensor_ranks: the tensor-parallel size of that run; None if unknown.
+      old_names: True if its names are from before megatron-core.
     """
 
     folder: Path
@@ -64,7 +64,7 @@ class Checkpoint:
     old_names: bool
 
 
-def open_checkpoint(source: Path, step: int | None = None) -> Checkpoint:
+def open_checkpoint(source: Path, step: int | None = None) -> MegatronCheckpoint:
     """Open a Megatron checkpoint of either format.
 
     Args:
@@ -72,7 +72,7 @@ def open_checkpoint(source: Path, step: int | None = None) -> Checkpoint:
       step: of the checkpoint; None for the one named by the tracker file.
 
     Raises:
-      UsageError: there is no such checkpoint, or it is incomplete or damaged, or tries to execute something.
+      UsageError: there is no such checkpoint, or it is incomplete or damaged, or calls a function.
     """
     folder = find_folder(source, step)
     if (folder / "metadata.json").is_file():
@@ -94,7 +94,7 @@ def find_folder(source: Path, step: int | None) -> Path:
         if step is not None:
             raise UsageError(f"{source} is one checkpoint already; leave out --step, or give the folder above")
         return source
-    there = {entry.name for entry in source.iterdir() if re.fullmatch(r"iter_\d{7,}|release", entry.name)}
+    names = {entry.name for entry in source.iterdir() if re.fullmatch(r"iter_\d{7,}|release", entry.name)}
     tracker = source / TRACKER
     if step is not None:
         name = f"iter_{step:07d}"
@@ -104,13 +104,13 @@ def find_folder(source: Path, step: int | None) -> Path:
         if not re.fullmatch(r"release|[0-9]{1,18}", word):
             raise UsageError(f"{tracker} says {word[:40]!r}, which is not a step; write the step to convert into it")
         name = word if word == "release" else f"iter_{int(word):07d}"
-    elif len(there) == 1:
-        (name,) = there
+    elif len(names) == 1:
+        (name,) = names
     else:
-        found = f"several checkpoints ({', '.join(sorted(there))})" if there else "no checkpoint of Megatron"
-        raise UsageError(f"{source} has {found} and no {TRACKER}; give the folder of one checkpoint")
-    if name not in there:
-        listed = ", ".join(sorted(there)) or "none"
+        content = f"several checkpoints ({', '.join(sorted(names))})" if names else "no checkpoint of Megatron"
+        raise UsageError(f"{source} has {content} and no {TRACKER}; give the folder of one checkpoint")
+    if name not in names:
+        listed = ", ".join(sorted(names)) or "none"
         raise UsageError(f"{source} has no checkpoint {name}; there are: {listed}")
     return source / name
 
@@ -118,11 +118,11 @@ def find_folder(source: Path, step: int | None) -> Path:
 # --- Format torch -----------------------------------------------------------------------------------------------------
 
 
-def _open_ranks(folder: Path) -> Checkpoint:
-    files = _rank_files(folder)
+def _open_ranks(folder: Path) -> MegatronCheckpoint:
+    files = _find_rank_files(folder)
     contents = _load_ranks(files)
     first = contents[0, 0, 0]
-    arguments = _arguments(first, folder)
+    arguments = _read_arguments(first, folder)
     ranks, stages, experts = (1 + max(numbers) for numbers in zip(*contents, strict=True))
     sizes = arguments or {}
     has_pipeline = sizes.get("pipeline_model_parallel_size") not in (None, 1)
@@ -135,51 +135,52 @@ def _open_ranks(folder: Path) -> Checkpoint:
     if not chunks:
         raise UsageError(f"{files[0, 0, 0]} has no model; give a checkpoint of Megatron")
     chunks.sort(key=lambda name: int(name.removeprefix("model") or 0))
-    shares = {
-        (chunk, *at): _weights(content.get(chunk), files[at]) for chunk in chunks for at, content in contents.items()
+    shards = {
+        (chunk, *rank): _read_weights(contents[rank].get(chunk), files[rank])
+        for chunk, rank in product(chunks, contents)
     }
-    names = list(chain.from_iterable(shares.values()))
-    kind = _architecture(arguments, names, folder)
-    current = {at: to_current_names(share, kind, str(folder)) for at, share in shares.items()}
+    names = list(chain.from_iterable(shards.values()))
+    kind = _detect_architecture(arguments, names, folder)
+    current = {key: to_current_names(shard, kind, str(folder)) for key, shard in shards.items()}
 
-    def open_rank(chunk: str, stage: int, rank: int) -> Share:
+    def open_rank(chunk: str, stage: int, rank: int) -> RankShard:
         return join_expert_ranks([current[chunk, rank, stage, expert] for expert in range(experts)], str(folder))
 
-    pieces = [[open_rank(*at, rank) for rank in range(ranks)] for at in product(chunks, range(stages))]
+    pieces = [[open_rank(*piece, rank) for rank in range(ranks)] for piece in product(chunks, range(stages))]
     old = any(name.startswith("language_model.") for name in names)
-    version = _version(first, folder, assumed=0 if old else 3)
+    version, missing = _read_version(first, folder, assumed=0 if old else 3)
     tensors = RankTensors(pieces, version, str(folder), gated=kind == "decoder")
-    return Checkpoint(folder, kind, tensors, version, first.get("checkpoint_version") is None, arguments, ranks, old)
+    return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, ranks, old)
 
 
-def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
-    """The files by the numbers in their names: tensor rank, and pipeline stage and expert rank or, if there are two
-    numbers, one of these."""
+def _find_rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
+    """Find the files by the numbers in their names: tensor rank, and pipeline stage and expert rank or, if there are
+    two numbers, one of these."""
     files, longest = {}, 1
     for entry in sorted(folder.glob("mp_rank_*")):
         if not re.fullmatch(r"mp_rank_\d+(_\d+){0,2}", entry.name):
             raise UsageError(f"{entry} is not a rank of a model; convert another checkpoint")
-        there = [entry / name for name in RANK_FILES if (entry / name).is_file()]
-        if not there:
-            raise incomplete(f"{entry} has no {RANK_FILES[0]}")
+        rank_files = [entry / name for name in RANK_FILES if (entry / name).is_file()]
+        if not rank_files:
+            raise incomplete_error(f"{entry} has no {RANK_FILES[0]}")
         numbers = [int(number) for number in entry.name.split("_")[2:]]
         longest = max(longest, len(numbers))
-        files[tuple([*numbers, 0, 0][:3])] = there[0]
+        files[tuple([*numbers, 0, 0][:3])] = rank_files[0]
     if not files:
-        raise incomplete(f"{folder} holds neither mp_rank_00 nor .metadata")
-    for place in product(*(range(1 + max(numbers)) for numbers in zip(*files, strict=True))):
-        if place not in files:
-            name = "_".join(["mp_rank", f"{place[0]:02}", *(f"{number:03}" for number in place[1:longest])])
-            raise incomplete(f"{folder} lacks {name}")
+        raise incomplete_error(f"{folder} holds neither mp_rank_00 nor .metadata")
+    for rank in product(*(range(1 + max(numbers)) for numbers in zip(*files, strict=True))):
+        if rank not in files:
+            name = "_".join(["mp_rank", f"{rank[0]:02}", *(f"{number:03}" for number in rank[1:longest])])
+            raise incomplete_error(f"{folder} lacks {name}")
     return files
 
 
 def _load_ranks(files: dict[tuple[int, int, int], Path]) -> dict[tuple[int, int, int], dict[str, Any]]:
-    """The contents of the files, which are of the same save."""
-    contents = {place: load(file) for place, file in files.items()}
-    for (place, content), name in product(contents.items(), ("iteration", "checkpoint_version")):
+    """Load the files, and check that they belong to the same checkpoint."""
+    contents = {rank: load_megatron_file(file) for rank, file in files.items()}
+    for (rank, content), name in product(contents.items(), ("iteration", "checkpoint_version")):
         if (value := content.get(name)) != (expected := contents[0, 0, 0].get(name)):
-            raise incomplete(f"{files[place]}: {name} is {value}, and {expected} in {files[0, 0, 0]}")
+            raise incomplete_error(f"{files[rank]}: {name} is {value}, and {expected} in {files[0, 0, 0]}")
     return contents
 
 
@@ -190,33 +191,34 @@ def _check_ranks(sizes: dict[str, Any], ranks: int, stages: int, experts: int, f
         "pipeline_model_parallel_size": stages,
         "expert_model_parallel_size": experts,
     }
-    for name, there in expected.items():
-        if sizes.get(name) not in (None, there):
-            raise incomplete(f"{folder}: {name} was {sizes[name]}, and there are {there}")
-    if sizes.get("num_experts") and (of_experts := sizes.get("expert_tensor_parallel_size")) not in (None, ranks):
-        problem = f"expert_tensor_parallel_size was {of_experts}, and there are {ranks} tensor ranks"
+    for name, actual in expected.items():
+        if sizes.get(name) not in (None, actual):
+            raise incomplete_error(f"{folder}: {name} was {sizes[name]}, and there are {actual}")
+    if sizes.get("num_experts") and (expert_ranks := sizes.get("expert_tensor_parallel_size")) not in (None, ranks):
+        problem = f"expert_tensor_parallel_size was {expert_ranks}, and there are {ranks} tensor ranks"
         raise UsageError(f"{folder}: {problem}; {SAVE_AGAIN}")
 
 
-def _weights(model: Any, file: Path) -> Share:
-    """The weights in the `model` entry of a file."""
+def _read_weights(model: Any, file: Path) -> RankShard:
+    """Convert the weights in the `model` entry of a file."""
     if not isinstance(model, dict):
-        raise incomplete(f"{file} has no model")
-    return to_arrays(file, {name: value for name, value in flat(model).items() if not NO_WEIGHT.fullmatch(name)})
+        raise incomplete_error(f"{file} has no model")
+    values = flatten_names(model)
+    return to_numpy(file, {name: value for name, value in values.items() if not OTHER_STATE.fullmatch(name)})
 
 
-def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """{'a': {'b': x}} → {'a.b': x}: the nested dicts of 2020 with today's flat names."""
-    found = {}
+def flatten_names(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten the nested dicts of 2020 to dotted names: {'a': {'b': x}} → {'a.b': x}."""
+    flat = {}
     for name, value in tree.items():
         nested = isinstance(value, Mapping)
-        if above.count(".") > DEEPEST:  # a pickle can hold itself
-            raise UsageError(f"{above}{name} is nested too deeply for a checkpoint of Megatron; convert another")
-        found |= flat(value, f"{above}{name}.") if nested else {f"{above}{name}": value}
-    return found
+        if prefix.count(".") > MAX_NAME_DEPTH:  # a pickle can hold itself
+            raise UsageError(f"{prefix}{name} is nested too deeply for a checkpoint of Megatron; convert another")
+        flat |= flatten_names(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat
 
 
-def _architecture(arguments: dict[str, Any] | None, names: list[str], folder: Path) -> Architecture:
+def _detect_architecture(arguments: dict[str, Any] | None, names: list[str], folder: Path) -> Architecture:
     trunks = [re.match(r"(?:language_model\.)?(encoder|decoder)\.layers\.", name) for name in names]
     if len({trunk[1] for trunk in trunks if trunk}) > 1:
         raise UsageError(f"{folder} holds an encoder and a decoder, as of T5, which mjax does not support; use others")
@@ -225,38 +227,38 @@ def _architecture(arguments: dict[str, Any] | None, names: list[str], folder: Pa
     return "decoder" if is_decoder(arguments, names) else "gpt"
 
 
-def _version(content: dict[str, Any], folder: Path, assumed: float) -> float:
+def _read_version(content: dict[str, Any], folder: Path, assumed: float) -> tuple[float, bool]:
+    """The `checkpoint_version`, and True if it is missing and so `assumed`."""
     value = content.get("checkpoint_version")
     if value is None:
-        return assumed
+        return assumed, True
     if type(value) not in (int, float) or not 0 <= value < 100:
         raise UsageError(f"{folder}: checkpoint_version is {value!r}, which is not a version; copy it again")
-    return value
+    return value, False
 
 
-def _arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+def _read_arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     arguments = content.get("args")
-    if not isinstance(arguments, StandIn | dict | None):
-        raise incomplete(f"{folder}: args is {arguments!r}, which are not the arguments of a run")
-    return vars(arguments) if isinstance(arguments, StandIn) else arguments
+    if not isinstance(arguments, PickleStub | dict | None):
+        raise incomplete_error(f"{folder}: args is {arguments!r}, which are not the arguments of a run")
+    return vars(arguments) if isinstance(arguments, PickleStub) else arguments
 
 
 # --- Format torch_dist ------------------------------------------------------------------------------------------------
 
 
-def _open_distributed(folder: Path) -> Checkpoint:
+def _open_distributed(folder: Path) -> MegatronCheckpoint:
     entries = read_metadata(folder / ".metadata")
-    stored = {name: tensor for name, tensor in entries.items() if not NO_WEIGHT.fullmatch(name)}
+    stored = {name: tensor for name, tensor in entries.items() if not OTHER_STATE.fullmatch(name)}
     if (folder / "common.pt").is_file():  # megatron-core until 0.18
-        common = load(folder / "common.pt")
+        common = load_megatron_file(folder / "common.pt")
     elif COMMON_STATE in entries:
         (chunk,) = entries[COMMON_STATE].chunks
-        common = load(folder / chunk.file, chunk)
+        common = load_megatron_file(folder / chunk.file, chunk)
     else:
-        raise incomplete(f"{folder} holds neither common.pt nor {COMMON_STATE}")
-    arguments = _arguments(common, folder)
-    kind = _architecture(arguments, list(stored), folder)
+        raise incomplete_error(f"{folder} holds neither common.pt nor {COMMON_STATE}")
+    arguments = _read_arguments(common, folder)
+    kind = _detect_architecture(arguments, list(stored), folder)
     tensors = DistributedTensors(folder, to_current_names(stored, kind, str(folder)))
-    version = _version(common, folder, assumed=3)
-    missing = common.get("checkpoint_version") is None
-    return Checkpoint(folder, kind, tensors, version, missing, arguments, None, old_names=False)
+    version, missing = _read_version(common, folder, assumed=3)
+    return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, None, old_names=False)

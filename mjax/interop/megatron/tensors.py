@@ -1,8 +1,8 @@
-"""The tensors of a Megatron checkpoint by current names, merged out of its files.
+"""The tensors of a Megatron checkpoint by current names, merged from its files.
 
 RankTensors          format `torch`: one file per rank with its shard of the model
 DistributedTensors   format `torch_dist`, the default today: tensors in parts, independent of the ranks
-DecoderTensors       either of them, of a decoder, with a name for each part of a fused tensor
+DecoderTensors       either format, of a decoder, with a name for each part of a fused tensor
 
 Names and layouts of Megatron's tensors since 2020:
 
@@ -10,16 +10,16 @@ Names and layouts of Megatron's tensors since 2020:
     2021  language_model.encoder.layers.3.self_attention.query_key_value.weight
     2023  decoder.layers.3.self_attention.linear_qkv.weight       (encoder.layers.… in a BERT)
 
-Names are replaced by current ones when a checkpoint is opened (`today`), so one table is enough (`find_family`).
+Opening a checkpoint replaces its names by current ones (`to_current_name`), so one table is enough (`megatron_family`).
 
-Weights are those of a `torch.nn.Linear`, [out, in]. Queries, keys and values are fused along out, in one of three
-orders, which only `checkpoint_version` tells: names and shapes do not.
+Weights have the layout of `torch.nn.Linear`, [out, in]. Queries, keys and values are fused along out, in one of three
+orders, which only `checkpoint_version` determines, not names or shapes.
 
 Of p ranks, each has its shard along out (column parallel, arXiv 1909.08053) or in (row parallel), or a full copy:
 
-    out    linear_qkv and linear_fc1 with their biases; the embedding and the bias of the scores, by tokens
+    out    linear_qkv and linear_fc1 with their biases; the embedding and the output bias, by tokens
     in     linear_proj and linear_fc2, whose biases are full copies
-           experts likewise, one by one
+           the same for each expert
     all    everything else
 """
 
@@ -39,13 +39,13 @@ import numpy as np
 
 from mjax.config import LlamaConfig
 from mjax.errors import UsageError, first_line
-from mjax.interop.tensor_files import FLOATS, WORDS, TensorInfo, Tensors
-from mjax.interop.torch_files import Chunk, Stored, load_tensors, read_chunk, to_arrays
+from mjax.interop.tensor_files import DTYPE_NAMES, FLOAT_DTYPES, TensorInfo, Tensors
+from mjax.interop.torch_files import StoredTensor, TensorChunk, load_tensors, read_chunk, to_numpy
 from mjax.models.huggingface.family import Family
 
 
-def incomplete(problem: str) -> UsageError:
-    """Return the error about a checkpoint that was not copied completely."""
+def incomplete_error(problem: str) -> UsageError:
+    """The error about a checkpoint that was not copied completely."""
     return UsageError(f"{problem}; copy the whole checkpoint again")
 
 
@@ -60,10 +60,10 @@ def megatron_family(kind: str, version: float, layernorm: str = "pre", layers: i
       version: determines the order of queries, keys and values. Below 1, which includes files of 2020 without a
         version, they are concatenated; in 1 they are interleaved number by number, from 2 on head by head.
       layernorm: `post` for a BERT with LayerNorm after the residual sums, as in the original (arXiv 1909.08053, figure
-        7a). Megatron keeps the pre-LayerNorm layers, but takes the residual from the LayerNorm's output instead of its
-        input (`--apply-residual-connection-post-layernorm`). That is the original with the layer boundaries shifted: a
-        layer's first LayerNorm belongs to what precedes it, the embedding or the MLP of the layer below, and the final
-        LayerNorm to the last layer.
+        7a). Megatron has pre-LayerNorm layers whose residual is the LayerNorm's output instead of its input
+        (`--apply-residual-connection-post-layernorm`). That is the original with the layer boundaries shifted: a
+        layer's first LayerNorm belongs to the module before it, the embedding or the MLP of the layer below, and the
+        final LayerNorm to the last layer.
       layers: of a `post` BERT.
     """
     trunk = TRUNKS[kind]
@@ -112,7 +112,7 @@ EMBEDDING, POSITIONS = "embedding.word_embeddings.weight", "embedding.position_e
 SCORES, SCORES_BIAS = "output_layer.weight", "output_layer.bias"
 VOCABULARY = (EMBEDDING, SCORES, SCORES_BIAS)
 """Tensors with one row per token of the padded vocabulary."""
-_OLD = (
+_NAME_CHANGES = (
     (r"^language_model\.(transformer|encoder)\.", "TRUNK."),
     (r"^language_model\.", ""),
     (r"\.attention\.", ".self_attention."),
@@ -132,22 +132,22 @@ _OLD = (
 )
 
 
-def today(name: str, kind: str) -> str:
+def to_current_name(name: str, kind: str) -> str:
     """The current name for a name of any year; unknown names are returned unchanged."""
-    for old, new in _OLD:
+    for old, new in _NAME_CHANGES:
         name = re.sub(old, new, name)
     return name.replace("TRUNK.", f"{TRUNKS[kind]}.", 1)
 
 
 def to_current_names(tensors: Mapping[str, Any], kind: str, source: str) -> dict[str, Any]:
-    """A dict with names of any year, with current names.
+    """Replace names of any year by current names.
 
     Raises:
       UsageError: two of the names are of the same tensor.
     """
     known: dict[str, str] = {}
     for name in tensors:
-        if (other := known.setdefault(today(name, kind), name)) != name:
+        if (other := known.setdefault(to_current_name(name, kind), name)) != name:
             raise UsageError(f"{source} has both {other} and {name}; remove the one that is not the model's")
     return {current: tensors[name] for current, name in known.items()}
 
@@ -155,13 +155,13 @@ def to_current_names(tensors: Mapping[str, Any], kind: str, source: str) -> dict
 # --- Decoders ---------------------------------------------------------------------------------------------------------
 
 QKV = "self_attention.linear_qkv"
-_OF_GPT = megatron_family("gpt", 3)
+_GPT = megatron_family("gpt", 3)
 LAYER = "decoder.layers.{0}"
 DECODER = replace(
-    _OF_GPT,
+    _GPT,
     model="Megatron's decoder",
     names={
-        **_OF_GPT.names,
+        **_GPT.names,
         "blocks.attention.qkv": tuple(f"{LAYER}.{QKV}.{part}" for part in "qkv"),
         "blocks.attention.query": f"{LAYER}.{QKV}.q",
         "blocks.attention.key_value": (f"{LAYER}.{QKV}.k", f"{LAYER}.{QKV}.v"),
@@ -189,15 +189,15 @@ MIXTURE = replace(
 
 # --- Tensor parallelism -----------------------------------------------------------------------------------------------
 
-_BY_OUT = re.compile(r".*\.(linear_qkv|linear_fc1)\.(weight|bias)")
-_BY_IN = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
+_COLUMN_PARALLEL = re.compile(r".*\.(linear_qkv|linear_fc1)\.(weight|bias)")
+_ROW_PARALLEL = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
 
 
 def split_dim(name: str) -> int | None:
-    """The dimension along which a tensor (by current name) is split over ranks; None: each has all of it."""
-    if name in VOCABULARY or _BY_OUT.fullmatch(name):
+    """The dimension along which a tensor (by current name) is split over ranks; None: every rank has all of it."""
+    if name in VOCABULARY or _COLUMN_PARALLEL.fullmatch(name):
         return 0
-    return 1 if _BY_IN.fullmatch(name) else None
+    return 1 if _ROW_PARALLEL.fullmatch(name) else None
 
 
 # --- Format torch -----------------------------------------------------------------------------------------------------
@@ -209,9 +209,9 @@ def split_dim(name: str) -> int | None:
 # `model0`, `model1`, … in its file, and layers are ordered by chunk: chunk 0 of every stage comes before chunk 1 of the
 # first. Arrays are memory-mapped like the files; shards are merged when they are read.
 
-Share = dict[str, np.ndarray]
+RankShard = dict[str, np.ndarray]
 """The tensors of one rank for one piece of the model, by current names."""
-_NUMBER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+_LAYER_NUMBER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 EXPERTS = ".mlp.experts."
 
 
@@ -221,113 +221,111 @@ class RankTensors:
     Layers are numbered over the whole model, from the first stage to the last.
     """
 
-    def __init__(self, pieces: Sequence[Sequence[Share]], version: float, source: str, gated: bool = False):
+    def __init__(self, pieces: Sequence[Sequence[RankShard]], version: float, source: str, gated: bool = False):
         """Check that the ranks fit together.
 
         Args:
           pieces: of the pipeline, in layer order: for each, the shards of the tensor ranks in rank order.
           version: `checkpoint_version`.
           source: the checkpoint, for messages.
-          gated: whether linear_fc1 is a gate and what it lets through, of which each rank has its part.
+          gated: True if linear_fc1 is gate and up, and each rank has its part of both.
 
         Raises:
           UsageError: ranks have tensors of different names or shapes, or two pieces have the same tensor.
         """
         self._version, self._gated = version, gated
-        self._shares: dict[str, list[np.ndarray]] = {}
-        self.kinds: dict[str, TensorInfo] = {}
+        self._shards: dict[str, list[np.ndarray]] = {}
+        self.infos: dict[str, TensorInfo] = {}
         layers = 0
         for number, piece in enumerate(pieces):
-            for rank, share in enumerate(piece):
-                if odd := share.keys() ^ piece[0].keys():
-                    raise incomplete(f"{source}: of tensor ranks 0 and {rank} only one holds {min(odd)}")
-            numbers = [int(found[0]) for name in piece[0] if (found := _NUMBER.search(name))]
+            for rank, shard in enumerate(piece):
+                if mismatch := shard.keys() ^ piece[0].keys():
+                    raise incomplete_error(f"{source}: of tensor ranks 0 and {rank} only one holds {min(mismatch)}")
+            numbers = [int(match[0]) for name in piece[0] if (match := _LAYER_NUMBER.search(name))]
             for name in piece[0]:
-                whole = _NUMBER.sub(lambda found: str(int(found[0]) + layers), name)  # noqa: B023 - called at once
-                if whole in self.kinds:
-                    raise incomplete(f"{source}: two stages of the pipeline hold {name}, of piece {number} too")
-                self._shares[whole] = [share[name] for share in piece]
-                self.kinds[whole] = self._kind(whole, source)
+                whole = _LAYER_NUMBER.sub(lambda match: str(int(match[0]) + layers), name)  # noqa: B023 - called at once
+                if whole in self.infos:
+                    raise incomplete_error(f"{source}: two stages of the pipeline hold {name}, of piece {number} too")
+                self._shards[whole] = [shard[name] for shard in piece]
+                self.infos[whole] = self._make_info(whole, source)
             layers += 1 + max(numbers, default=-1)
 
-    def _kind(self, name: str, source: str) -> TensorInfo:
-        shares, dim = self._shares[name], split_dim(name)
-        first = shares[0]
-        for rank, share in enumerate(shares):
-            sizes = zip_longest(share.shape, first.shape)
-            if share.dtype != first.dtype or any(a != b for i, (a, b) in enumerate(sizes) if i != dim):
-                kinds = f"{first.dtype} {first.shape} on tensor rank 0 and {share.dtype} {share.shape} on {rank}"
-                raise incomplete(f"{source}: {name} is {kinds}")
-        shape = [sum(share.shape[dim] for share in shares) if i == dim else n for i, n in enumerate(first.shape)]
-        return TensorInfo(WORDS.get(first.dtype.name, str(first.dtype)), tuple(shape))
+    def _make_info(self, name: str, source: str) -> TensorInfo:
+        shards, dim = self._shards[name], split_dim(name)
+        first = shards[0]
+        for rank, shard in enumerate(shards):
+            sizes = zip_longest(shard.shape, first.shape)
+            if shard.dtype != first.dtype or any(a != b for i, (a, b) in enumerate(sizes) if i != dim):
+                kinds = f"{first.dtype} {first.shape} on tensor rank 0 and {shard.dtype} {shard.shape} on {rank}"
+                raise incomplete_error(f"{source}: {name} is {kinds}")
+        shape = [sum(shard.shape[dim] for shard in shards) if i == dim else n for i, n in enumerate(first.shape)]
+        return TensorInfo(DTYPE_NAMES.get(first.dtype.name, str(first.dtype)), tuple(shape))
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        shares, dim = self._shares[name], split_dim(name)
-        if len(shares) == 1 or dim is None:
-            return shares[0][rows]
-        # [c, n / p, d, …]: each rank begins with the queries of its heads, and n is put together behind c.
+        shards, dim = self._shards[name], split_dim(name)
+        if len(shards) == 1 or dim is None:
+            return shards[0][rows]
+        # [c, n / p, d, …]: each rank begins with the queries of its heads, so n is concatenated after c.
         fused = 3 if QKV in name and self._version < 1 else 2 if self._gated and ".linear_fc1." in name else 1
         if fused > 1:
-            parts = [share.reshape(fused, -1, *share.shape[1:]) for share in shares]
-            return np.concatenate(parts, axis=1).reshape(self.kinds[name].shape)[rows]
+            parts = [shard.reshape(fused, -1, *shard.shape[1:]) for shard in shards]
+            return np.concatenate(parts, axis=1).reshape(self.infos[name].shape)[rows]
         if dim == 1:
-            return np.concatenate([share[rows] for share in shares], axis=1)
-        first, end, _ = rows.indices(self.kinds[name].shape[0])
-        starts = accumulate(map(len, shares), initial=0)
-        parts = zip(shares, starts, strict=False)
-        return np.concatenate([share[max(0, first - start) : max(0, end - start)] for share, start in parts])
+            return np.concatenate([shard[rows] for shard in shards], axis=1)
+        first, end, _ = rows.indices(self.infos[name].shape[0])
+        starts = accumulate(map(len, shards), initial=0)
+        parts = zip(shards, starts, strict=False)
+        return np.concatenate([shard[max(0, first - start) : max(0, end - start)] for shard, start in parts])
 
 
-def join_expert_ranks(shares: Sequence[Share], source: str) -> Share:
+def join_expert_ranks(shards: Sequence[RankShard], source: str) -> RankShard:
     """Join the expert ranks of one tensor rank into one share with a tensor for each matrix of each expert.
 
     Args:
-      shares: in the order of expert ranks, by current names; all but experts is the same in each.
+      shards: in the order of expert ranks, by current names; all but experts is the same in each.
       source: the checkpoint, for messages.
 
     Raises:
       UsageError: the ranks do not fit together, or a tensor does not fit the number of experts.
     """
-    joined = {name: array for name, array in shares[0].items() if EXPERTS not in name}
-    others = set(joined)
-    for rank, share in enumerate(shares):
-        if odd := others ^ {name for name in share if EXPERTS not in name}:
-            raise incomplete(f"{source}: of expert ranks 0 and {rank} only one holds {min(odd)}")
-        for name, array in share.items():
+    joined = {name: array for name, array in shards[0].items() if EXPERTS not in name}
+    shared_names = set(joined)
+    for rank, shard in enumerate(shards):
+        if mismatch := shared_names ^ {name for name in shard if EXPERTS not in name}:
+            raise incomplete_error(f"{source}: of expert ranks 0 and {rank} only one holds {min(mismatch)}")
+        for name, array in shard.items():
             if EXPERTS not in name:
                 continue
             before, _, part = name.partition(EXPERTS)
-            router = share.get(f"{before}.mlp.router.weight")
-            if router is None or router.ndim != 2 or len(router) % len(shares):
-                problem = f"does not say how many experts each of {len(shares)} expert ranks has"
-                raise incomplete(f"{source}: {before}.mlp.router.weight {problem}")
-            own = len(router) // len(shares)
-            for number, rest, tensor in _expert_matrices(part, array, own, router.shape[1]):
-                whole = f"{before}{EXPERTS}{rank * own + number}.{rest}"
+            router = shard.get(f"{before}.mlp.router.weight")
+            if router is None or router.ndim != 2 or len(router) % len(shards):
+                problem = f"does not say how many experts each of {len(shards)} expert ranks has"
+                raise incomplete_error(f"{source}: {before}.mlp.router.weight {problem}")
+            local_experts = len(router) // len(shards)
+            for number, rest, tensor in _expert_matrices(part, array, local_experts, router.shape[1]):
+                whole = f"{before}{EXPERTS}{rank * local_experts + number}.{rest}"
                 if joined.setdefault(whole, tensor) is not tensor:
-                    raise incomplete(f"{source}: two expert ranks hold {whole}, rank {rank} the second time")
+                    raise incomplete_error(f"{source}: two expert ranks hold {whole}, rank {rank} the second time")
     return joined
 
 
-def _expert_matrices(
-    part: str, array: np.ndarray, local_experts: int, hidden: int
-) -> Iterator[tuple[int, str, np.ndarray]]:
-    """The matrices in one tensor of a rank with so many experts of its own: number, rest of the name, [out, in]."""
-    if found := re.fullmatch(r"local_experts\.(\d+)\.(.+)", part):
-        yield int(found[1]), found[2], array
-    elif found := re.fullmatch(r"(linear_fc[12])\.(weight|bias)(\d+)", part):
-        yield int(found[3]), f"{found[1]}.{found[2]}", array
-    elif part in ("weight1", "weight2") and array.size % (local_experts * hidden) == 0:
-        shape = (local_experts, hidden, -1) if part == "weight1" else (local_experts, -1, hidden)
+def _expert_matrices(part: str, array: np.ndarray, experts: int, hidden: int) -> Iterator[tuple[int, str, np.ndarray]]:
+    """The matrices in one tensor of a rank with so many `experts`: number, rest of the name, [out, in]."""
+    if match := re.fullmatch(r"local_experts\.(\d+)\.(.+)", part):
+        yield int(match[1]), match[2], array
+    elif match := re.fullmatch(r"(linear_fc[12])\.(weight|bias)(\d+)", part):
+        yield int(match[3]), f"{match[1]}.{match[2]}", array
+    elif part in ("weight1", "weight2") and array.size % (experts * hidden) == 0:
+        shape = (experts, hidden, -1) if part == "weight1" else (experts, -1, hidden)
         for number, matrix in enumerate(array.reshape(shape)):
             yield number, f"linear_fc{part[-1]}.weight", matrix.T
-    else:  # refused by its name with the other tensors that are not the model's
+    else:  # rejected later by its name, with other tensors that are not part of the model
         yield 0, part, array
 
 
 # --- Format torch_dist ------------------------------------------------------------------------------------------------
 #
-#     .metadata        the parts of each tensor and where they are stored
+#     .metadata        the parts of each tensor and their locations
 #     __0_0.distcp     parts, each a torch.save file; also __0_1.distcp, __1_0.distcp, …
 #     common.pt        everything but tensors: the arguments of the run, its step
 #     metadata.json    the format
@@ -336,15 +334,16 @@ def _expert_matrices(
 # `decoder.layers.mlp.linear_fc1.weight` [l, out, in], or one tensor each, with the layer's number in the name. So may
 # the experts of a layer, `decoder.layers.3.mlp.experts.linear_fc1.weight` [E, out, in].
 
-STACKED = (".layers.", ".mlp.experts.")
-"""What several tensors with a number each are behind, in a name; or one tensor without a number."""
+Index = tuple[int, ...]
+STACK_PREFIXES = (".layers.", ".mlp.experts.")
+"""Name parts followed by a number, or by none if all layers or experts are stored as one tensor."""
 
 
 class DistributedTensors:
     """`Tensors` in a folder of torch.distributed.checkpoint, by layer and expert even if all are stored as one."""
 
-    def __init__(self, folder: Path, stored: Mapping[str, Stored]):
-        """Check that all parts are there.
+    def __init__(self, folder: Path, stored: Mapping[str, StoredTensor]):
+        """Check that all parts exist.
 
         Args:
           folder: of the files.
@@ -354,60 +353,58 @@ class DistributedTensors:
           UsageError: a file is missing, or the parts of a tensor do not cover it.
         """
         self._folder = folder
-        self._places: dict[str, tuple[tuple[int, ...], list[Chunk]]] = {}
-        self.kinds: dict[str, TensorInfo] = {}
+        self._chunks: dict[str, tuple[Index, list[TensorChunk]]] = {}
+        self.infos: dict[str, TensorInfo] = {}
         for name, tensor in stored.items():
             for chunk in tensor.chunks:
-                if not os.path.isfile(folder / chunk.file):  # False for a name that no file system takes, too
+                if not os.path.isfile(folder / chunk.file):  # also False for a path that is too long
                     raise UsageError(f"{folder / chunk.file} does not exist, though .metadata names it; copy it too")
                 _check_size(folder / chunk.file, name, tensor, chunk)
             if 0 in tensor.shape or sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
                 raise UsageError(f"{folder / '.metadata'} lists other parts of {name} than the whole; copy it again")
-            dtype = WORDS.get(tensor.dtype, tensor.dtype)
+            dtype = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
             parts = dict(_list_numbered_names(name, tensor.shape))
             chunks = _group_by_index(tensor.chunks, len(next(iter(parts.values()))))
             for part, index in parts.items():
-                self.kinds[part] = TensorInfo(dtype, tensor.shape[len(index) :])
-                self._places[part] = (index, chunks[index])
-        self._last: tuple[Chunk, np.ndarray] | None = None
+                self.infos[part] = TensorInfo(dtype, tensor.shape[len(index) :])
+                self._chunks[part] = (index, chunks[index])
+        self._last: tuple[TensorChunk, np.ndarray] | None = None
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        kind, (index, chunks) = self.kinds[name], self._places[name]
+        kind, (index, chunks) = self.infos[name], self._chunks[name]
         first, end, _ = rows.indices(kind.shape[0])
         low = (*index, first, *(0 for _ in kind.shape[1:]))
         high = (*(number + 1 for number in index), max(first, end), *kind.shape[1:])
-        # Elements that no part covers stay NaN, and are rejected as such.
-        whole = np.full([end - start for start, end in zip(low, high, strict=True)], np.nan, FLOATS[kind.dtype])
+        # Elements that no part covers stay NaN, and are rejected later.
+        whole = np.full([end - start for start, end in zip(low, high, strict=True)], np.nan, FLOAT_DTYPES[kind.dtype])
         for chunk in chunks:
             begins = [max(a, b) for a, b in zip(low, chunk.offsets, strict=True)]
             ends = [min(a, b + size) for a, b, size in zip(high, chunk.offsets, chunk.sizes, strict=True)]
             if all(begin < end for begin, end in zip(begins, ends, strict=True)):
-                there = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, chunk.offsets, strict=True))
-                here = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, low, strict=True))
-                whole[here] = self._chunk(chunk)[there]
+                source = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, chunk.offsets, strict=True))
+                target = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, low, strict=True))
+                whole[target] = self._chunk(chunk)[source]
         return whole.reshape(whole.shape[len(index) :])
 
-    def _chunk(self, chunk: Chunk) -> np.ndarray:
-        """A part; the last one is cached, because an embedding is read a few rows at a time."""
+    def _chunk(self, chunk: TensorChunk) -> np.ndarray:
+        """Load a part; the last one is cached, because an embedding is read a few rows at a time."""
         if self._last is None or self._last[0] is not chunk:
             self._last = None
             file = self._folder / chunk.file
             try:
                 tensor = load_tensors(read_chunk(file, chunk))
-            except Exception as error:  # of many kinds, for bytes that are not a tensor
+            except Exception as error:  # of many types, for bytes that are not a tensor
                 raise UsageError(f"{file} is truncated or damaged ({first_line(error)}); copy it again") from None
-            array = to_arrays(file, {"a part": tensor})["a part"]
+            array = to_numpy(file, {"a part": tensor})["a part"]
             if array.shape != chunk.sizes:
-                raise incomplete(f"{file} holds another part than .metadata says")
+                raise incomplete_error(f"{file} holds another part than .metadata says")
             self._last = (chunk, array)
         return self._last[1]
 
 
-def _list_numbered_names(
-    name: str, shape: tuple[int, ...], index: tuple[int, ...] = ()
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names of the tensors that are stored as one, with a number for each layer and expert, and their indices."""
-    for many in STACKED:
+def _list_numbered_names(name: str, shape: Index, index: Index = ()) -> Iterator[tuple[str, Index]]:
+    """Names and indices of the tensors stored as one, with a number for each layer and expert."""
+    for many in STACK_PREFIXES:
         before, _, behind = name.partition(many)
         if behind and not behind.split(".")[0].isdigit() and len(index) < len(shape):
             for number in range(shape[len(index)]):
@@ -416,8 +413,8 @@ def _list_numbered_names(
     yield name, index
 
 
-def _group_by_index(chunks: Iterable[Chunk], dims: int) -> dict[tuple[int, ...], list[Chunk]]:
-    """The parts that hold something of each index along so many first dims."""
+def _group_by_index(chunks: Iterable[TensorChunk], dims: int) -> dict[Index, list[TensorChunk]]:
+    """The parts that overlap each index along the first `dims` dims."""
     by_index = defaultdict(list)
     for chunk in chunks:
         extents = zip(chunk.offsets[:dims], chunk.sizes[:dims], strict=True)
@@ -426,12 +423,12 @@ def _group_by_index(chunks: Iterable[Chunk], dims: int) -> dict[tuple[int, ...],
     return by_index
 
 
-def _check_size(file: Path, name: str, tensor: Stored, chunk: Chunk) -> None:
-    """Refuse a part that is larger than its bytes in the file, before memory for it is allocated."""
-    itemsize = FLOATS[WORDS[tensor.dtype]].itemsize if tensor.dtype in WORDS else 1
+def _check_size(file: Path, name: str, tensor: StoredTensor, chunk: TensorChunk) -> None:
+    """Reject a part that is larger than its bytes in the file, before its memory is allocated."""
+    itemsize = FLOAT_DTYPES[DTYPE_NAMES[tensor.dtype]].itemsize if tensor.dtype in DTYPE_NAMES else 1
     size = file.stat().st_size
     if chunk.start + chunk.length > size or math.prod(chunk.sizes) * itemsize > chunk.length:
-        raise incomplete(
+        raise incomplete_error(
             f"{file.parent / '.metadata'} lists {chunk.sizes} numbers of {name} in {chunk.length:,} bytes of the "
             f"{size:,} of {file.name}, where they have no room: one of the two is truncated or damaged"
         )
@@ -444,8 +441,8 @@ def _check_size(file: Path, name: str, tensor: Stored, chunk: Chunk) -> None:
 #     linear_qkv  [k · (n / k + 2) · d, h]   of each group its query heads, then its key, then its value
 #     linear_fc1  [2 · f, h]                 gate, then up; but of p ranks each has its gate and its up
 #
-# With fewer groups than ranks linear_qkv is split evenly nevertheless: no rank has a whole group, and none has a copy
-# of another's. Since 0.14 megatron-core may also store gate and up as two tensors, linear_fc1.weight_w and
+# With fewer groups than ranks linear_qkv is still split evenly: no rank has a whole group, and no two ranks have the
+# same rows. Since 0.14 megatron-core may also store gate and up as two tensors, linear_fc1.weight_w and
 # linear_fc1.weight_v.
 
 
@@ -453,22 +450,22 @@ class DecoderTensors:
     """`Tensors` with names for the parts of fused ones: linear_qkv.q.weight, linear_fc1.gate.weight."""
 
     def __init__(self, tensors: Tensors, model: LlamaConfig, source: str):
-        """Name them.
+        """Name the parts.
 
         Raises:
           UsageError: linear_qkv or linear_fc1 has another number of rows than the model.
         """
         self._tensors, self._model = tensors, model
         self._origins: dict[str, tuple[str, int | None]] = {}
-        self.kinds: dict[str, TensorInfo] = {}
-        for theirs, kind in tensors.kinds.items():
-            parts = self._parts(theirs)
+        self.infos: dict[str, TensorInfo] = {}
+        for stored_name, kind in tensors.infos.items():
+            parts = self._parts(stored_name)
             if len(parts) > 1 and kind.shape[:1] != (sum(parts.values()),):
                 asked = f"the arguments ask for {sum(parts.values()):,} rows"
-                raise incomplete(f"{source}: {theirs} has shape {kind.shape}, and {asked}")
-            for which, (name, rows) in enumerate(parts.items()):
-                self._origins[name] = (theirs, which if len(parts) > 1 else None)
-                self.kinds[name] = TensorInfo(kind.dtype, (rows, *kind.shape[1:])) if len(parts) > 1 else kind
+                raise incomplete_error(f"{source}: {stored_name} has shape {kind.shape}, and {asked}")
+            for part_index, (name, rows) in enumerate(parts.items()):
+                self._origins[name] = (stored_name, part_index if len(parts) > 1 else None)
+                self.infos[name] = TensorInfo(kind.dtype, (rows, *kind.shape[1:])) if len(parts) > 1 else kind
 
     def _parts(self, name: str) -> dict[str, int]:
         """The names of the parts of a tensor, with their numbers of rows if there are several."""
@@ -490,15 +487,15 @@ class DecoderTensors:
         return {f"{module}.{part}.{what}": rows for part, rows in parts.items()}
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        theirs, which = self._origins[name]
-        if which is None:
-            return self._tensors.read(theirs, rows)
-        if QKV not in theirs:
-            f = self.kinds[name].shape[0]
+        stored_name, part_index = self._origins[name]
+        if part_index is None:
+            return self._tensors.read(stored_name, rows)
+        if QKV not in stored_name:
+            f = self.infos[name].shape[0]
             first, end, _ = rows.indices(f)
-            return self._tensors.read(theirs, slice(which * f + first, which * f + max(first, end)))
+            return self._tensors.read(stored_name, slice(part_index * f + first, part_index * f + max(first, end)))
         queries = self._model.heads // self._model.groups
-        fused = self._tensors.read(theirs)
+        fused = self._tensors.read(stored_name)
         fused = fused.reshape(self._model.groups, queries + 2, self._model.head_size, *fused.shape[1:])
-        part = (slice(queries), slice(queries, queries + 1), slice(queries + 1, None))[which]
-        return fused[:, part].reshape(self.kinds[name].shape)[rows]
+        part = (slice(queries), slice(queries, queries + 1), slice(queries + 1, None))[part_index]
+        return fused[:, part].reshape(self.infos[name].shape)[rows]
