@@ -244,11 +244,9 @@ def _format_required(flag: Flag) -> str:
 
 def _flag_for(word: str, fields: dict[str, Flag], prog: str) -> str:
     """The flag to type before a word that belongs to none."""
-    if "config" in fields and word in available_configs():
-        return f"type --config {word}"
-    if "run" in fields and (Path(word) / "config.json").is_file():
-        return f"type --run {word}"
-    return f"`{prog} --help` lists its flags"
+    matches = {"config": word in available_configs(), "run": (Path(word) / "config.json").is_file()}
+    name = next((name for name, fits in matches.items() if fits and name in fields), None)
+    return f"type --{name} {word}" if name else f"`{prog} --help` lists its flags"
 
 
 def _positive(name: str) -> str:

@@ -152,10 +152,8 @@ def check_offload(config: Config) -> None:
     if pipe > 1:
         raise UsageError(f"{offload} --mesh.pipe {pipe} (stages save activations by slot); use --train.recompute full")
     # For H100s XLA put all copies to the host into the backward pass (docs/results/log/2026-11-25-host-memory.md).
-    raise UsageError(
-        f"{offload} --train.unroll on (without a loop over the layers, XLA copies their inputs to the host in the "
-        "backward pass, which saves nothing); remove one of the two"
-    )
+    late = "(without a loop over the layers, XLA copies to the host too late)"
+    raise UsageError(f"{offload} --train.unroll on {late}; remove one of the two")
 
 
 def _check_schedules(config: Config) -> None:

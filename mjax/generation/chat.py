@@ -309,10 +309,8 @@ def read_messages(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
     elif fields.get("instruction") is not None and fields.get("output") is not None:
         messages = [*_system(fields), *_read_instruction(fields)]
     else:
-        raise UntrainableConversation(
-            "it has no messages, prompt and completion, conversations, or instruction and output, only "
-            f"{', '.join(fields) or 'nothing'}"
-        )
+        known = "messages, prompt and completion, conversations, or instruction and output"
+        raise UntrainableConversation(f"it has no {known}, only {', '.join(fields) or 'nothing'}")
     if not isinstance(messages, list) or not messages:
         raise UntrainableConversation("messages is not a list of them")
     return [_message(message) for message in messages], tools

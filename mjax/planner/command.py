@@ -430,10 +430,8 @@ def check_memory(config: Config, usable: float, gpu: str, name: str = "this conf
     """
     memory = predict_memory(config)
     if not memory.fits_host(host):
-        raise UsageError(
-            f"{name} stores {memory.host / GIB:.1f} GiB of activations in host memory for each GPU, and this machine "
-            f"has {host / GIB:.1f} GiB for each; use --train.recompute full, or a smaller --train.micro-batch"
-        )
+        both = f"{memory.host / GIB:.1f} GiB of activations per GPU in host memory, and it has {host / GIB:.1f} GiB"
+        raise UsageError(f"{name} stores {both}; use --train.recompute full, or a smaller --train.micro-batch")
     free = memory.free(usable)
     if free >= HEADROOM:
         return ""
@@ -635,10 +633,8 @@ def compile_step(
         lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     except NotImplementedError as error:
         # JAX queries its GPU for what cuDNN supports. Without a GPU it assumes the oldest.
-        raise UsageError(
-            f"JAX does not lower cuDNN's attention here: {str(error).splitlines()[0]} Without a GPU it assumes "
-            "one older than Hopper; add --model.attention xla"
-        ) from error
+        problem = f"JAX does not lower cuDNN's attention here: {str(error).splitlines()[0]}"
+        raise UsageError(f"{problem} Without a GPU it assumes an A100; add --model.attention xla") from error
     traced = time.perf_counter()
     try:
         leave_out_compilation_cache()

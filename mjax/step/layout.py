@@ -82,11 +82,9 @@ def build_layout(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
     """
     check_stages(config.model, config.mesh)
     if config.mesh.context > 1 and (name := mixing_class(config.model)):
-        raise UsageError(
-            f"--mesh.context {config.mesh.context} splits the positions of a sequence, and {name} of "
-            f"{config.model.title} may mix or count them by itself; remove it, or set mixes_positions = False in "
-            "the class if it computes token by token, or with mjax's Attention and context.position_ids()"
-        )
+        mixes = f"splits the positions of a sequence, and {name} of {config.model.title} may mix them"
+        fix = "remove it, or set mixes_positions = False in the class if it computes token by token"
+        raise UsageError(f"--mesh.context {config.mesh.context} {mixes}; {fix}, or with context.position_ids()")
     shapes = jax.eval_shape(lambda: initial_weights(config))
     plan = plan_storage(shapes, nnx.get_partition_spec(shapes), config.mesh)
     specs = jax.tree.map(lambda storage: storage.spec, plan)

@@ -168,8 +168,9 @@ def test_missing_package_of_command_line_is_named(tmp_path):
     (tmp_path / "tyro.py").write_text("raise ModuleNotFoundError(\"No module named 'tyro'\", name='tyro')")
     result = doctor(PYTHONPATH=str(tmp_path))
     assert result.returncode == 1
-    message = "the package tyro is not installed; install mjax again, with its requirements"
-    assert result.stderr == f"mjax: error: {message}\n"
+    assert (
+        result.stderr == "mjax: error: the package tyro is not installed; install mjax again, with its requirements\n"
+    )
 
 
 def sleep(question):

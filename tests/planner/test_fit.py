@@ -119,5 +119,5 @@ def test_gpu_at_hand_limits_kernel_and_host_memory(monkeypatch):
     monkeypatch.setattr(fit, "host_memory", lambda: int(devices * memory.host))
     check_local_gpus(config, "gpt_345m", False, pytest.fail)
     monkeypatch.setattr(fit, "host_memory", lambda: int(devices * memory.host) - 1)
-    with pytest.raises(UsageError, match=r"gpt_345m stores 0.4 GiB of activations in host memory for each GPU, and"):
+    with pytest.raises(UsageError, match=r"gpt_345m stores 0.4 GiB of activations per GPU in host memory, and"):
         check_local_gpus(config, "gpt_345m", False, pytest.fail)
