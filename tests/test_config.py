@@ -332,8 +332,7 @@ def test_mesh_larger_than_machine_says_what_to_type():
     with pytest.raises(UsageError) as error:
         check_devices(load_config("gpt_8b"), 1, "gpt_8b")
     assert str(error.value) == (
-        "gpt_8b needs 512 devices (data 64 × model 8); 1 available: set --mesh.data and the other axes, "
-        "or --simulate 512"
+        "gpt_8b needs 512 devices (data 64 × model 8); 1 available: set --mesh.data and other axes, or --simulate 512"
     )
     config = Config(mesh=MeshConfig(pipe=2, context=4, data=2, expert=2))
     check_devices(config, 16)

@@ -78,7 +78,7 @@ def test_padded_vocabulary_is_announced(data):
 @pytest.mark.parametrize(
     ("typed", "file", "words"),
     [
-        ("--train.tokens 300GB", "", "--train.tokens 300GB is not a number of tokens above 0; write it like 300B"),
+        ("--train.tokens 300GB", "", "--train.tokens 300GB is not a number of tokens above 0; write 300B"),
         ("--train.tokens 0", "", "--train.tokens 0 is not a number"),
         ("--train.tokens 1B --train.steps 5", "", "--train.steps 5 and --train.tokens 1B both set the length"),
         ("", "--train.tokens 1B --train.steps 5", "both set the length; remove one"),

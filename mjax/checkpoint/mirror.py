@@ -362,7 +362,7 @@ class Index(dict[str, list]):
         self.last_heartbeat = values.get("beat", 0.0)
 
     def has(self, name: str, remote_version: str | None = None) -> bool:
-        """True if the store has, or had, a local file as it is now; in `remote_version`, if given."""
+        """True if the store has, or had, a local file as it is now; in the version `remote_version`, if given."""
         file, (remote, *local) = self.folder / name, self.get(name, [None])
         return file.is_file() and local == _stat(file) and remote_version in (None, remote)
 
@@ -504,13 +504,13 @@ class Mirror:
         """In a thread: upload what is pending, again and again, with growing pauses while the store fails."""
         pause, deadline = 1.0, math.inf  # the pause after the next failure
         while not self.taken_by:
-            begun, uploads, closing, self._failed = time.monotonic(), self._uploads, self._closing.is_set(), {}
+            start, uploads, closing, self._failed = time.monotonic(), self._uploads, self._closing.is_set(), {}
             for step in sorted(self._pending, reverse=True):
                 self._attempt(f"checkpoint {step}", partial(self._upload_checkpoint, step))
             self._attempt("its metrics and settings", partial(self._upload_changed, everything=closing))
             self._attempt("its rotation", self._apply_retention)
             if uploads < self._uploads:
-                deadline += time.monotonic() - begun  # the time of successful uploads does not count
+                deadline += time.monotonic() - start  # the time of successful uploads does not count
             if (closing and not (self._failed or self._pending)) or time.monotonic() >= deadline:
                 return
             if closing and deadline == math.inf:
@@ -537,7 +537,7 @@ class Mirror:
 
     def _upload_checkpoint(self, step: int) -> None:
         """Upload a checkpoint; it is pending until the store lists all of it."""
-        prefix, begun = f"checkpoints/{step}/", time.monotonic()
+        prefix, start = f"checkpoints/{step}/", time.monotonic()
         address, folder = f"{self.address}/{prefix}", self.folder / prefix
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         sizes = {file.relative_to(folder).as_posix(): _size(file) for file in files}
@@ -559,7 +559,7 @@ class Mirror:
         self._index.save()
         self._pending.discard(step)
         if not exists:
-            size, seconds = sum(sizes.values()) / 1e6, time.monotonic() - begun
+            size, seconds = sum(sizes.values()) / 1e6, time.monotonic() - start
             self.store.print_once(f"checkpoint {step} copied to {self.address}: {size:,.1f} MB in {seconds:.1f} s")
 
     def _put_checkpoint(self, prefix: str, sizes: Mapping[str, int], before: Mapping[str, Any]) -> None:

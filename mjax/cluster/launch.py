@@ -232,7 +232,7 @@ DETERMINISTIC_FLAGS = {
     "xla_gpu_exclude_nondeterministic_ops": "true",
     # XLA refuses to compile the step with the flag above and Triton's products: 'Failed to get configs'.
     "xla_gpu_enable_triton_gemm": "false",
-    # A restart would choose other kernels for products, by their time then.
+    # A restart would choose other kernels for matmuls, by their time at that point.
     "xla_gpu_autotune_level": "0",
 }
 """For `train.py --deterministic`. They do not affect CPUs, where a run is repeatable anyway."""

@@ -194,9 +194,9 @@ def _check_devices_per_process() -> None:
     usual = Counter(counts.values()).most_common(1)[0][0]
     other = [f"{count} on process {process}" for process, count in sorted(counts.items()) if count != usual]
     if other:
-        numbers = f"{', '.join(other[:8])}, {usual} on the others"
-        remedy = "give each the same with CUDA_VISIBLE_DEVICES, JAX_LOCAL_DEVICE_IDS or --simulate"
-        raise UsageError(f"the processes of this run see different numbers of devices: {numbers}; {remedy}")
+        fix = "give each the same with CUDA_VISIBLE_DEVICES, JAX_LOCAL_DEVICE_IDS or --simulate"
+        numbers = f"different numbers of devices: {', '.join(other[:8])}, {usual} on the others"
+        raise UsageError(f"the processes see {numbers}; {fix}")
 
 
 def local_devices() -> list[int] | None:
@@ -347,10 +347,10 @@ class StopSignal:
         self.name = self.name or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
         # The host dispatches a step while the previous one runs, so up to two more steps are printed.
         status = "still saving" if repeated else f"{self.name}: saving after the steps in flight, two at most"
-        left = "once more" if self._interrupts else "twice"
+        remaining = "once more" if self._interrupts else "twice"
         with contextlib.suppress(OSError):  # stderr may no longer be read
             # Written directly: a handler may run while the console is in the middle of a line.
-            os.write(2, f"\n{status}; Ctrl-C {left} stops at once\n".encode())
+            os.write(2, f"\n{status}; Ctrl-C {remaining} stops at once\n".encode())
 
 
 # --- Connections to process 0 -----------------------------------------------------------------------------------------

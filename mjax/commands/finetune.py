@@ -80,7 +80,7 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     config = with_kernel(config, notify)
 
     # --- Seeds --------------------------------------------------------------------------------------------------------
-    request = recipes.read_request(arguments, recipe, len(task.train), config.precision.compute)
+    request = recipes.make_request(arguments, recipe, len(task.train), config.precision.compute)
     if watchdog.count > 1:
         check_agreement(watchdog, {**collect_facts(config), **_task_facts(arguments, task)})
         check_shared(watchdog, output)

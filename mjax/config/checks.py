@@ -229,7 +229,7 @@ def check_batch_sizes(config: Config) -> None:
     for first_step, _, size in BatchSizes.from_config(config).ahead():
         if size % unit:
             odd = f"a batch of {size} from step {first_step + 1} on, which is not a multiple of {unit} ({factors})"
-            fix = f"use multiples, there and for --train.global-batch, such as {_nearest_multiple(size, unit)}"
+            fix = f"use multiples, also as --train.global-batch, such as {_nearest_multiple(size, unit)}"
             raise UsageError(f"{flag} has {odd}; {fix}")
 
 
@@ -242,7 +242,7 @@ def check_devices(config: Config, available: int, name: str = "this config") -> 
     mesh = config.mesh
     if mesh.devices != available:
         needs = f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({axes.describe_mesh(mesh)})"
-        fix = f"set --mesh.data and the other axes, or --simulate {mesh.devices}"
+        fix = f"set --mesh.data and other axes, or --simulate {mesh.devices}"
         raise UsageError(f"{needs}; {available} available: {fix}")
 
 

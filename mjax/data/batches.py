@@ -147,15 +147,15 @@ class UserBatches:
         expected = {name: ((size, *shape), np.dtype(dtype)) for name, (shape, dtype) in self.arrays.items()}
         optional = {"loss_mask"} & expected.keys() if self.model.causal else set()
         if not isinstance(batch, Mapping) or batch.keys() | optional != expected.keys():
-            given = ", ".join(batch) if isinstance(batch, Mapping) else type(batch).__name__
-            raise UsageError(f"the batch of step {step} has {given}; the model takes {', '.join(expected)}")
+            received = ", ".join(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            raise UsageError(f"the batch of step {step} has {received}; the model takes {', '.join(expected)}")
         defaults = {name: np.ones(*expected[name]) for name in optional}
         arrays = {name: np.asarray(array) for name, array in {**defaults, **batch}.items()}
         for name, (shape, dtype) in expected.items():
             array = arrays[name]
             if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
-                given = f"{name} of step {step} is {array.dtype.name} {list(array.shape)}"
-                raise UsageError(f"{given}; give {dtype.name} {list(shape)}")
+                received = f"{name} of step {step} is {array.dtype.name} {list(array.shape)}"
+                raise UsageError(f"{received}; give {dtype.name} {list(shape)}")
         if {"loss_mask", "labels"} <= expected.keys():  # ignored labels may have any value, such as PyTorch's -100
             arrays["labels"] = np.where(arrays["loss_mask"], arrays["labels"], 0)
         self.model.check_values(arrays, f"step {step}")

@@ -107,8 +107,8 @@ def resolve_recipe(arguments: FinetuneArguments, saved: Config, print_line: Call
 
     positions = saved.model.max_positions
     if arguments.sequence is not None and arguments.sequence > positions:
-        given = f"--sequence {arguments.sequence} is longer than the {positions} positions of the model"
-        raise UsageError(f"{given} in {arguments.run}; use at most {positions}")
+        problem = f"--sequence {arguments.sequence} is longer than the {positions} positions of the model"
+        raise UsageError(f"{problem} in {arguments.run}; use at most {positions}")
     flags = {name: getattr(arguments, name) for name in Recipe.__dataclass_fields__}
     recipe = replace(RECIPES[arguments.task], **{name: value for name, value in flags.items() if value is not None})
     data = arguments.mesh.data
@@ -180,7 +180,7 @@ def finetuning_config(arguments: FinetuneArguments, saved: Config, task: Labelle
 # --- Whether an output folder can be continued ----------------------------------------------------------------------
 
 
-def read_request(arguments: FinetuneArguments, recipe: Recipe, examples: int, compute: str) -> dict[str, Any]:
+def make_request(arguments: FinetuneArguments, recipe: Recipe, examples: int, compute: str) -> dict[str, Any]:
     """The settings that affect the results, for request.json: a folder is continued only with the same.
 
     Mesh, micro-batch and number of seeds may change between two starts.
@@ -222,8 +222,8 @@ def with_start_step(request: dict[str, Any], output: Path) -> dict[str, Any]:
     for name, now in request.items():
         if before.get(name) != now:
             flag = "precision.compute" if name == "compute" else name.replace("_", "-")
-            what = "number of examples" if name == "examples" else f"--{flag}"
-            change = f"{what} {_format_value(before.get(name))}, now {_format_value(now)}"
+            subject = "number of examples" if name == "examples" else f"--{flag}"
+            change = f"{subject} {_format_value(before.get(name))}, now {_format_value(now)}"
             raise UsageError(f"{output} was fine-tuned with {change}; choose another --output, or use the former value")
     return request
 

@@ -81,7 +81,7 @@ class Finetuning:
           config: of `recipe.finetuning_config`, with `model.attention` resolved to a kernel.
           saved: config of the pre-trained run.
           task: with its files read.
-          request: of `recipe.read_request`.
+          request: of `recipe.make_request`.
           output: folder of the results.
           console: for progress and notices.
           watchdog: for the processes of this run.
@@ -152,8 +152,8 @@ class Finetuning:
         report = self.report()
         print_table(report, "{task}, fine-tuned from {checkpoint}, step {step}".format(**report))
         best = report["best"]
-        chosen = f"seed {best['seed']}, epoch {best['epoch']}, with its predictions"
-        self._print_line(f"\nbest    {self.output / 'best'}: {chosen}")
+        description = f"seed {best['seed']}, epoch {best['epoch']}, with its predictions"
+        self._print_line(f"\nbest    {self.output / 'best'}: {description}")
         self._print_line(f"report  {self.output / 'report.json'}")
 
     # --- Parts of a seed ----------------------------------------------------------------------------------------------
@@ -222,8 +222,8 @@ class EpochBatches:
         """The batch of `step` (from 0), or some of its rows: the arrays of `Config.batch_arrays`."""
         epoch, position = divmod(step, self.steps)
         size = self.sizes.size(step)
-        chosen = self._order(epoch)[position * size : (position + 1) * size][rows]
-        return self.examples.batch(chosen) | {name: label[chosen] for name, label in self.examples.labels.items()}
+        indices = self._order(epoch)[position * size : (position + 1) * size][rows]
+        return self.examples.batch(indices) | {name: label[indices] for name, label in self.examples.labels.items()}
 
     def _draw(self, epoch: int) -> np.ndarray:
         # The legacy generator, whose numbers NumPy guarantees never to change.
@@ -243,12 +243,12 @@ def summarize(metric: str, epochs: Epochs) -> dict[str, Any]:
     best = {seed: find_best(measured, metric) for seed, measured in epochs.items()}
     names = next(iter(best.values()))["figures"]
     values = {name: [epoch["figures"][name] for epoch in best.values()] for name in names}
-    chosen = max(best, key=lambda seed: best[seed]["figures"][metric])
+    best_seed = max(best, key=lambda seed: best[seed]["figures"][metric])
     return {
         "metric": metric,
         "seeds": [{"seed": seed, **epoch} for seed, epoch in best.items()],
         "median": {name: statistics.median(numbers) for name, numbers in values.items() if None not in numbers},
-        "best": {"seed": chosen, **best[chosen]},
+        "best": {"seed": best_seed, **best[best_seed]},
     }
 
 
@@ -397,8 +397,8 @@ class FinetuningStart:
         def first(seed: Array, first_step: Array, trunk: dict[str, Array]) -> TrainState:
             drawn = build_model(seed, config.model, parameter_type(config.precision.compute))
             weights = leaves_by_path(split_into_virtual_stages(drawn, config.mesh))
-            chosen = [trunk.get(name, weight) for name, weight in weights.items()]
-            model = jax.tree.unflatten(jax.tree.structure(program.abstract_state.model), chosen)
+            leaves = [trunk.get(name, weight) for name, weight in weights.items()]
+            model = jax.tree.unflatten(jax.tree.structure(program.abstract_state.model), leaves)
             return initial_state(config, adamw(config.optimizer), model, first_step)
 
         shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state)

@@ -270,17 +270,16 @@ NO_TOKEN, END = -2, -1
 """Instead of a token: the text had ended before, or ends now."""
 
 
-def _read(config: Config, layout: Layout, slots: int, weights: CausalModel, prompts: Array, lengths: Array) -> _State:
-    """Inside `shard_map`: read the prompts."""
-    logits, cached = decoding.prefill(
-        weights, prompts, lengths, slots, list_layers(config, layout, weights), config.context_attention
-    )
+def _prefill(config: Config, layout: Layout, slots: int, weights: CausalModel, prompts: Array, lengths: Array):
+    """Inside `shard_map`: the `_State` after the prompts."""
+    layers = list_layers(config, layout, weights)
+    logits, cached = decoding.prefill(weights, prompts, lengths, slots, layers, config.context_attention)
     tokens = jnp.pad(prompts, [(0, 0), (0, slots - prompts.shape[1])])
     none_ended = jnp.zeros(lengths.shape, bool)
     return _State(tokens, lengths, none_ended, none_ended, logits, cached)
 
 
-def _write(
+def _decode(
     config: Config, layout: Layout, weights: CausalModel, request: dict[str, Array], state: _State, steps: Array
 ) -> tuple[_State, Int[Array, " b"]]:
     """Inside `shard_map`: take up to `steps` steps, until all sequences have ended.
@@ -358,13 +357,13 @@ class Generator:
         state = _State(P(), P(), P(), P(), P(), cached)
 
         def read(slots: int, *arguments) -> _State:
-            work = partial(_read, config, layout, slots)
+            work = partial(_prefill, config, layout, slots)
             return on_mesh(work, in_specs=(weights, P(), P()), out_specs=state)(*arguments)
 
         def all_logits(weights: CausalModel, ids: Array):
             return decoding.all_logits(weights, ids, list_layers(config, layout, weights), config.context_attention)
 
-        convert, write = partial(inference_weights, config, layout), partial(_write, config, layout)
+        convert, write = partial(inference_weights, config, layout), partial(_decode, config, layout)
         write = on_mesh(write, in_specs=(weights, P(), state, P()), out_specs=(state, P()))
         self._weights = jax.jit(on_mesh(convert, in_specs=(layout.specs,), out_specs=weights))
         self._read = jax.jit(read, static_argnums=0)

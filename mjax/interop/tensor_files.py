@@ -151,8 +151,8 @@ def _add_infos(known: dict[str, TensorInfo], file: Path, infos: dict[str, Tensor
     """Add the tensors of a file; reject a file that lacks tensors of the index, or repeats tensors of another file."""
     if missing := [name for name in expected if name not in infos]:
         raise UsageError(f"{file} lacks the tensor {missing[0]}, which the index expects in it; download it again")
-    if twice := [name for name in infos if name in known]:
-        raise UsageError(f"{file} has the tensor {twice[0]}, which is in another file too; download the model again")
+    if repeated := [name for name in infos if name in known]:
+        raise UsageError(f"{file} has the tensor {repeated[0]}, which is in another file too; download the model again")
     known |= infos
 
 

@@ -52,7 +52,7 @@ ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized"
 TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 
 
-EXPORT_WITHOUT = "export the weights alone with --tokenizer none"
+EXPORT_FIX = "export the weights alone with --tokenizer none"
 DIFFICULT_TEXTS = (
     SAMPLE_TEXT,
     "  naïve café, e\u0301 s\u0323\u0307 ﬁ\u0301 Ⅷ ① ½ İ ẞ 漢字、한국어 हिन्दी ภาษาไทย مرحبا 👩‍👩‍👧🇫🇷",
@@ -198,7 +198,7 @@ def _check_equivalent(tokenizer: Tokenizer, backend: BackendTokenizer) -> None:
             continue
         same = next((i for i, (one, two) in enumerate(zip(ids, exported_ids, strict=False)) if one != two), 0)
         problem = f"{tokenizer.decode(ids[same:])[:40]!r} has other ids or another text there"
-        raise UsageError(f"the {tokenizer.scheme} tokenizer has no equal in transformers: {problem}; {EXPORT_WITHOUT}")
+        raise UsageError(f"the {tokenizer.scheme} tokenizer has no equal in transformers: {problem}; {EXPORT_FIX}")
 
 
 def _comparison_texts(tokenizer: Tokenizer) -> list[str]:

@@ -197,8 +197,8 @@ def load_megatron_file(file: Path, chunk: TensorChunk | None = None) -> dict[str
             (content,) = content
     except Exception as error:  # of many types: truncated, another format, or more than data
         if called := re.search(r"GLOBAL (\S+)", str(error)):
-            what = f"{called[1]}, which is not part of a checkpoint of Megatron, and nothing was executed"
-            raise UsageError(f"{file} wants to call {what}; save its weights and arguments without it") from None
+            problem = f"{called[1]}, which is not part of a checkpoint of Megatron, and nothing was executed"
+            raise UsageError(f"{file} wants to call {problem}; save its weights and arguments without it") from None
         reason = first_line(error)
         raise UsageError(f"{file} is truncated or not a file of torch.save ({reason}); get it again") from None
     if not isinstance(content, dict):

@@ -203,8 +203,8 @@ def match_tensors(
 
 def _check_missing(family: Family, missing: dict[str, TensorLayout], heads: list[str], source: str, init: bool) -> None:
     """Reject missing tensors, except all tensors of the missing `heads` if these are initialized."""
-    if lost := [name for name, layout in missing.items() if not layout.weight.startswith(tuple(heads))]:
-        listed = join_shortened(list(dict.fromkeys(map(family.spelled, lost))))
+    if absent := [name for name, layout in missing.items() if not layout.weight.startswith(tuple(heads))]:
+        listed = join_shortened(list(dict.fromkeys(map(family.spelled, absent))))
         raise UsageError(f"{source} lacks the tensor {listed}; download the model again")
     if missing and not init:
         titles = ", ".join(family.heads[head] for head in heads)

@@ -53,7 +53,7 @@ def all_logits(
 ) -> Float[Array, "b s v"]:
     """Logits of the next token after every position of whole texts, as `prefill` reads them; replicated over
     `model` and `context`."""
-    x, tokens, _ = _read(model, ids, jnp.full(len(ids), ids.shape[1]), ids.shape[1], layers, context_attention)
+    x, tokens, _ = _run_layers(model, ids, jnp.full(len(ids), ids.shape[1]), ids.shape[1], layers, context_attention)
     logits = tokens.split_sequences(mappings.all_gather_invariant(model.logits(x, tokens), MODEL, -1))
     if context_attention:  # each rank has some of the positions
         all_rows = jnp.zeros((*ids.shape, logits.shape[-1]), logits.dtype)
@@ -86,7 +86,7 @@ def prefill(
     Returns:
       Logits of the token after each prompt, replicated over `model` and `context`, and the cache.
     """
-    x, tokens, cached = _read(model, prompts, lengths, slots, layers, context_attention)
+    x, tokens, cached = _run_layers(model, prompts, lengths, slots, layers, context_attention)
     position_ids, more = tokens.position_ids(), (slots - prompts.shape[1]) * tokens.positions // prompts.shape[1]
     first = prompts.shape[1] + (more * mappings.rank(CONTEXT) if context_attention else 0)
     is_last = position_ids == (lengths - 1)[:, None]
@@ -97,7 +97,7 @@ def prefill(
     return _token_logits(model, last), Cache(cached, slot_positions)
 
 
-def _read(
+def _run_layers(
     model: CausalModel,
     ids: Int[Array, "b s"],
     lengths: Int[Array, " b"],

@@ -32,6 +32,8 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import MeshConfig, axes
 from mjax.parallel import mappings
 
+Exchanges = tuple[tuple[str, int | None], ...]
+
 
 @dataclass(frozen=True)
 class MatrixLayout:
@@ -51,38 +53,39 @@ class MatrixLayout:
     mesh: MeshConfig
 
     @property
-    def size(self) -> tuple[int, int]:
+    def matrix_shape(self) -> tuple[int, int]:
         """Rows and columns of a whole matrix."""
         rows, columns = (math.prod(self.shape[dim] for dim in dims) for dims in (self.rows, self.columns))
         return rows, columns
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def batch_dims(self) -> tuple[int, ...]:
         """The dims that number matrices, counted from the end."""
         return tuple(dim for dim in range(-len(self.shape), 0) if dim not in self.rows + self.columns)
 
     @property
-    def count(self) -> int:
+    def num_matrices(self) -> int:
         """Matrices of which a device has a shard or all."""
-        ranks = math.prod(axes.sizes(self.mesh)[axis] for dim in self.numbers for axis in self._splitting(dim))
-        return math.prod(self.shape[dim] for dim in self.numbers) // ranks
+        ranks = math.prod(axes.sizes(self.mesh)[axis] for dim in self.batch_dims for axis in self._dim_axes(dim))
+        return math.prod(self.shape[dim] for dim in self.batch_dims) // ranks
 
     @property
-    def splits(self) -> tuple[str, ...]:
+    def split_axes(self) -> tuple[str, ...]:
         """The axes that split the stored weight."""
-        return tuple(axis for dim in range(-len(self.shape), 0) for axis in self._splitting(dim))
+        return tuple(axis for dim in range(-len(self.shape), 0) for axis in self._dim_axes(dim))
 
     @cached_property
-    def moves(self) -> tuple[tuple[str, int | None], ...]:
+    def exchanges(self) -> Exchanges:
         """The axes that divide the work, in order: with the dim of [count, *rows, *columns] that the axis splits, or
         None if its ranks have the same matrices."""
         sizes = axes.sizes(self.mesh)
         # A single matrix that all ranks have cannot be divided.
-        same = [axis for axis in axes.NAMES if axis not in self.splits and sizes[axis] > 1 and self.count > 1]
+        copies = [axis for axis in axes.NAMES if axis not in self.split_axes and sizes[axis] > 1]
+        same = copies if self.num_matrices > 1 else []
         split = [
             (axis, i)
             for i, dim in enumerate(self.rows + self.columns, start=1)
-            for axis in reversed(self._splitting(dim))  # the innermost part first
+            for axis in reversed(self._dim_axes(dim))  # the innermost part first
             if sizes[axis] > 1
         ]
         return (*((axis, None) for axis in same), *split)
@@ -90,12 +93,12 @@ class MatrixLayout:
     @property
     def count_per_rank(self) -> int:
         """Whole matrices for a rank; the last ranks may get fewer."""
-        count = self.count
-        for axis, _ in self.moves:
+        count = self.num_matrices
+        for axis, _ in self.exchanges:
             count = -(-count // axes.sizes(self.mesh)[axis])
         return count
 
-    def _splitting(self, dim: int) -> tuple[str, ...]:
+    def _dim_axes(self, dim: int) -> tuple[str, ...]:
         entry = self.spec[dim]
         return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
@@ -109,22 +112,22 @@ class MatrixLayout:
         Returns:
           This device's part of the result, typed as varying over the same axes as `shard`.
         """
-        order = [dim + shard.ndim for dim in self.numbers + self.rows + self.columns]
+        order = [dim + shard.ndim for dim in self.batch_dims + self.rows + self.columns]
         local = shard.transpose(order)
 
         def apply_whole(x: Array) -> Array:
-            return function(x.reshape(len(x), *self.size)).reshape(x.shape)
+            return function(x.reshape(len(x), *self.matrix_shape)).reshape(x.shape)
 
-        stacked = local.reshape(self.count, *local.shape[len(self.numbers) :])
-        done = _apply_divided(apply_whole, stacked, self.moves).reshape(local.shape)
+        stacked = local.reshape(self.num_matrices, *local.shape[len(self.batch_dims) :])
+        done = _apply_divided(apply_whole, stacked, self.exchanges).reshape(local.shape)
         return done.transpose([order.index(dim) for dim in range(shard.ndim)])
 
 
-def _apply_divided(function: Callable[[Array], Array], x: Array, moves: tuple[tuple[str, int | None], ...]) -> Array:
-    """Apply `function` to `x` [count, …]; the ranks of the axes of `moves` compute some whole matrices each."""
-    if not moves:
+def _apply_divided(function: Callable[[Array], Array], x: Array, exchanges: Exchanges) -> Array:
+    """Apply `function` to `x` [count, …]; the ranks of the axes of `exchanges` compute some whole matrices each."""
+    if not exchanges:
         return function(x)
-    (axis, dim), inner = moves[0], moves[1:]
+    (axis, dim), inner = exchanges[0], exchanges[1:]
     count, ranks = len(x), mappings.size(axis)
     per_rank = -(-count // ranks)
     padded = jnp.pad(x, [(0, per_rank * ranks - count)] + [(0, 0)] * (x.ndim - 1))

@@ -107,10 +107,10 @@ def pipeline_sums(schedule: PipelineSchedule, program: StageProgram, shared: Wei
             micro_batch = stage.micro_batch(slot)
             y, new = program.layers(stage.chunk(slot), stage.input(slot, x), micro_batch, slot["virtual_stage"])
             with_head = lambda total: tree_add(total, program.head(shared, y, micro_batch))  # noqa: E731
-            total = branch(named_scopes.F_LAST, slot["last"], with_head, total)
+            total = run_if(named_scopes.F_LAST, slot["last"], with_head, total)
             return y, total, tree_add(aux, new)
 
-        y, *sums = branch(named_scopes.F, slot["on"], forward, activations[slot["message"]], total, aux)
+        y, *sums = run_if(named_scopes.F, slot["on"], forward, activations[slot["message"]], total, aux)
         with jax.named_scope(named_scopes.PIPELINE):
             return (mappings.send_to_next_stage(y), activations, *sums), None
 
@@ -188,7 +188,7 @@ class _Stage:
     def input(self, slot: dict, received: Array) -> Array:
         """The input of a slot's layers."""
         embed = lambda _: self.program.embed(self.shared, self.micro_batch(slot))  # noqa: E731
-        return branch(named_scopes.F_FIRST, slot["first"], embed, received)
+        return run_if(named_scopes.F_FIRST, slot["first"], embed, received)
 
     # --- The passes ---------------------------------------------------------------------------------------------------
 
@@ -199,9 +199,9 @@ class _Stage:
         gradients = write_slot(state.gradients, row["receive_gradient"], state.received[1])
         f, b = row["forward"], row["backward"]
         carry = activations[f["message"]], state.outputs, state.residuals, state.aux
-        y, outputs, residuals, aux = branch(named_scopes.F, f["on"], partial(self._forward, f), *carry)
+        y, outputs, residuals, aux = run_if(named_scopes.F, f["on"], partial(self._forward, f), *carry)
         backward = partial(self._backward, b, outputs, residuals)
-        dx, sums = branch(named_scopes.B, b["on"], backward, gradients[b["message"]], state.sums)
+        dx, sums = run_if(named_scopes.B, b["on"], backward, gradients[b["message"]], state.sums)
         with jax.named_scope(named_scopes.PIPELINE):
             received = mappings.send_to_next_stage(y), mappings.send_to_previous_stage(dx)
         return _State(received, activations, gradients, outputs, residuals, aux, sums), None
@@ -226,14 +226,14 @@ class _Stage:
             new, dy = pullback(loss_cotangents(self.program.loss_weights, metrics))
             return dy, tree_add(means, metrics), tree_add(dshared, new)
 
-        dy, means, dshared = branch(named_scopes.B_LAST, slot["last"], head, received, sums.means, sums.shared)
+        dy, means, dshared = run_if(named_scopes.B_LAST, slot["last"], head, received, sums.means, sums.shared)
         dchunk, dx = self._pull_back(self.chunk(slot), residuals, dy)
 
         def embedding(dshared):
             _, pullback = jax.vjp(lambda shared: self.program.embed(shared, micro_batch), self.shared)
             return tree_add(dshared, pullback(dx)[0])
 
-        dshared = branch(named_scopes.B_FIRST, slot["first"], embedding, dshared)
+        dshared = run_if(named_scopes.B_FIRST, slot["first"], embedding, dshared)
         return dx, _Sums(means, dshared, self._add_to_chunk(sums.blocks, dchunk, slot))
 
     # --- From F to B --------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def _column(schedule: PipelineSchedule) -> dict:
 # --- Building blocks: buffers with slots, conditionals, values that vary over stages ----------------------------------
 
 
-def branch(name: str, condition: Array, then: Callable, *operands):
+def run_if(name: str, condition: Array, then: Callable, *operands):
     """`then(*operands)` if the condition is 1, else the operands. XLA copies all others, so that values that only pass
     through are operands.
 
@@ -373,7 +373,7 @@ def pipeline_decode(
             return x, jax.tree.map(lambda buffer, value: write_slot(buffer, chunk, value), caches, cache)
 
         is_local = (mappings.rank(PIPE) == number % stages).astype(jnp.int32)
-        x, caches = branch("turn", is_local, run_chunk, *carry)
+        x, caches = run_if("turn", is_local, run_chunk, *carry)
         return (mappings.send_to_next_stage(x), caches), None
 
     (x, caches), _ = lax.scan(run_virtual_stage, (x, caches), jnp.arange(stages * chunks))

@@ -101,7 +101,7 @@ def split_into_virtual_stages(model, mesh: MeshConfig):
     )
 
 
-def layer_dims(mesh: MeshConfig) -> int:
+def num_layer_dims(mesh: MeshConfig) -> int:
     """Leading dims of the weights of stacked layers: [l, …], or [V, l / V, …] with V chunks.
 
     Stage i of a pipeline with V chunks has the i-th part of each chunk's layers (arXiv 2104.04473, section 2.2). A
@@ -125,7 +125,7 @@ def plan_weight_storage(
     stacked: bool, shape: tuple[int, ...], spec: P, mesh: MeshConfig, partial: bool = False
 ) -> Storage:
     """The storage of a weight of this whole shape and its module's `spec`; `stacked`, `partial` as in `Storage`."""
-    layers = layer_dims(mesh) if stacked else 0
+    layers = num_layer_dims(mesh) if stacked else 0
     computed = compute_spec(shape, spec, mesh)
     partial = mesh.model > 1 and (partial or (MODEL in spec and MODEL not in computed))
     split_by: list[tuple[str, ...]] = [() if entry is None else (entry,) for entry in computed]
@@ -194,7 +194,7 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False
         summed = axes.gradient_sum_axes(mesh) | ({MODEL} if storage.grad_partial_over_model else frozenset())
         if storage.gather_per_layer:  # over these axes their gradients are summed layer by layer
             return mappings.vary(shard, summed - {*axes.sharding()})
-        return mappings.vary(materialize_weight(shard, storage, dtype, in_float8, layer_dims(mesh)), summed)
+        return mappings.vary(materialize_weight(shard, storage, dtype, in_float8, num_layer_dims(mesh)), summed)
 
     return jax.tree.map(gather, model, plan)
 

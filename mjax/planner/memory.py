@@ -541,9 +541,9 @@ def muon_workspace(config: Config) -> float:
 
     def elements(matrices: MatrixLayout) -> int:
         # Of an iteration: x, its product, the next x and a copy, and three squares; send and receive buffers.
-        whole, squares = math.prod(matrices.size), min(matrices.size) ** 2
-        moved = math.prod(matrices.shape) // math.prod(axes.sizes(matrices.mesh)[axis] for axis in matrices.splits)
-        return matrices.count_per_rank * (4 * whole + 3 * squares) + (2 * moved if matrices.moves else 0)
+        whole, squares = math.prod(matrices.matrix_shape), min(matrices.matrix_shape) ** 2
+        moved = math.prod(matrices.shape) // math.prod(axes.sizes(matrices.mesh)[axis] for axis in matrices.split_axes)
+        return matrices.count_per_rank * (4 * whole + 3 * squares) + (2 * moved if matrices.exchanges else 0)
 
     return muon_width(config) * max(map(elements, muon_matrices(config.model, config.mesh)), default=0)
 

@@ -974,7 +974,7 @@ def muon_iteration_seconds(config: Config, rates: Rates) -> float:
     return sum(
         rates.product(product.m, product.n, product.k, product.batch)
         for matrices in muon_matrices(config.model, config.mesh)
-        for product in muon_products(matrices.count_per_rank, *matrices.size)
+        for product in muon_products(matrices.count_per_rank, *matrices.matrix_shape)
     )
 
 
@@ -984,9 +984,9 @@ def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
     """
     sizes, seconds = axes.sizes(config.mesh), dict.fromkeys(axes.NAMES, 0.0)
     for matrices in muon_matrices(config.model, config.mesh):
-        count, part = matrices.count, math.prod(matrices.size)  # elements of a matrix that a device has
-        part //= math.prod(sizes[axis] for axis, dim in matrices.moves if dim is not None)
-        for axis, dim in matrices.moves:
+        count, part = matrices.num_matrices, math.prod(matrices.matrix_shape)  # elements of a matrix that a device has
+        part //= math.prod(sizes[axis] for axis, dim in matrices.exchanges if dim is not None)
+        for axis, dim in matrices.exchanges:
             ranks, stride = sizes[axis], math.prod(sizes[inner] for inner in axes.NAMES[axes.NAMES.index(axis) + 1 :])
             share = -(-count // ranks)
             moved = 2 * count if dim is None and ranks > count else share * ranks

@@ -69,18 +69,18 @@ def changes_since(
             raise UsageError(f"{folder} {other}; choose another --name, or leave the model as it was")
     same_rates = _has_same_rates(before, config, steps[-1] if step is None else step)
     if not allow and steps != [0]:  # checkpoint 0 has weights that no step of this run produced
-        refused = [
+        rejected = [
             f"{name} {_quote(old)}, now {_quote(new)}"
             for name, (old, new) in changed.items()
             if FREE not in field_marks(config, name)
             and _effective_field(before, name) != _effective_field(config, name)
             and not (same_rates and RATE in field_marks(config, name))
         ]
-        refused = [*refused, *_find_changed_data(folder, before.data, config.data)]
-        if refused:
+        rejected = [*rejected, *_find_changed_data(folder, before.data, config.data)]
+        if rejected:
             other = f"{new_run_flags(folder, config.model)} instead of --run" if resumed else "--name NEW"
             fix = f"for a new run type {other}, and to continue this one with the change --allow-change"
-            raise UsageError(f"{folder} was trained with other settings ({'; '.join(refused)}); {fix}")
+            raise UsageError(f"{folder} was trained with other settings ({'; '.join(rejected)}); {fix}")
     shown = (name for name in changed if name != "train.batch_history")
     note = describe_change(folder, type(config.model))
     return [
@@ -110,10 +110,10 @@ def after_steps_taken(config: Config, folder: Path, step: int | None = None) -> 
         return replace(config, train=replace(config.train, batch_history=()))
     check_batch_sizes(replace(config, mesh=MeshConfig(), train=replace(config.train, micro_batch=1)))
     before, last = read_config(folder / "config.json"), steps[-1] if step is None else step
-    taken = BatchSizes.from_config(before).stretches(last)
-    for history in ((), before.train.batch_history, tuple(taken)):
+    stretches = BatchSizes.from_config(before).stretches(last)
+    for history in ((), before.train.batch_history, tuple(stretches)):
         config = replace(config, train=replace(config.train, batch_history=history))
-        if BatchSizes.from_config(config).stretches(last) == taken:
+        if BatchSizes.from_config(config).stretches(last) == stretches:
             break
     return config
 

@@ -276,9 +276,8 @@ def announce_results(display: Display, result: Result, folder: Path, config: Con
     if not config.model.causal or not (folder / "tokenizer").is_dir():
         return
     if is_user_defined(type(config.model)) and source_file(type(config.model)) is None:
-        display.print_line(
-            f'more text   mjax.generate({str(folder)!r}, "…") in Python, where {config.model.kind!r} is defined'
-        )
+        call = f'mjax.generate({str(folder)!r}, "…")'
+        display.print_line(f"more text   {call} in Python, where {config.model.kind!r} is defined")
     else:
         flags = run_flags(folder, config.model) + " --chat" * config.data.conversations
         display.print_line(f'more text   mjax generate {flags} --prompt "…"')

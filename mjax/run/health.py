@@ -282,9 +282,9 @@ class Guard(Callback):
         if problem := self.health.problem(ended=step == self.config.train.steps):
             self.give_up(problem)
         if saves:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             if self.save(step, checkpoint_state(run.state), run.ends, metrics.val_loss):
-                run.blocked = time.perf_counter() - begun
+                run.blocked = time.perf_counter() - start
 
     def _check(self, run: Run, step: int) -> None:
         self._replicas.check(step, run.state.model)
@@ -451,11 +451,11 @@ class Guard(Callback):
         if not steps:
             fix = "start again with a lower --optimizer.learning-rate or --precision.compute fp32"
             raise UnhealthyError(f"{problem}, and nothing is saved; {fix}")
-        which = "the last good checkpoint" if good is not None else f"checkpoint {steps[0]} (none is known to be good)"
+        target = "the last good checkpoint" if good is not None else f"checkpoint {steps[0]} (none is known to be good)"
         flags = f"{run_flags(self.folder, self.config.model)} --step {steps[0] if good is None else good}"
         rate = self.config.optimizer.learning_rate / 2
         command = f"mjax train {flags} --optimizer.learning-rate {rate:g} --allow-change"
-        way_out = f"look at {self.folder / 'metrics.jsonl'}, then continue from {which}: {command}"
+        way_out = f"look at {self.folder / 'metrics.jsonl'}, then continue from {target}: {command}"
         if is_first():
             write_whole(self.folder / UNHEALTHY, json.dumps({"problem": problem, "way_out": way_out}, indent=1) + "\n")
         raise UnhealthyError(f"{problem}; {way_out}")
@@ -568,7 +568,7 @@ class Replicas:
             return
         leaves = jax.tree.leaves(model)
         hashes = jax.device_get(self._hash([leaves[index] for index in self._copied]))  # [*mesh, arrays]
-        odd: dict[tuple[int, ...], list[str]] = defaultdict(
+        differing: dict[tuple[int, ...], list[str]] = defaultdict(
             list
         )  # names of the arrays that differ, by position on the mesh
         for (name, dims), of_array in zip(self._copied.values(), np.moveaxis(hashes, -1, 0), strict=True):
@@ -579,18 +579,18 @@ class Replicas:
                 group = of_array[tuple(slice(None) if dim in dims else at for dim, at in enumerate(position))]
                 (usual, count), *rest = Counter(group.flat).most_common()
                 if rest and (of_array[position] != usual or rest[0][1] == count):  # of two either may be right
-                    odd[position].append(name)
-        if odd:
-            raise UnhealthyError(self._describe(step, odd))
+                    differing[position].append(name)
+        if differing:
+            raise UnhealthyError(self._describe(step, differing))
 
-    def _describe(self, step: int, odd: dict[tuple[int, ...], list[str]]) -> str:
+    def _describe(self, step: int, differing: dict[tuple[int, ...], list[str]]) -> str:
         shape = [self.mesh.devices.shape[dim] for dim in DIMS]
-        replicas = {at: int(np.ravel_multi_index([at[dim] for dim in DIMS], shape)) for at in odd}
+        replicas = {at: int(np.ravel_multi_index([at[dim] for dim in DIMS], shape)) for at in differing}
         copies = [
             f"replica {replicas[at]} (device {device.id} of process {device.process_index})"
-            for at, device in ((at, self.mesh.devices[at]) for at in sorted(odd, key=replicas.__getitem__))
+            for at, device in ((at, self.mesh.devices[at]) for at in sorted(differing, key=replicas.__getitem__))
         ]
-        arrays = join_shortened(list(dict.fromkeys(itertools.chain(*odd.values()))), " arrays")
+        arrays = join_shortened(list(dict.fromkeys(itertools.chain(*differing.values()))), " arrays")
         differ = "differs from the others" if len(copies) == 1 else "differ"
         copies = shorten_list(copies, MAX_SHOWN_DEVICES)
         return (

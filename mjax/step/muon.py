@@ -85,7 +85,7 @@ def scale_by_muon(config: OptimizerConfig, dtype, matrices: dict[str, MatrixLayo
         # Written once, with the moment: for each use XLA would compute it again, from a copy of the old moment.
         narrow = optimization_barrier(update.astype(dtype))
         orthogonal = layout.map(newton_schulz, narrow).astype(update.dtype)
-        return RMS_OF_ADAMW * math.sqrt(max(layout.size)) * orthogonal
+        return RMS_OF_ADAMW * math.sqrt(max(layout.matrix_shape)) * orthogonal
 
     return optax.chain(
         optax.scale(1 - MOMENTUM),

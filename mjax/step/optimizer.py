@@ -20,7 +20,7 @@ from mjax.parallel import named_scopes
 from mjax.parallel.mappings import psum, rank, varying_axes
 from mjax.parallel.reductions import accumulation_dtype
 from mjax.parallel.weights import are_stacked, has_weight_decay, leaf_name, read_dims
-from mjax.parallel.zero import layer_dims
+from mjax.parallel.zero import num_layer_dims
 from mjax.step.layout import Layout
 from mjax.step.muon import ITERATE_IN, collect_matrices, scale_by_muon
 from mjax.step.precision import COMPUTE_TYPES
@@ -161,9 +161,9 @@ def reduce_per_parameter(trees: list, mesh: MeshConfig) -> Array:
     """
 
     def sum_local(stacked, *leaves):
-        layers = layer_dims(mesh) if stacked else 0
+        layers = num_layer_dims(mesh) if stacked else 0
         sums = sum(leaf.sum(range(layers, leaf.ndim)) for leaf in leaves if not is_masked(leaf))
-        return _place_stage(sums, mesh) if layers and mesh.pipe > 1 else sums.reshape(-1)
+        return _place_local_layers(sums, mesh) if layers and mesh.pipe > 1 else sums.reshape(-1)
 
     parts = list(map(sum_local, are_stacked(trees[0]), *(jax.tree.leaves(tree, is_leaf=is_masked) for tree in trees)))
     totals = {}
@@ -175,7 +175,7 @@ def reduce_per_parameter(trees: list, mesh: MeshConfig) -> Array:
     return jnp.concatenate([totals[i] for i in range(len(parts))])
 
 
-def _place_stage(squares: Array, mesh: MeshConfig) -> Array:
+def _place_local_layers(squares: Array, mesh: MeshConfig) -> Array:
     """This stage's squares [l / P] or [V, l / (P V)] at their positions among all layers' [l]; zeros elsewhere."""
     squares = squares.reshape(mesh.virtual_stages, 1, -1)
     is_local = jnp.arange(mesh.pipe)[:, None] == rank(PIPE)

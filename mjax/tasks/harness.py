@@ -231,8 +231,8 @@ class HarnessModel(TemplateLM):
             known = f"do_sample, {', '.join(SAMPLING_DEFAULTS)}, until and max_gen_toks"
             raise UsageError(f"the task sets {', '.join(settings)} for generation; use --gen_kwargs with {known}")
         if tokens >= self.max_length:
-            gen_kwargs = f"{tokens} new tokens and {self.run} has {self.max_length} positions"
-            raise UsageError(f"the task asks for {gen_kwargs}; use --gen_kwargs max_gen_toks={self.max_length // 2}")
+            counts = f"{tokens} new tokens and {self.run} has {self.max_length} positions"
+            raise UsageError(f"the task asks for {counts}; use --gen_kwargs max_gen_toks={self.max_length // 2}")
         sampling = Sampling(tokens, temperature if samples else 0.0, top_k, top_p, self.seed)
         check_bounds(sampling)
         return sampling, until

@@ -85,8 +85,8 @@ class LabelledTask(ABC):
             self._files[name] = file
             self.validation[name], self._items[name] = self._read_examples("validation", [file])
         times = Counter(item.name for items in self._items.values() for item in items)
-        if self.unique_name and (twice := [name for name, count in times.items() if count > 1]):
-            raise UsageError(f"the {self.unique_name} {twice[0]} is twice in {', '.join(validation)}; leave one out")
+        if self.unique_name and (repeated := [name for name, count in times.items() if count > 1]):
+            raise UsageError(f"the {self.unique_name} {repeated[0]} is twice in {', '.join(validation)}; leave one out")
 
     @property
     def has_labels(self) -> bool:
@@ -170,11 +170,11 @@ class LabelledTask(ABC):
         columns = {name: [label[i] for label in labels] for i, name in enumerate(self.label_names)} if labelled else {}
         return build_examples(pairs, self.choices, columns, self.tokenizer, self.positions), used
 
-    def note_truncated(self, file: Path, what: str, lengths: Iterable[int], max_tokens: int) -> None:
+    def note_truncated(self, file: Path, items: str, lengths: Iterable[int], max_tokens: int) -> None:
         """Add a note if some rows or questions of `file` have more than `max_tokens` tokens."""
         are_long = [length > max_tokens for length in lengths]
         if any(are_long):
-            share = f"{sum(are_long):,} of {len(are_long):,} {what} ({np.mean(are_long):.1%})"
+            share = f"{sum(are_long):,} of {len(are_long):,} {items} ({np.mean(are_long):.1%})"
             self.notes.append(f"{file}: {share} have more than {max_tokens:,} tokens and are truncated at the end")
 
 

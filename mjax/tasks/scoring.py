@@ -167,14 +167,14 @@ class Scorer(RowScorer):
         scores: list[Any] = [None] * len(windows)
         size = self.config.train.global_batch
         batches = (
-            (chosen, width, self._pad([windows[index] for index in chosen], width, scored, size))
-            for width, scored, chosen in self._batches(windows)
+            (indices, width, self._pad([windows[index] for index in indices], width, scored, size))
+            for width, scored, indices in self._batches(windows)
         )
-        for chosen, rows in self.rows(model, batches):
-            for index, numbers in zip(chosen, rows, strict=False):  # the rest is padding
+        for indices, rows in self.rows(model, batches):
+            for index, numbers in zip(indices, rows, strict=False):  # the rest is padding
                 end = min(len(windows[index].tokens) - 1, len(numbers))
                 scores[index] = numbers[end - windows[index].counted : end]
-            on_progress(len(chosen))
+            on_progress(len(indices))
         return scores
 
     def _batches(self, windows: Sequence[ContextWindow]) -> Iterator[tuple[int, int, list[int]]]:

@@ -96,8 +96,8 @@ class Squad(LabelledTask):
     def encode(self, file: Path, items: list[SquadQuestion], role: Role):
         """One row per window; in training, questions whose answer is not where the file says are skipped."""
         questions = [q for q in items if role == "validation" or not q.truth or q.span is not None]
-        if lost := len(items) - len(questions):
-            skipped = f"{lost:,} of {len(items):,} questions were skipped"
+        if skipped_count := len(items) - len(questions):
+            skipped = f"{skipped_count:,} of {len(items):,} questions were skipped"
             self.notes.append(f"{file}: {skipped}: the context does not contain their answer at its answer_start")
         encoded = self.tokenizer.encode_batch([question.text for question in questions])
         self.note_truncated(file, "questions", map(len, encoded), MAX_QUESTION_TOKENS)
@@ -107,7 +107,7 @@ class Squad(LabelledTask):
                 problem = f"has {len(ids)} tokens, and a row of {self.positions} has no room left for a context"
                 use = f"use rows of {MAX_QUESTION_TOKENS + DOC_STRIDE} tokens or more"
                 raise UsageError(f"{file}, question {question.name} {problem}; {use}")
-            ranges = cut_into_windows(len(tokens), room, self.stride)
+            ranges = split_context(len(tokens), room, self.stride)
             deciding, offset = max_context_windows(ranges, len(tokens)), len(ids) + 2
             windows = [
                 DocSpan(offset, window.start, deciding[window.start : window.stop] == number)
@@ -139,8 +139,8 @@ class Squad(LabelledTask):
             contents: dict[str, dict[str, Any]] = {"predictions": best}
             if self.version == "2.0":
                 null_odds = {question: answer.null_odds for question, answer in answers.items()}
-                given = {question: "" if null_odds[question] > 0 else text for question, text in best.items()}
-                contents = {"predictions": given, "null_odds": null_odds, "best_answers": best}
+                predicted = {question: "" if null_odds[question] > 0 else text for question, text in best.items()}
+                contents = {"predictions": predicted, "null_odds": null_odds, "best_answers": best}
             before = f"{name}_" if len(self._items) > 1 else ""
             for file, values in contents.items():
                 files[f"{before}{file}.json"] = json.dumps(values, ensure_ascii=False, indent=2) + "\n"
@@ -299,13 +299,13 @@ class DocSpan(NamedTuple):
     is_max_context: np.ndarray
 
 
-def cut_into_windows(tokens: int, room: int, stride: int) -> list[range]:
-    """Ranges of at most `room` of a context's `tokens`, each `stride` after the previous one, up to the end."""
-    step = min(room, stride)
-    windows = [range(min(room, tokens))]
+def split_context(tokens: int, max_tokens: int, stride: int) -> list[range]:
+    """Ranges of at most `max_tokens` of a context's `tokens`, each `stride` after the previous one, up to the end."""
+    step = min(max_tokens, stride)
+    windows = [range(min(max_tokens, tokens))]
     while windows[-1].stop < tokens:
         start = windows[-1].start + step
-        windows.append(range(start, min(start + room, tokens)))
+        windows.append(range(start, min(start + max_tokens, tokens)))
     return windows
 
 

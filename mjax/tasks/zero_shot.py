@@ -325,9 +325,9 @@ def _last_word(tokenizer: Tokenizer, document: Document) -> tuple[list[int], lis
     """Tokens of the passage without its last word, and tokens of that word with a leading space."""
     words = document.text.split()
     if document.fields is None or len(words) < 2:
-        what = "is not a .jsonl file" if document.fields is None else "has fewer than two words"
+        problem = "is not a .jsonl file" if document.fields is None else "has fewer than two words"
         needs = 'lambada needs one passage per line, {"text": "The cat sat down"}'
-        raise UsageError(f"{document.source} {what}; {needs}")
+        raise UsageError(f"{document.source} {problem}; {needs}")
     before = document.text[: document.text.rfind(words[-1])].strip()
     return tokenizer.encode_prompt(before), tokenizer.encode(" " + words[-1])
 

@@ -104,10 +104,10 @@ def test_only_one_module_renames_and_syncs():
 
 def test_disk_without_locks_is_announced(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
-    said = []
+    sentences = []
     with (tmp_path / "tokens.tmp").open("wb") as stream:
-        assert files.take_lock(stream, said.append)
-        (sentence,) = said
+        assert files.take_lock(stream, sentences.append)
+        (sentence,) = sentences
         assert f"{tmp_path} is on a file system without locks ({os.strerror(errno.ENOLCK)}): start only one" in sentence
         monkeypatch.setattr(fcntl, "flock", failing(errno.EIO))
         with pytest.raises(OSError, match="Input/output error"):

@@ -27,12 +27,12 @@ def everything_is_kept(monkeypatch):
     monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
 
 
-class Kept:
-    """A cache, what it said, and how often it built."""
+class CountingCache:
+    """A cache, its messages, and the number of builds."""
 
     def __init__(self, *folders):
-        self.said, self.built = [], 0
-        self.cache = IndexCache(folders, self.said.append)
+        self.messages, self.built = [], 0
+        self.cache = IndexCache(folders, self.messages.append)
 
     def arrays(self, source=SOURCE, wait=lambda: None):
         def build():
@@ -48,10 +48,10 @@ class Kept:
 
 
 def test_built_arrays_are_mapped_read_only(tmp_path):
-    first, second = Kept(tmp_path / "c"), Kept(tmp_path / "c")
+    first, second = CountingCache(tmp_path / "c"), CountingCache(tmp_path / "c")
     first.arrays()
     found = second.arrays()
-    assert (first.built, second.built, first.said + second.said) == (1, 0, [])
+    assert (first.built, second.built, first.messages + second.messages) == (1, 0, [])
     with pytest.raises(ValueError, match="read-only"):
         found["one"][0] = 5
     second.arrays({**SOURCE, "samples": 8})
@@ -60,35 +60,35 @@ def test_built_arrays_are_mapped_read_only(tmp_path):
 
 @pytest.mark.parametrize("which", ["*-one.npy", "*.json"])
 def test_damaged_file_is_announced_and_rebuilt(tmp_path, which):
-    Kept(tmp_path).arrays()
+    CountingCache(tmp_path).arrays()
     (file,) = tmp_path.glob(which)
     content = file.read_bytes()
     place = len(content) // 2
     file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-    again, after = Kept(tmp_path), Kept(tmp_path)
+    again, after = CountingCache(tmp_path), CountingCache(tmp_path)
     again.arrays()
     after.arrays()
-    assert (again.built, after.built, after.said) == (1, 0, [])
-    assert "building the indices again" in again.said[0]
+    assert (again.built, after.built, after.messages) == (1, 0, [])
+    assert "building the indices again" in again.messages[0]
 
 
 def test_pickles_are_never_opened(tmp_path):
-    Kept(tmp_path).arrays()
+    CountingCache(tmp_path).arrays()
     (file,), (manifest,) = tmp_path.glob("*-one.npy"), tmp_path.glob("*.json")
     np.save(file, np.array([print], dtype=object), allow_pickle=True)
     values = json.loads(manifest.read_text())
     values["files"]["one"] = cache._checksum(file)  # even if somebody takes the trouble
     manifest.write_text(json.dumps(values))
-    again = Kept(tmp_path)
+    again = CountingCache(tmp_path)
     again.arrays()
     assert again.built == 1
 
 
 def test_next_folder_is_used_when_unwritable(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    kept = Kept(tmp_path / "file" / "c", tmp_path / "home")
-    kept.arrays()
-    assert kept.said == [
+    counting = CountingCache(tmp_path / "file" / "c", tmp_path / "home")
+    counting.arrays()
+    assert counting.messages == [
         f"{tmp_path}/file/c cannot be used (Not a directory): the indices are stored in {tmp_path}/home"
     ]
     assert list((tmp_path / "home").glob("*.json"))
@@ -99,9 +99,9 @@ def test_failing_disk_does_not_stop_a_run(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(cache.np, "save", fail)
-    kept = Kept(tmp_path)
-    kept.arrays()
-    (sentence,) = kept.said
+    counting = CountingCache(tmp_path)
+    counting.arrays()
+    (sentence,) = counting.messages
     assert f"{tmp_path} cannot be used (No space left on device): each start builds the indices in memory" in sentence
     assert list(tmp_path.iterdir()) == []
 
@@ -122,16 +122,16 @@ def test_sweep_removes_only_abandoned_temporary_files(tmp_path):
         file.write_text("precious")
         if file != written:
             os.utime(file, (0, 0))
-    Kept(tmp_path).arrays()
+    CountingCache(tmp_path).arrays()
     assert {file for file in tmp_path.iterdir() if file.suffix == ".tmp"} == {written, *foreign}
 
 
 def test_simultaneous_builds_all_get_their_arrays(tmp_path):
     barrier = threading.Barrier(3, timeout=60)
-    kept = [Kept(tmp_path) for _ in range(3)]
+    caches = [CountingCache(tmp_path) for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda each: each.arrays(wait=barrier.wait), kept))
-    assert [(each.built, each.said) for each in kept] == [(1, [])] * 3
+        list(pool.map(lambda cache: cache.arrays(wait=barrier.wait), caches))
+    assert [(cache.built, cache.messages) for cache in caches] == [(1, [])] * 3
     assert sorted(file.suffix for file in tmp_path.iterdir()) == [".json", ".npy", ".npy"]
 
 
@@ -149,9 +149,9 @@ def leaves_entries(build, names, folder, changes):
     """Number of entries left by datasets with these changes, whose arrays `names` are right, built or read."""
     for _ in range(2):
         for change in changes:
-            fresh, kept = build(**change), build(**change, cache=IndexCache([folder], pytest.fail))
+            fresh, stored = build(**change), build(**change, cache=IndexCache([folder], pytest.fail))
             for name in names:
-                np.testing.assert_array_equal(getattr(kept, name), getattr(fresh, name), str(change))
+                np.testing.assert_array_equal(getattr(stored, name), getattr(fresh, name), str(change))
     return len(list(folder.glob("*.json")))
 
 

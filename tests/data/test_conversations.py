@@ -340,9 +340,9 @@ def test_arguments_that_parquet_adds_are_left_out(tmp_path):
 def test_prepare_writes_tokens_masks_and_template(run, tmp_path, capsys):
     short = {"prompt": "a", "completion": "b"}
     assert prepare(run, [{"messages": TALK[1:3]}, {"messages": TALK}, short], "--preview", "1", "--workers", "1") == 0
-    said = capsys.readouterr().out
-    assert "Hello é.<|im_end|>" in said
-    assert "dropped" in said
+    printed = capsys.readouterr().out
+    assert "Hello é.<|im_end|>" in printed
+    assert "dropped" in printed
     data = IndexedDataset(tmp_path / "out")
     chat = Chat(tmp_path / "out.tokenizer")
     assert len(data) == 2, "the long one has more than 65 tokens"
@@ -380,9 +380,9 @@ def test_prepare_writes_tokens_masks_and_template(run, tmp_path, capsys):
 )
 def test_wrong_conversations_are_one_sentence(lines, flags, words, run, capsys):
     assert prepare(run, lines, *flags) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert len(said.splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert words in printed
+    assert len(printed.splitlines()) == 1
 
 
 def test_run_without_template_needs_one(run, capsys):

@@ -34,7 +34,7 @@ def run(command, folder, texts=None, **options):
     return report, read(folder / "out.jsonl")
 
 
-def kept(folder, texts, **options):
+def retained_indices(folder, texts, **options):
     """The numbers of the documents that `mjax dedup` keeps."""
     return [document["id"] for document in run(dedup, folder, texts, **options)[1]]
 
@@ -80,19 +80,19 @@ def test_first_of_equal_texts_stays_with_its_fields(tmp_path):
     ids=["exact", "case and punctuation", "short texts", "characters"],
 )
 def test_similar_texts_go(tmp_path, texts, options, expected):
-    assert kept(tmp_path, texts, **options) == expected
+    assert retained_indices(tmp_path, texts, **options) == expected
 
 
 def test_pair_at_the_threshold_goes(tmp_path):
     words = [f"w{number}" for number in range(100)]
     for common, stays in ((70, [0]), (69, [0, 1])):
-        assert kept(tmp_path, [" ".join(words[:common]), " ".join(words)], shingle_size=1) == stays
+        assert retained_indices(tmp_path, [" ".join(words[:common]), " ".join(words)], shingle_size=1) == stays
 
 
 def test_duplicate_of_a_duplicate_goes_with_its_story(tmp_path):
     words = [f"w{number}" for number in range(140)]
     texts = [" ".join(words[20 * i : 20 * i + 100]) for i in range(3)]  # neighbours: 80 of 120; ends: 60 of 140
-    assert kept(tmp_path, [*texts, texts[2]], shingle_size=1, threshold=0.6) == [0]
+    assert retained_indices(tmp_path, [*texts, texts[2]], shingle_size=1, threshold=0.6) == [0]
     sources = [f"{tmp_path}/in.jsonl:{number}" for number in range(1, 5)]
     near = {"reason": "near-duplicate", "kept": sources[0], "jaccard": 0.6667}
     assert read(tmp_path / "out.removed.jsonl") == [

@@ -179,10 +179,10 @@ def sentence_rules(tmp_path, monkeypatch):
 def test_begin_and_end_stand_around_every_document(split, sentence_rules, tmp_path):
     SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_prefix=f"{tmp_path}/pieces", vocab_size=60)
     lines = write(tmp_path / "few.jsonl", "One is here. Two is there.", "", "Three.", "Four is here. Five!")
-    kept = {"tokenizer": f"sentencepiece:{tmp_path}/pieces.model", "language": "tiny"}
+    options_of_both = {"tokenizer": f"sentencepiece:{tmp_path}/pieces.model", "language": "tiny"}
     found = {}
     for name, options in {"bare": {"prepend_bos": "off", "append_eod": False}, "both": {"prepend_bos": "on"}}.items():
-        run(lines, output=tmp_path / name, split_sentences=split, **kept, **options)
+        run(lines, output=tmp_path / name, split_sentences=split, **options_of_both, **options)
         data = IndexedDataset(tmp_path / name)
         sequences = [data.get(i).tolist() for i in range(len(data))]
         found[name] = [sequences[first:last] for first, last in itertools.pairwise(data.document_indices)]

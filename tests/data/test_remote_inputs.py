@@ -125,5 +125,5 @@ def test_unknown_addresses_are_one_sentence():
 
 def test_secret_quoted_without_its_scheme_is_hidden():
     """botocore's message has the bucket, or a part of the address instead."""
-    said = str(UsageError('Invalid bucket name "me:password@bucket", at 10:20 by a@b.c; see file.jsonl:3: x@y'))
-    assert said == 'Invalid bucket name "…@bucket", at 10:20 by a@b.c; see file.jsonl:3: x@y'
+    message = str(UsageError('Invalid bucket name "me:password@bucket", at 10:20 by a@b.c; see file.jsonl:3: x@y'))
+    assert message == 'Invalid bucket name "…@bucket", at 10:20 by a@b.c; see file.jsonl:3: x@y'

@@ -127,7 +127,7 @@ def test_copies_killed_at_any_request_continue(server, command):
 
 @pytest.mark.parametrize("command", ["prepare", "clean"])
 def test_store_that_fails_is_written_by_the_next_command(server, command, monkeypatch, capsys):
-    """It answers 503 for longer than a command waits: the work is kept, and not repeated."""
+    """It answers 503 for longer than a command waits: the work is stored, and not repeated."""
     files = expected(command)
     monkeypatch.setattr(stores, "PATIENCE", 0.5)
     server.rule = lambda environ: environ["REQUEST_METHOD"] == "PUT" and not environ["PATH_INFO"].endswith(".tmp")

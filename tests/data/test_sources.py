@@ -29,7 +29,7 @@ def data(tmp_path, monkeypatch):
 
 
 def described(name, tokenizer=None, append_eod=True, **changes):
-    """Note a tokenizer beside a dataset, as `mjax prepare` does."""
+    """Write the metadata of a tokenizer next to a dataset, as `mjax prepare` does."""
     tokenizer = tokenizer or ByteTokenizer()
     fields = {"tokenizer": tokenizer.scheme, "vocabulary": tokenizer.vocabulary, "eod": tokenizer.eod, **changes}
     fields |= {"documents": 40, "tokens": 800, "text_bytes": 760, "inputs": [], "mjax_version": "0"}

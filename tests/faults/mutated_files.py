@@ -34,7 +34,7 @@ from mjax.config.model_file import ModelFile
 from mjax.data.cache import MIN_CACHED_BYTES, IndexCache
 from mjax.data.corpus import TextFiles
 from mjax.data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter, write_metadata
-from mjax.finetuning.recipe import FinetuneArguments, read_request, with_start_step
+from mjax.finetuning.recipe import FinetuneArguments, make_request, with_start_step
 from mjax.finetuning.tuning import read_epochs
 from mjax.run.continuing import Origin
 from mjax.run.health import Health
@@ -194,7 +194,7 @@ def _expected_run_config(files: Files) -> dict:
 
 def _settings(step: int | None) -> dict:
     arguments = FinetuneArguments(Path("runs/a"), "mnli", ("a.tsv",), ("b.tsv",), step=step)
-    return read_request(arguments, RECIPES["mnli"], 10, "fp32")
+    return make_request(arguments, RECIPES["mnli"], 10, "fp32")
 
 
 def _request(folder: Path) -> dict:

@@ -58,17 +58,17 @@ def test_template_file_takes_precedence_over_setting(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "files", "said"),
+    ("settings", "files", "message"),
     [
         ({"chat_template": [{"name": "rag"}]}, {}, "neither text nor a list"),
         ({}, {"chat_template__jinja": b"\xff"}, "not UTF-8"),
         ({}, {"generation_config__json": "{"}, "generation_config.json"),
     ],
 )
-def test_damaged_files_are_refused(settings, files, said, tmp_path):
-    with pytest.raises(UsageError, match=said):
+def test_damaged_files_are_refused(settings, files, message, tmp_path):
+    with pytest.raises(UsageError, match=message):
         collect_tokenizer_files(folder_of(tmp_path / "in", settings, **files), {})
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         export_tokenizer_files(tmp_path / "in")
 
 
@@ -116,18 +116,18 @@ def test_run_keeps_template_only_with_its_tokenizer(tmp_path):
     files = ",".join(map(str, gpt2_files(tmp_path)))
     for name, spec in {"same": f"gpt2:{files}", "other": "bytes", "run/tokenizer": f"gpt2:{files}"}.items():
         load_tokenizer(spec).save(tmp_path / name)
-    run, config, said = tmp_path / "run", Config(data=DataConfig(mock=True)), []
+    run, config, message = tmp_path / "run", Config(data=DataConfig(mock=True)), []
     template, origin = run / "tokenizer" / "chat_template.jinja", Origin(str(run), 0, {})
     template.write_text("hello")
     for name, kept in {"same": True, "other": False}.items():
         data = TrainingData(training=None, validation=None, tokenizer=tmp_path / name, summary="")
         new = tmp_path / f"new, {name}"
         shutil.copytree(tmp_path / name, new / "tokenizer")
-        write_origin(new, origin, None, data, said.append)
+        write_origin(new, origin, None, data, message.append)
         assert (new / "tokenizer" / "chat_template.jinja").exists() == kept
-        write_folder(config, config, data, run, said.append)
+        write_folder(config, config, data, run, message.append)
         assert template.exists() == kept
-        assert len(said) == (0 if kept else 2)
+        assert len(message) == (0 if kept else 2)
     assert tokenizer_from_folder(run / "tokenizer").scheme == "bytes"
 
 

@@ -123,19 +123,19 @@ def test_missing_version_follows_names(version, names, origin, write_rank, tmp_p
     model = share(weights, SMALL, version) if names is share else current_share(SMALL, version)
     write_rank(tmp_path / "in", "00", model=model, checkpoint_version=None)
     assert convert(tmp_path, "--heads", "4", "--vocabulary-multiple", "8") == 0
-    said = f"no checkpoint_version in it: assumed {version}, because its names are {origin}\n"
-    assert said in capsys.readouterr().out
+    line = f"no checkpoint_version in it: assumed {version}, because its names are {origin}\n"
+    assert line in capsys.readouterr().out
     assert_same(weights_of(tmp_path / "run"), weights)
 
 
 def test_post_layernorm_bert_is_read_by_old_names(write_rank, tmp_path, capsys):
     """Its layers are those of the original, cut elsewhere; megatron-core ignores the argument."""
     model = replace(BERT, layernorm="post", layers=3)
-    said = {"num_attention_heads": 4, "apply_residual_connection_post_layernorm": True}
-    write_rank(tmp_path / "in", "00", model=current_share(model, 3.0), args=said)
+    arguments = {"num_attention_heads": 4, "apply_residual_connection_post_layernorm": True}
+    write_rank(tmp_path / "in", "00", model=current_share(model, 3.0), args=arguments)
     assert convert(tmp_path) == 2
     assert "post_layernorm is set, which megatron-core ignores" in capsys.readouterr().err
-    write_rank(tmp_path / "in", "00", model=share(draw(model), model, 3.0), args=said)
+    write_rank(tmp_path / "in", "00", model=share(draw(model), model, 3.0), args=arguments)
     assert convert(tmp_path, "--vocabulary-multiple", "8") == 0
     assert_same(weights_of(tmp_path / "run"), draw(model))
 
@@ -182,8 +182,8 @@ def test_tokenizer_tells_padding_of_vocabulary(write_rank, ranks, padded, flags,
     for rank in range(ranks):
         write_rank(tmp_path / "in", f"{rank:02}", model=share(draw(model), model, 3.0, rank, ranks, padded=padded))
     assert convert(tmp_path, "--heads", "4", *flags.split()) == (0 if vocabulary else 2)
-    said = capsys.readouterr()
-    assert words in (said.out if vocabulary else said.err)
+    printed = capsys.readouterr()
+    assert words in (printed.out if vocabulary else printed.err)
     if vocabulary:
         assert read_config(tmp_path / "run" / "config.json").model.vocabulary == vocabulary
 
@@ -200,8 +200,8 @@ def test_tokenizer_tells_padding_of_vocabulary(write_rank, ranks, padded, flags,
 def test_assumed_arguments_are_printed(arguments, words, write_rank, tmp_path, capsys):
     write_rank(tmp_path / "in", "00", model=share(draw(SMALL), SMALL, 3.0), args={"num_attention_heads": 4} | arguments)
     assert convert(tmp_path, "--vocabulary-multiple", "8") == 0
-    said = capsys.readouterr().out
-    assert (f"{words}\n" in said) if words else ("missing" not in said)
+    printed = capsys.readouterr().out
+    assert (f"{words}\n" in printed) if words else ("missing" not in printed)
 
 
 # --- The arguments of the run -----------------------------------------------------------------------------------------
@@ -223,8 +223,8 @@ def test_harmless_arguments_change_no_model(kind):
 
 
 def test_ignored_arguments_are_left_out(write_rank, tmp_path, capsys):
-    said = {"num_attention_heads": 4, "new": 1, "newer": "a"}
-    write_rank(tmp_path / "in", "00", model=share(draw(SMALL), SMALL, 3.0), args=said)
+    arguments = {"num_attention_heads": 4, "new": 1, "newer": "a"}
+    write_rank(tmp_path / "in", "00", model=share(draw(SMALL), SMALL, 3.0), args=arguments)
     assert convert(tmp_path, "--vocabulary-multiple", "8") == 2
     assert "convert another model, or add --ignore new,newer if the model computes" in capsys.readouterr().err
     assert convert(tmp_path, "--ignore", "new,newest") == 2

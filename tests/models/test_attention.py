@@ -68,7 +68,7 @@ def test_values_may_have_another_width_and_scores_a_scale(kernel):
     np.testing.assert_allclose(found[..., :8], attend(q / 2, k, v, AttentionMask(window=5), kernel), atol=1e-6)
     np.testing.assert_allclose(found[..., 8:], 2 * found[..., :4], atol=1e-6)
     for fused in ("cudnn", "flash"):
-        with pytest.raises(UsageError, match=f"{fused} has no values of another width; use"):
+        with pytest.raises(UsageError, match=f"{fused} is not supported with values of another width; use"):
             attend(q, k, wide, plain, fused)
 
 

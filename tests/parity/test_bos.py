@@ -56,5 +56,5 @@ def test_texts_begin_as_in_transformers(kind, settings, tmp_path):
     write_tokenizer(found, to_fast_tokenizer(found), out, GPTConfig())
     exported = transformers.AutoTokenizer.from_pretrained(out)
     for ours in (found, tokenizer_from_folder(tmp_path / "saved"), open_tokenizer(out, None)):
-        assert [ours.prompt(text) for text in PLAIN] == [theirs(text).input_ids for text in PLAIN]
+        assert [ours.encode_prompt(text) for text in PLAIN] == [theirs(text).input_ids for text in PLAIN]
     assert [exported(text).input_ids for text in PLAIN] == [theirs(text).input_ids for text in PLAIN]

@@ -132,7 +132,7 @@ def test_many_texts_go_to_gigatoken_and_are_compared(tmp_path):
     assert tokenizer.encode_batch(texts) == expected
     assert tokenizer.encode_flat(texts)[0].tolist() == expected[0]
     assert tokenizer.encoder == "gigatoken"
-    tokenizer._fast._slow = lambda texts: [[0] for _ in texts]
+    tokenizer._gigatoken._slow = lambda texts: [[0] for _ in texts]
     with pytest.raises(EncoderMismatchError, match="to use tokenizers alone"):
         tokenizer.encode_batch(texts)
 

@@ -220,7 +220,7 @@ def test_packed_conversations_equal_transformers(family, meshes, tmp_path):
         data = ConversationDataset(IndexedDataset(tmp_path / "chats"), range(12), 8, model.sequence, seed=0)
         batch = {name: np.stack([data[i][name] for i in range(8)]) for name in data[0]}
         total, count = 0.0, 0
-        for number in np.concatenate([data.conversations(i) for i in range(8)]):
+        for number in np.concatenate([data.conversation_ids(i) for i in range(8)]):
             ids = torch.tensor(data.indexed.get(number).astype(np.int64))
             labels = torch.where(torch.tensor(data.indexed.loss_mask(number)), ids, -100)[1:]
             logits = peer(ids[None]).logits[0, :-1]

@@ -191,7 +191,7 @@ def test_greedy_continuations_equal_hf_on_export(ours, theirs, until):
 )
 def test_do_sample_decides_the_temperature(ours, given, temperature):
     """The harness does not sample by default, and sampling without a temperature is at 1."""
-    sampling, _ = ours._settings({**given, "max_gen_toks": 8})
+    sampling, _ = ours._read_gen_kwargs({**given, "max_gen_toks": 8})
     assert sampling.temperature == temperature
     answers = ours.generate_until(instances("generate_until", [("The fox", {**given, "max_gen_toks": 8})] * 6), True)
     assert (len(set(answers)) == 1) == (temperature == 0)

@@ -18,7 +18,7 @@ from megatron.core.datasets.utils import Split  # noqa: E402
 
 def tokenizer_of(pieces):
     """A tokenizer with the interface that Megatron requires."""
-    words = ["##x" if continues else "x" for continues in pieces.continues.tolist()]
+    words = ["##x" if continues else "x" for continues in pieces.is_continuation.tolist()]
     ids = {"cls": pieces.cls, "sep": pieces.sep, "mask": pieces.mask, "pad": pieces.pad}
     return SimpleNamespace(**ids, inv_vocab=dict(enumerate(words)), unique_identifiers={"class": "none"})
 

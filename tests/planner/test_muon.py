@@ -32,8 +32,8 @@ def test_matrices_and_collectives_are_those_of_step(mesh):
     config = changed(config, mesh=mesh, optimizer={"name": "muon"})
     layout = training.collect_matrices(build_layout(config, abstract_mesh(config.mesh)), config.mesh)
     planned = muon_matrices(config.model, config.mesh)
-    assert [(each.count, each.size, each.moves) for each in planned] == [
-        (each.count, each.size, each.moves) for each in layout.values()
+    assert [(each.num_matrices, each.matrix_shape, each.exchanges) for each in planned] == [
+        (each.num_matrices, each.matrix_shape, each.exchanges) for each in layout.values()
     ]
     expected, rates = Counter(), Rates(BYTE_A_SECOND, OPEN, "bf16")
     for record in ledger(config).records:
@@ -62,5 +62,7 @@ def test_matrix_has_one_moment_and_its_own_time():
     before, after = predict_time(adam, gpu).parts, predict_time(ours, gpu).parts
     assert {name for name in before if before[name] != after[name]} == {"model", "data", "optimizer"}
     matrices = muon_matrices(ours.model, ours.mesh)
-    flops = sum(product.flops for each in matrices for product in muon_products(each.count_per_rank, *each.size))
+    flops = sum(
+        product.flops for each in matrices for product in muon_products(each.count_per_rank, *each.matrix_shape)
+    )
     assert after["optimizer"] - before["optimizer"] > 0.5 * flops / gpu.peak("bf16")

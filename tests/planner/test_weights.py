@@ -9,7 +9,7 @@ import pytest
 from mjax.config import available_configs, axes, load_config
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.weights import leaf_name
-from mjax.parallel.zero import layer_dims
+from mjax.parallel.zero import num_layer_dims
 from mjax.planner.memory import DeviceWeights, device_weights
 from mjax.step.layout import build_layout
 from mjax.step.muon import collect_matrices
@@ -22,7 +22,7 @@ def counted(config):
     layout = build_layout(config, abstract_mesh(config.mesh))
     plan = [storage for _, storage in jax.tree_util.tree_leaves_with_path(layout.plan)]
     matrices = collect_matrices(layout, config.mesh)
-    layers = layer_dims(config.mesh)
+    layers = num_layer_dims(config.mesh)
     found = dict.fromkeys((field.name for field in dataclasses.fields(DeviceWeights)), 0)
     for (path, leaf), storage in zip(jax.tree_util.tree_leaves_with_path(layout.abstract_model), plan, strict=True):
         name = leaf_name(path)

@@ -15,8 +15,8 @@ from mjax.tasks.squad import (
     Squad,
     TokenSpan,
     best_answer,
-    cut_into_windows,
     max_context_windows,
+    split_context,
 )
 from tests.data.vocabularies import NASTY, TEXTS, bert_file
 from tests.tasks.synthetic import VOCABULARY, tokenizer_of
@@ -109,7 +109,7 @@ def test_span_of_text_is_found_again(real_tokenizer, data):
 @settings(max_examples=30)
 def test_window_with_most_context_decides(tokens, room, stride):
     """The rule is the one of Google's run_squad.py."""
-    windows = cut_into_windows(tokens, room, stride)
+    windows = split_context(tokens, room, stride)
     deciding = max_context_windows(windows, tokens)
 
     def shown(number, token):

@@ -404,8 +404,8 @@ def parse_block(block: Block, key: str) -> tuple[list[Document], list[str]]:
 def _drop_nulls(value: Any) -> Any:
     """A value of a row without the fields that are null: a column has all fields that any of its rows has."""
     if isinstance(value, dict):
-        return {name: _drop_nulls(one) for name, one in value.items() if one is not None}
-    return [_drop_nulls(one) for one in value] if isinstance(value, list) else value
+        return {name: _drop_nulls(item) for name, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _split_block(block: Block) -> Iterator[tuple[str, bytes | dict | None]]:

@@ -441,10 +441,10 @@ def _run_stage(job: Job, stage: str, pool: ProcessPoolExecutor | None) -> None:
                 pass
             future.result()
     except BrokenProcessPool:
-        which, fix = "the worker process", "more --tasks"
+        subject, fix = "the worker process", "more --tasks"
         if job.processes > 1:
-            which, fix = f"one of {job.processes} worker processes", "fewer --workers"
-        raise RunError(f"{which} was killed, most likely for lack of memory; use {fix}") from None
+            subject, fix = f"one of {job.processes} worker processes", "fewer --workers"
+        raise RunError(f"{subject} was killed, most likely for lack of memory; use {fix}") from None
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -652,12 +652,12 @@ def excerpt(text: str, start: int = 0) -> str:
     return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
 
 
-def diff_excerpts(one: str, other: str) -> tuple[str, str]:
+def diff_excerpts(first: str, second: str) -> tuple[str, str]:
     """Excerpts of two texts from shortly before their first difference."""
-    pairs = enumerate(zip(one, other, strict=False))
-    same = next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
+    pairs = enumerate(zip(first, second, strict=False))
+    same = next((index for index, (left, right) in pairs if left != right), min(len(first), len(second)))
     start = 0 if same < EXCERPT_CHARACTERS // 2 else same - EXCERPT_CHARACTERS // 4
-    return excerpt(one, start), excerpt(other, start)
+    return excerpt(first, start), excerpt(second, start)
 
 
 def _step_rows(report: dict[str, Any]) -> Iterator[Sequence[str]]:

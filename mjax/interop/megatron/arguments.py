@@ -352,35 +352,35 @@ def _mixture_fields(arguments: MegatronArguments, tensors: Tensors, width: int) 
     router = tensors.infos.get("decoder.layers.0.mlp.router.weight")
     experts = router.shape[0] if router is not None and router.shape else 0
     arguments.check_shapes({"num_experts": experts, "moe_ffn_hidden_size": width})
-    score, chosen = arguments["moe_router_score_function"], arguments.count("moe_router_topk")
+    score, topk = arguments["moe_router_score_function"], arguments.count("moe_router_topk")
     if score not in ("softmax", "sigmoid"):
         arguments.reject(f"moe_router_score_function is {score!r}, and mjax knows softmax and sigmoid")
     feed_forward = arguments.count("ffn_hidden_size", width)
     return {
         "experts": experts,
-        "experts_per_token": chosen,
+        "experts_per_token": topk,
         "feed_forward": feed_forward,
         "moe_ffn_hidden": None if feed_forward == width else width,
         "router": score,
         # A softmax after the choice is the one before it, divided by the sum of those chosen.
-        "router_normalized": chosen > 1 if score == "sigmoid" else not arguments["moe_router_pre_softmax"],
+        "router_normalized": topk > 1 if score == "sigmoid" else not arguments["moe_router_pre_softmax"],
         "router_scale": arguments.number("moe_router_topk_scaling_factor") or 1.0,
         "shared_expert_ffn_hidden": arguments.count("moe_shared_expert_intermediate_size", 0),
         "z_loss": arguments.number("moe_z_loss_coeff"),
-        **_router_group_fields(arguments, score, chosen),
+        **_router_group_fields(arguments, score, topk),
         **_aux_loss_fields(arguments)[0],
     }
 
 
-def _router_group_fields(arguments: MegatronArguments, score: str, chosen: int) -> dict[str, int]:
+def _router_group_fields(arguments: MegatronArguments, score: str, topk: int) -> dict[str, int]:
     """Fields for groups of experts. Megatron scores a group by the sum of its best moe_router_topk /
     moe_router_group_topk experts, mjax by the sum of its best two."""
     top, groups = arguments.count("moe_router_group_topk", 0), arguments.count("moe_router_num_groups", 1) or 1
     if top in (0, groups):  # every expert can be chosen
         return {}
-    if chosen // top != 2:
-        best = f"score a group by its best {chosen // top} experts, and mjax by its best 2"
-        arguments.reject(f"moe_router_topk {chosen} and moe_router_group_topk {top} {best}")
+    if topk // top != 2:
+        best = f"score a group by its best {topk // top} experts, and mjax by its best 2"
+        arguments.reject(f"moe_router_topk {topk} and moe_router_group_topk {top} {best}")
     if score == "softmax" and not arguments["moe_router_pre_softmax"]:
         arguments.reject(f"moe_router_group_topk is {top} without moe_router_pre_softmax, which mjax needs")
     return {"router_n_groups": groups, "router_topk_groups": top}

@@ -147,8 +147,8 @@ def to_current_names(tensors: Mapping[str, Any], kind: str, source: str) -> dict
     """
     known: dict[str, str] = {}
     for name in tensors:
-        if (other := known.setdefault(to_current_name(name, kind), name)) != name:
-            raise UsageError(f"{source} has both {other} and {name}; remove the one that is not the model's")
+        if (earlier := known.setdefault(to_current_name(name, kind), name)) != name:
+            raise UsageError(f"{source} has both {earlier} and {name}; remove the one that is not the model's")
     return {current: tensors[name] for current, name in known.items()}
 
 
@@ -472,9 +472,9 @@ class DecoderTensors:
         match = re.fullmatch(r"(.+\.(linear_qkv|linear_fc1))\.(weight|bias)(_[wv])?", name)
         if not match:
             return {name: 0}
-        module, kind, what, half = match.groups()
+        module, kind, parameter, half = match.groups()
         if half:
-            return {f"{module}.{'gate' if half == '_w' else 'up'}.{what}": 0}
+            return {f"{module}.{'gate' if half == '_w' else 'up'}.{parameter}": 0}
         model, width = self._model, self._model.mlp_width
         if ".experts." in module:
             width = getattr(model, "expert_width", 0)
@@ -484,7 +484,7 @@ class DecoderTensors:
         if kind == "linear_qkv":
             heads = {"q": model.heads, "k": model.groups, "v": model.groups}
             parts = {part: count * model.head_size for part, count in heads.items()}
-        return {f"{module}.{part}.{what}": rows for part, rows in parts.items()}
+        return {f"{module}.{part}.{parameter}": rows for part, rows in parts.items()}
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         stored_name, part_index = self._origins[name]

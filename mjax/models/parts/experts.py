@@ -83,7 +83,7 @@ class Experts(nnx.Module):
             y = y + self.shared(x, context)
         sums = self.router.aux_loss_sums(routing, tokens)
         y, sums = sequence_collectives(y, sums, tokens.sequence_parallel)
-        return y, self.router.sums(sums, context)
+        return y, self.router.layer_sums(sums, context)
 
     def _apply_experts(
         self, x: Float[Array, "r h"], weights: Float[Array, " r"], groups: Groups

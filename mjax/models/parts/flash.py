@@ -131,7 +131,7 @@ def _forward(q: Array, k: Array, v: Array, aux: FlashInputs, mask: AttentionMask
     specs, grid = _Specs(q, k, aux), (positions // BLOCK, batch, heads)
     ins, outs = [specs.query_block, specs.keys, specs.keys, *specs.aux], [specs.query_block, specs.row_block]
     shapes = [_like(q), _like(q, (batch, heads, positions), jnp.float32)]
-    out, log_sums = _run(_forward_kernel, 2, mask, interpret, grid, ins, outs, shapes, (q, k, v, *aux))
+    out, log_sums = _call(_forward_kernel, 2, mask, interpret, grid, ins, outs, shapes, (q, k, v, *aux))
     return out, (q, k, v, aux, out, log_sums)
 
 
@@ -144,10 +144,10 @@ def _backward(mask: AttentionMask, interpret: bool, residuals, gradient: Array):
     specs, grid = _Specs(q, k, aux, heads // k.shape[2]), (k.shape[1] // BLOCK, batch, k.shape[2])
     ins = [specs.queries, specs.key_block, specs.key_block, specs.queries, specs.rows, specs.rows, *specs.aux]
     outs, shapes = [specs.key_block] * 2, [_like(q, k.shape)] * 2
-    dk, dv = _run(_keys_kernel, 4, mask, interpret, grid, ins, outs, shapes, inputs)
+    dk, dv = _call(_keys_kernel, 4, mask, interpret, grid, ins, outs, shapes, inputs)
     specs, grid = _Specs(q, k, aux), (positions // BLOCK, batch, heads)
     ins = [specs.query_block, specs.keys, specs.keys, specs.query_block, specs.row_block, specs.row_block, *specs.aux]
-    dq = _run(_queries_kernel, 3, mask, interpret, grid, ins, specs.query_block, _like(q), inputs)
+    dq = _call(_queries_kernel, 3, mask, interpret, grid, ins, specs.query_block, _like(q), inputs)
     return dq, dk, dv, None
 
 
@@ -159,7 +159,7 @@ def _like(x: Array, shape: tuple[int, ...] | None = None, dtype=None) -> jax.Sha
     return jax.ShapeDtypeStruct(shape or x.shape, dtype or x.dtype, manual_axis_type=jax.typeof(x).mat)
 
 
-def _run(kernel: Callable, products: int, mask: AttentionMask, interpret: bool, grid, ins, outs, out_shape, inputs):
+def _call(kernel: Callable, matmuls: int, mask: AttentionMask, interpret: bool, grid, ins, outs, out_shape, inputs):
     """Run a kernel over a grid, with its role and its number of matmuls of s × s in its name in a compiled program."""
     return pl.pallas_call(
         partial(kernel, mask=mask, size=inputs[0].shape[-1]),
@@ -169,7 +169,7 @@ def _run(kernel: Callable, products: int, mask: AttentionMask, interpret: bool, 
         out_shape=out_shape,
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
-        name=f"flash{kernel.__name__.removesuffix('_kernel')}{'_causal' * mask.causal}_of_{products}",
+        name=f"flash{kernel.__name__.removesuffix('_kernel')}{'_causal' * mask.causal}_of_{matmuls}",
     )(*inputs)
 
 
@@ -229,7 +229,7 @@ def _never_run(results, *inputs: Array) -> list[Array]:
 # --- In a program of the grid -----------------------------------------------------------------------------------------
 
 
-def _span(block) -> pl.Slice:
+def _block_slice(block) -> pl.Slice:
     return pl.ds(block * BLOCK, BLOCK)
 
 
@@ -239,7 +239,7 @@ def _load(ref, size: int, *block) -> Array:
     mask = (jnp.arange(ref.shape[-1]) < size)[None, :]
     if block:
         first, *head = block
-        ref = ref.at[_span(first), *head, :]
+        ref = ref.at[_block_slice(first), *head, :]
     return triton.load(ref, mask=mask, other=0.0)
 
 
@@ -257,7 +257,7 @@ class _Query(NamedTuple):
     head: Array | int
 
 
-def _query(local, blocks: int, aux: FlashInputs, head: Array | int = 0) -> _Query:
+def _make_query(local, blocks: int, aux: FlashInputs, head: Array | int = 0) -> _Query:
     """The block with this number, of so many."""
     if aux.starts is None:
         return _Query(local, local, head)
@@ -275,7 +275,7 @@ def _scores(q: Array, k: Array, query: _Query, key, aux: FlashInputs, mask: Atte
     if aux.slopes is not None:
         scores += (LOG2_E * aux.slopes[query.head]) * (column - row).astype(jnp.float32)
     if aux.documents is not None:
-        same = aux.documents[_span(query.position)][:, None] == aux.documents[_span(key)][None, :]
+        same = aux.documents[_block_slice(query.position)][:, None] == aux.documents[_block_slice(key)][None, :]
         visible = same & visible
     return scores if visible is True else jnp.where(visible, scores, MASKED)
 
@@ -284,7 +284,7 @@ def _apply_dropout(x: Array, query: _Query, key, aux: FlashInputs, mask: Attenti
     """A tile of probabilities, or of their gradients, with dropout."""
     if aux.first is None:
         return x
-    first, second = (words[query.head, _span(query.local)][:, None] for words in (aux.first, aux.second))
+    first, second = (words[query.head, _block_slice(query.local)][:, None] for words in (aux.first, aux.second))
     column = (key * BLOCK + jnp.arange(BLOCK)[None, :]).astype(jnp.uint32)
     return jnp.where(keep_mask_from_words(mask.rate, first, second, column), x * (1.0 / (1.0 - mask.rate)), 0.0)
 
@@ -316,7 +316,7 @@ def _query_range(key, blocks: int, aux: FlashInputs, mask: AttentionMask) -> lis
 def _forward_kernel(q_ref, k_ref, v_ref, *refs, mask: AttentionMask, size: int) -> None:
     *aux, out_ref, log_sum_ref = refs
     aux, q = FlashInputs(*aux), _load(q_ref, size)
-    query = _query(pl.program_id(0), pl.num_programs(0), aux)
+    query = _make_query(pl.program_id(0), pl.num_programs(0), aux)
 
     def add(key, carry):
         out, largest, total = carry
@@ -335,7 +335,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, *refs, mask: AttentionMask, size: int) 
     log_sum_ref[...] = largest + jnp.log2(total)
 
 
-def _tile(q, k, v, gradient, log_sums, deltas, query: _Query, key, aux: FlashInputs, mask: AttentionMask, size: int):
+def _tile_grad(q, k, v, gradient, log_sums, deltas, query: _Query, key, aux: FlashInputs, mask: AttentionMask, size):
     """The probabilities of a tile after dropout, and the gradient of its scores."""
     probabilities = jnp.exp2(_scores(q, k, query, key, aux, mask, size) - log_sums[:, None])
     ddropped = _apply_dropout(triton.dot(gradient, v.T), query, key, aux, mask)
@@ -352,10 +352,10 @@ def _keys_kernel(
 
     def add(head, local, carry):
         dk, dv = carry
-        query = _query(local, blocks, aux, head)
+        query = _make_query(local, blocks, aux, head)
         q, gradient = _load(q_ref, size, local, head), _load(gradient_ref, size, local, head)
-        row_inputs = log_sum_ref[head, _span(local)], delta_ref[head, _span(local)]
-        dropped, dscores = _tile(q, k, v, gradient, *row_inputs, query, key, aux, mask, size)
+        row_inputs = log_sum_ref[head, _block_slice(local)], delta_ref[head, _block_slice(local)]
+        dropped, dscores = _tile_grad(q, k, v, gradient, *row_inputs, query, key, aux, mask, size)
         dv += triton.dot(dropped.astype(gradient.dtype).T, gradient)
         return dk + triton.dot(dscores.astype(q.dtype).T, q), dv
 
@@ -375,12 +375,12 @@ def _queries_kernel(
 ) -> None:
     *aux, dq_ref = refs
     aux, q, gradient = FlashInputs(*aux), _load(q_ref, size), _load(gradient_ref, size)
-    query = _query(pl.program_id(0), pl.num_programs(0), aux)
+    query = _make_query(pl.program_id(0), pl.num_programs(0), aux)
     row_inputs = log_sum_ref[...], delta_ref[...]
 
     def add(key, dq):
         k, v = _load(k_ref, size, key), _load(v_ref, size, key)
-        _, dscores = _tile(q, k, v, gradient, *row_inputs, query, key, aux, mask, size)
+        _, dscores = _tile_grad(q, k, v, gradient, *row_inputs, query, key, aux, mask, size)
         return dq + triton.dot(dscores.astype(k.dtype), k)
 
     blocks = _key_range(query, k_ref.shape[0] // BLOCK, mask)

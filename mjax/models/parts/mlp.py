@@ -51,15 +51,15 @@ class GatedMLP(nnx.Module):
         self.down = RowParallelLinear(down, (width,), config.hidden, config.residual_std, dtype, bias=False)
 
     def __call__(self, x: Float[Array, "t h"], context: ForwardContext) -> Float[Array, "t h"]:
-        both = self.up(x, context.tokens, context.layer_key(random.LORA_UP))
-        both = checkpoint_name(both, "mlp_up")  # [b s, 2, f / p]
+        gate_up = self.up(x, context.tokens, context.layer_key(random.LORA_UP))
+        gate_up = checkpoint_name(gate_up, "mlp_up")  # [b s, 2, f / p]
         activation = rematerialize(partial(apply_gate, activation=self.activation))
-        return self.down(activation(both), context.tokens, context.layer_key(random.LORA_DOWN))
+        return self.down(activation(gate_up), context.tokens, context.layer_key(random.LORA_DOWN))
 
 
-def apply_gate(both: Float[Array, "bs 2 f"], activation: str) -> Float[Array, "bs f"]:
+def apply_gate(gate_up: Float[Array, "bs 2 f"], activation: str) -> Float[Array, "bs f"]:
     """act(x A) ⊙ x B of both halves."""
-    return activate(both[:, 0], activation) * both[:, 1]
+    return activate(gate_up[:, 0], activation) * gate_up[:, 1]
 
 
 def activate(x: Float[Array, "*dims"], name: str) -> Float[Array, "*dims"]:

@@ -100,7 +100,7 @@ class Router(nnx.Module):
         return jax.lax.top_k(affinities, config.experts_per_token)[1].astype(jnp.int32)
 
     def aux_loss_sums(self, routing: RouterOutput, tokens: TokenLayout) -> Sums:
-        """Sums over this rank's rows, from which `sums` computes the layer's losses and metrics."""
+        """Sums over this rank's rows, from which `layer_sums` computes the layer's losses and metrics."""
         config, scores = self.config, routing.scores
         chosen = jax.nn.one_hot(routing.experts, config.experts, dtype=scores.dtype).sum(1)  # [t, E]
         entropy = -(routing.probabilities * jnp.log(_clamp_to_tiny(routing.probabilities))).sum()
@@ -112,7 +112,7 @@ class Router(nnx.Module):
             sums["balance"] = jnp.stack([sum_rows(rows, tokens) for rows in (chosen, routing.probabilities)])
         return sums
 
-    def sums(self, rank_sums: Sums, context: ForwardContext) -> Sums:
+    def layer_sums(self, rank_sums: Sums, context: ForwardContext) -> Sums:
         """The sums that a layer adds to the means of the model: its losses and the tokens of each expert, in
         this layer's row of [l, E], of the l layers with experts."""
         config, sums = self.config, _reduce_sums(rank_sums, context.tokens)
