@@ -168,8 +168,8 @@ def test_missing_package_of_command_line_is_named(tmp_path):
     (tmp_path / "tyro.py").write_text("raise ModuleNotFoundError(\"No module named 'tyro'\", name='tyro')")
     result = doctor(PYTHONPATH=str(tmp_path))
     assert result.returncode == 1
-    sentence = "the package tyro is not installed; install mjax again, with its requirements"
-    assert result.stderr == f"mjax: error: {sentence}\n"
+    message = "the package tyro is not installed; install mjax again, with its requirements"
+    assert result.stderr == f"mjax: error: {message}\n"
 
 
 def sleep(question):
