@@ -95,7 +95,7 @@ def check_variable(name: str) -> Iterator[tuple[bool, str]]:
     if name.isupper() and {word.upper() for word in words} & SUPERLATIVES and not words & {"max", "min"}:
         yield True, "a limit is MAX_<THING>_<UNIT> or MIN_…"
     if name.strip("_") in NO_NOUNS:
-        yield False, "a noun"
+        yield True, "a noun"
     elif name.isupper() and words & EVERYDAY_WORDS:
         yield True, "a term of the field"
 

@@ -13,8 +13,9 @@ import importlib
 import inspect
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, get_type_hints
 
 from mjax import __version__
@@ -97,22 +98,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(AttributeError, ValueError):  # none, or not a real one
             stream.reconfigure(errors="replace")  # of a terminal that cannot show … or ×
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
+        result = _parse_command(list(sys.argv[1:] if argv is None else argv))()
         if sys.stdout is not None:  # None if a shell has closed it: mjax plan >&-
             sys.stdout.flush()  # here a closed pipe is an error of the command, and while Python exits it is not
-        return code
+        return result if isinstance(result, int) else 0
     except (UsageError, RunError, OSError, KeyboardInterrupt) as error:
         if isinstance(error, UsageError | RunError):
             error.args = (with_addresses(str(error)),)
         return explain(error)
 
 
-def _run(argv: Sequence[str]) -> int:
+def _parse_command(argv: Sequence[str]) -> Callable[[], Any]:
+    """The call of the command that `argv` names; `int`, which returns 0, if the commands were listed instead."""
     if argv and argv[0] in ("-V", "--version"):
-        print(f"mjax {__version__}")
-        return 0
+        return partial(print, f"mjax {__version__}")
     if (chosen := _find("mjax", COMMANDS, argv)) is None:
-        return 0
+        return int
     command, prog, rest = chosen
     rest = rename_old_flags(rest, prog)
     if command.on_cpu:
@@ -127,8 +128,7 @@ def _run(argv: Sequence[str]) -> int:
         rest = localize_arguments(rest, also, trains=prog == "mjax sft")
     function = _import_object(command.run)
     parameter = next(iter(inspect.signature(function).parameters))
-    result = function(rest if parameter == "argv" else parse(get_type_hints(function)[parameter], rest, prog))
-    return result if isinstance(result, int) else 0
+    return partial(function, rest if parameter == "argv" else parse(get_type_hints(function)[parameter], rest, prog))
 
 
 def _import_object(place: str) -> Any:

@@ -156,9 +156,8 @@ def report(arguments: EvaluateArguments, step: int, metrics: Sequence[Metric]) -
     """Print the metrics, as one JSON object or as a table."""
     about = {"task": arguments.task, "data": arguments.data, "checkpoint": str(arguments.run), "step": step}
     if arguments.json:
-        values = {metric.name: metric.value for metric in metrics}
-        infinite = {name for name, value in values.items() if value == math.inf}  # which JSON cannot say
-        print(json.dumps(about | values | dict.fromkeys(infinite), ensure_ascii=False))
+        values = {metric.name: None if metric.value == math.inf else metric.value for metric in metrics}
+        print(json.dumps(about | values, ensure_ascii=False))
         return
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{arguments.task} on {arguments.data}: {arguments.run}, step {step}\n", markup=False)

@@ -287,9 +287,8 @@ def _match_flags(name: str, words: Sequence[str], flags: Sequence[Flag]) -> list
     section, _, last = name.rpartition(".")
     typed = [(flag, " ".join(words if get_origin(_options(flag.kind)[0]) is tuple else words[:1])) for flag in flags]
     translated = ((flag, _translate_value(flag.marks, name, value)) for flag, value in typed)
-    matches = [match for match in translated if match[1] is not None] or [
-        (flag, value) for flag, value in typed if flag.name.rpartition(".")[2] == last
-    ]
+    matches = [match for match in translated if match[1] is not None]
+    matches = matches or [pair for pair in typed if pair[0].name.rpartition(".")[2] == last]
     return [match for match in matches if match[0].name.startswith(f"{section}.")] or matches
 
 

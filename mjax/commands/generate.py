@@ -104,10 +104,9 @@ class Writer:
             if as_json:
                 print(json.dumps({"step": step, **dataclasses.asdict(sample)}))
             if sample.ended == "positions":
-                self.notices.print(
-                    f"prompt {number}: stopped after {sample.tokens} of {sampling.tokens} tokens, because the model "
-                    f"has {sample.prompt_tokens + sample.tokens} positions"
-                )
+                reason = f"because the model has {sample.prompt_tokens + sample.tokens} positions"
+                written = f"{sample.tokens} of {sampling.tokens} tokens"
+                self.notices.print(f"prompt {number}: stopped after {written}, {reason}")
         return samples
 
 

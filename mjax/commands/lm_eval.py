@@ -141,6 +141,5 @@ class EvaluateWithHarness(Callback):
         options = {"bootstrap_iters": 0, "log_samples": False, **self.options}
         for task, values in simple_evaluate(self._model, tasks=self.tasks, **options)["results"].items():
             named = {name.removesuffix(",none").replace(",", "_"): value for name, value in values.items()}
-            metrics.val_metrics = metrics.val_metrics | {
-                f"{task}_{name}": value for name, value in named.items() if isinstance(value, float)
-            }
+            scores = {f"{task}_{name}": value for name, value in named.items() if isinstance(value, float)}
+            metrics.val_metrics = metrics.val_metrics | scores

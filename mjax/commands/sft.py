@@ -99,9 +99,8 @@ def sft(argv: Sequence[str]) -> int:
     data = parsed.settings.data
     if not data.path and not data.train_path:
         raise UsageError("there are no conversations; add --data FILE.jsonl, or the prefix of `mjax prepare --chat`")
-    for file in dict.fromkeys(
-        path for path in (*data.path, *data.train_path, *data.valid_path) if path.endswith(TABULAR)
-    ):
+    paths = dict.fromkeys((*data.path, *data.train_path, *data.valid_path))
+    for file in (path for path in paths if path.endswith(TABULAR)):
         prefix = _prepare_file(parsed, file, parsed.settings.model.sequence + 1 if "model.sequence" in first else None)
         argv = [prefix if word == file else word.replace(f"={file}", f"={prefix}") for word in argv]
     chosen = _chosen(parse(SftArguments, argv, "mjax sft", parsed), defaults, first)

@@ -154,8 +154,8 @@ class ModelConfig(LoRAConfig):
                 continue
             fix = f"give values from 0 to {limit - 1:,}"
             if name == "labels" and low < 0:
-                fix = 'to mask labels, give an array "loss_mask" that is False there, such as labels >= 0'
-            raise UsageError(f"{name} of {label} holds {low if low < 0 else high}; {fix}")
+                fix = 'for ignored labels give an array "loss_mask" that is False there, such as labels >= 0'
+            raise UsageError(f"{name} of {label} contains {low if low < 0 else high}; {fix}")
 
     @property
     def max_positions(self) -> int:
