@@ -91,7 +91,7 @@ TRAIN_FLAGS = {
     "--train.recompute offload --train.unroll on": "offload is not supported with --train.unroll on",
     # --- the batch
     "--train.batch-rampup 504 5 100": "in whole increments; use a START below it and an INCREMENT that divides",
-    "--train.batch-rampup 4 4 100": "not a multiple of 8 (data 1 × micro-batch 8); use multiples, also as",
+    "--train.batch-rampup 4 4 100": "not a multiple of 8 (data 1 × micro-batch 8); use multiples, there and",
     "--train.batch-rampup 256 16 100000 --mesh.pipe 4 --mesh.virtual-stages 2": "272 from step 26 on, which is not a",
     # --- settings that do nothing, or that contradict
     "--optimizer.warmup-steps 300000": "must be below the 300000 steps of the schedule",
@@ -186,7 +186,7 @@ MISTAKES = {
     f"{READ} data/corpus --model.vocabulary 100": "use --model.vocabulary 257",
     f"{READ} data/foreign --data.split 1,0,0": "validation split",
     f"{READ} data/foreign --data.split all": "--data.split",
-    f"{READ} 0.3 data/foreign data/corpus": "write a weight above 0 before all prefixes",
+    f"{READ} 0.3 data/foreign data/corpus": "write a weight above 0 before every prefix",
     f"{READ} data/foreign data/foreign --data.split 1,1,0 --train.steps 100000": "0.5 PREFIX 0.5 PREFIX",
     f"{READ} data/foreign --data.train-path data/corpus": "--data.path excludes --data.train-path",
     f"{NEW} --data.no-mock --data.train-path data/foreign": "add --data.valid-path, or --train.eval-interval 0",

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from dataclasses import fields, replace
+from dataclasses import fields, make_dataclass, replace
 
 import pytest
 
@@ -26,7 +26,7 @@ from mjax.config import (
 )
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import check_devices, validate
-from mjax.config.model import REGISTRY, convert_kind
+from mjax.config.model import REGISTRY, ModelConfig, convert_kind
 from mjax.config.run import RENAMED
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
@@ -282,6 +282,12 @@ def test_renamed_fields_exist():
         assert not names.keys() & known
     with pytest.raises(UsageError, match=r"unknown field mesh\.chunks"):
         from_dict({"mesh": {"chunks": 2, "virtual_stages": 2}})
+
+
+def test_custom_model_keeps_field_with_an_old_name(monkeypatch):
+    own = make_dataclass("Own", [("answers", int, 3)], bases=(ModelConfig,), frozen=True)
+    monkeypatch.setitem(REGISTRY, "own", own)
+    assert from_dict({"model": {"kind": "own", "answers": 5}}).model.answers == 5
 
 
 def test_old_name_in_config_file_leads_to_new_one(tmp_path):

@@ -394,7 +394,7 @@ def test_generate_uses_given_step_and_devices(place, capsys):
     [
         ("run", "--step 15", "has no checkpoint 15; there are 10, 20"),
         ("run", "--mesh.model 3", "--mesh.model 3 does not divide heads 8"),
-        ("run", "--mesh.model 2", "--mesh.model 2 needs 2 devices; there are 1"),
+        ("run", "--mesh.model 2", "--mesh.model 2 needs 2 devices; 1 available"),
         ("run", "--num-samples 3 --temperature 0", "one text 3 times"),
         ("run", "--prompt -", "stdin is not UTF-8"),
         ("bare", "", "add the one its model was trained with"),

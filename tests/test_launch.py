@@ -115,7 +115,7 @@ def test_wrong_variable_is_named(environment, words):
     with pytest.raises(UsageError, match=re.escape(words)):
         launch.Distributed().with_launcher(environment)
     (finding,) = run_check("processes", MachineInfo(environment=environment))
-    assert (finding.status, "; " in finding.found) == (RED, False)
+    assert (finding.status, "; " in finding.message) == (RED, False)
     assert finding.advice.startswith("correct it, or unset")
 
 

@@ -194,9 +194,9 @@ def _check_devices_per_process() -> None:
     usual = Counter(counts.values()).most_common(1)[0][0]
     other = [f"{count} on process {process}" for process, count in sorted(counts.items()) if count != usual]
     if other:
-        fix = "give each the same with CUDA_VISIBLE_DEVICES, JAX_LOCAL_DEVICE_IDS or --simulate"
-        numbers = f"different numbers of devices: {', '.join(other[:8])}, {usual} on the others"
-        raise UsageError(f"the processes see {numbers}; {fix}")
+        numbers = f"{', '.join(other[:8])}, {usual} on the others"
+        remedy = "give each the same with CUDA_VISIBLE_DEVICES, JAX_LOCAL_DEVICE_IDS or --simulate"
+        raise UsageError(f"the processes of this run see different numbers of devices: {numbers}; {remedy}")
 
 
 def local_devices() -> list[int] | None:

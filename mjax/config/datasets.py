@@ -55,7 +55,7 @@ def parse_blend(values: Sequence[str], flag: str = "--data.path") -> Blend:
     fits = weights is None or (len(weights) == len(prefixes) and all(0 < weight < math.inf for weight in weights))
     if not fits or not all(values) or len(prefixes) >= MAX_DATASETS:
         fix = f"write a weight above 0 before every prefix, such as {flag} 0.3 data/a 0.7 data/b, or before none"
-        raise UsageError(f"{flag} {' '.join(values)} is not a blend of at most {MAX_DATASETS:,} datasets; {fix}")
+        raise UsageError(f"{flag} {' '.join(values)} is not a blend of fewer than {MAX_DATASETS:,} datasets; {fix}")
     return Blend(tuple(map(local_prefix, prefixes)), weights and tuple(weights))
 
 

@@ -63,10 +63,8 @@ class FastEncoder:
         compared = list(compress(texts, is_fast))[::COMPARE_INTERVAL]
         self._compare([text[:COMPARE_CHARACTERS] for text in compared])
         slow = iter(self._slow([text for text, fast in zip(texts, is_fast, strict=True) if not fast]))
-        ids = [
-            self._gigatoken.encode(text) if fast else np.array(next(slow), np.uint32)
-            for text, fast in zip(texts, is_fast, strict=True)
-        ]
+        pairs = zip(texts, is_fast, strict=True)
+        ids = [self._gigatoken.encode(text) if fast else np.array(next(slow), np.uint32) for text, fast in pairs]
         return np.concatenate(ids), np.fromiter(map(len, ids), np.int64, len(ids))
 
     def _is_fast(self, text: str) -> bool:

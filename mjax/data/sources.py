@@ -206,10 +206,8 @@ def _describe_blend(blend: Blend, dataset: GPTDataset | BertDataset | BlendedDat
     """`data/a: 1,000 tokens in 10 documents, 2 epochs`, or for a blend its datasets with their shares, joined by +."""
     if not isinstance(dataset, BlendedDataset):
         return f"{blend.prefixes[0]}: {_describe_dataset(dataset)}"
-    return " + ".join(
-        f"{share:.1%} {prefix} ({_describe_dataset(part)})"
-        for share, prefix, part in zip(dataset.shares, blend.prefixes, dataset.datasets, strict=True)
-    )
+    parts = zip(dataset.shares, blend.prefixes, dataset.datasets, strict=True)
+    return " + ".join(f"{share:.1%} {prefix} ({_describe_dataset(part)})" for share, prefix, part in parts)
 
 
 def _describe_dataset(dataset: GPTDataset | BertDataset) -> str:

@@ -119,13 +119,8 @@ def _is_trusted(checksum: str) -> bool:
 
 def _checksum(content: bytes, library: str) -> str:
     """Checksum of a tokenizer and of its trial."""
-    return hashlib.sha256(_trial_version(library) + content).hexdigest()
-
-
-@cache
-def _trial_version(library: str) -> bytes:
-    """Bytes that a trial depends on: the library's version, and this file."""
-    return f"{library} {version(library)}\n".encode() + Path(__file__).read_bytes()
+    trial = f"{library} {version(library)}\n".encode() + Path(__file__).read_bytes()
+    return hashlib.sha256(trial + content).hexdigest()
 
 
 def _cache_folder() -> Path | None:

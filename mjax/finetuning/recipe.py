@@ -139,12 +139,8 @@ def finetuning_config(arguments: FinetuneArguments, saved: Config, task: Labelle
     """
     mesh, steps_of_epoch = arguments.mesh, len(task.train) // recipe.batch
     steps = recipe.epochs * steps_of_epoch
-    micro_batch = arguments.micro_batch
-    if micro_batch is None:
-        micro_batch = 1 if mesh.pipe > 1 else recipe.batch // max(mesh.data, 1)
-    precision = saved.precision
-    if arguments.compute is not None:
-        precision = replace(precision, compute=arguments.compute)
+    micro_batch = arguments.micro_batch or (1 if mesh.pipe > 1 else recipe.batch // max(mesh.data, 1))
+    precision = replace(saved.precision, compute=arguments.compute or saved.precision.compute)
     return replace(
         saved,
         model=replace(

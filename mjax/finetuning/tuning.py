@@ -346,9 +346,8 @@ def read_epochs(folder: Path) -> list[dict]:
       UsageError: it is damaged.
     """
     file = folder / "epochs.json"
-    if not file.exists():
-        return []
-    return read(list[EpochResult], file, f"remove {folder}, to train this seed from scratch")
+    fix = f"remove {folder}, to train this seed from scratch"
+    return read(list[EpochResult], file, fix) if file.exists() else []
 
 
 def find_best(epochs: list[dict], metric: str) -> dict:

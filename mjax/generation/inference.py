@@ -172,7 +172,7 @@ def check_enough_devices(mesh: MeshConfig) -> None:
         flags = axes.cli_sizes(mesh)
         given = " ".join(f"--mesh.{axis} {size}" for axis, size in flags.items() if size > 1)
         fewer = " ".join(f"--mesh.{axis} 1" for axis, size in flags.items() if size > 1)
-        raise UsageError(f"{given} needs {mesh.devices} devices; there are {present}: use {fewer}")
+        raise UsageError(f"{given} needs {mesh.devices} devices; {present} available: use {fewer}")
 
 
 def run_tokenizer(

@@ -229,6 +229,4 @@ def scale_rope(model: ModelConfig, rope: str | None, source: str) -> ModelConfig
 
 def describe_rope(model: ModelConfig, rope: str | None) -> str:
     """One line on the result of `scale_rope`; empty without `--rope`."""
-    if rope is None:
-        return ""
-    return f"--rope {rope}, {model.max_positions:,} positions instead of {model.unscaled_sequence:,}"
+    return f"--rope {rope}, {model.max_positions:,} positions instead of {model.unscaled_sequence:,}" if rope else ""

@@ -127,9 +127,8 @@ def _tensor_layout(
         if isinstance(part, slice):
             dims.append(dim)
             sizes.append(part.stop or size)
-    separate, inputs, outputs = (
-        [i for i, dim in enumerate(dims) if dim in names] for names in (SEPARATE_DIMS, INPUTS, (PART, *OUTPUTS))
-    )
+    kinds = SEPARATE_DIMS, INPUTS, (PART, *OUTPUTS)
+    separate, inputs, outputs = ([i for i, dim in enumerate(dims) if dim in names] for names in kinds)
     if len(outputs) == 3:  # queries, keys and values in one
         outputs = [outputs["cnd".index(dim)] for dim in family.qkv]
     matrix = [outputs, inputs] if family.transposed else [inputs, outputs]

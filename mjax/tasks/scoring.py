@@ -183,10 +183,8 @@ class Scorer(RowScorer):
         size, mesh = self.config.train.global_batch, self.config.mesh
         longest_first = sorted(range(len(windows)), key=lambda index: -len(windows[index].tokens))
         batches = [longest_first[first : first + size] for first in range(0, len(windows), size)]
-        needed = [
-            pad_width(self.config, len(windows[first].tokens) - 1, 1, self.config.train.micro_batch, WIDTHS)
-            for first, *_ in batches
-        ]
+        lengths = (len(windows[first].tokens) - 1 for first, *_ in batches)
+        needed = [pad_width(self.config, length, 1, self.config.train.micro_batch, WIDTHS) for length in lengths]
         for width, group in groupby(zip(choose_widths(needed), batches, strict=True), itemgetter(0)):
             batches_of_width = [indices for _, indices in group]
             counted = max(windows[index].counted for index in chain(*batches_of_width))

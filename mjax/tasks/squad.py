@@ -109,10 +109,8 @@ class Squad(LabelledTask):
                 raise UsageError(f"{file}, question {question.name} {problem}; {use}")
             ranges = split_context(len(tokens), room, self.stride)
             deciding, offset = max_context_windows(ranges, len(tokens)), len(ids) + 2
-            windows = [
-                DocSpan(offset, window.start, deciding[window.start : window.stop] == number)
-                for number, window in enumerate(ranges)
-            ]
+            is_max = (deciding[window.start : window.stop] == number for number, window in enumerate(ranges))
+            windows = [DocSpan(offset, window.start, array) for window, array in zip(ranges, is_max, strict=True)]
             rows = [TokenPair(ids, tokens[window.start : window.stop]) for window in ranges]
             yield question._replace(windows=windows), rows, [answer_position(span, window, offset) for window in ranges]
 

@@ -168,9 +168,8 @@ def test_missing_package_of_command_line_is_named(tmp_path):
     (tmp_path / "tyro.py").write_text("raise ModuleNotFoundError(\"No module named 'tyro'\", name='tyro')")
     result = doctor(PYTHONPATH=str(tmp_path))
     assert result.returncode == 1
-    assert (
-        result.stderr == "mjax: error: the package tyro is not installed; install mjax again, with its requirements\n"
-    )
+    sentence = "the package tyro is not installed; install mjax again, with its requirements"
+    assert result.stderr == f"mjax: error: {sentence}\n"
 
 
 def sleep(question):

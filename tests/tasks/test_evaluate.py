@@ -73,7 +73,7 @@ WRONG = [  # task, flags, words of the message, and the run if it lacks somethin
     ("mnli", ("--stride", 3), "--stride is for wikitext103, lambada or perplexity; remove it"),
     ("perplexity", ("--step", 15), "has no checkpoint 15; there are 10, 20"),
     ("perplexity", ("--mesh.model", 3), "--mesh.model 3 does not divide heads 8; use 1, 2, 4 or 8"),
-    ("perplexity", ("--mesh.data", 17), "--mesh.data 17 needs 17 devices; there are 16: use --mesh.data 1"),
+    ("perplexity", ("--mesh.data", 17), "--mesh.data 17 needs 17 devices; 16 available: use --mesh.data 1"),
     ("perplexity", ("--figure", "x.png"), "--figure is for positions; remove it"),
     ("positions", ("--figure", "loss.jpg"), "--figure loss.jpg is not a picture"),
     ("perplexity", ("--positions.bins", 3), "--positions.bins is for positions; remove it"),

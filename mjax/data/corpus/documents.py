@@ -158,8 +158,7 @@ class TextFiles:
         split: str | None = None,
         max_bytes: int = MAX_DOCUMENT_BYTES,
     ):
-        if split is not None:
-            check_split_rule(split)
+        check_split_rule(split)
         for file in files:
             if not file.is_file():
                 raise UsageError(f"there is no file {file}; give .txt, .jsonl or .parquet files, a folder or a pattern")
@@ -361,11 +360,8 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
                 raise UsageError(f"the folder {path} has no {either(ENDINGS)} nor such as .md; name another")
             files += files_inside
         elif not path.exists() and glob.has_magic(str(path)):
-            if isinstance(path, RemoteFile):
-                matching = path.matching()
-            else:
-                names = glob.glob(str(path), recursive=True)
-                matching = sorted(Path(name) for name in names if Path(name).is_file())
+            local = sorted(filter(Path.is_file, map(Path, glob.glob(str(path), recursive=True))))
+            matching = path.matching() if isinstance(path, RemoteFile) else local
             if not matching:
                 raise UsageError(f"no file matches {path}; give another pattern, or files by name")
             files += matching
@@ -472,13 +468,13 @@ def _describe_format(key: str) -> str:
 # --- One text file as many documents: `mjax prepare --split-documents RULE` -------------------------------------------
 
 
-def check_split_rule(rule: str) -> None:
-    """Check a rule: `blank-line` (a document ends at blank lines), or N (a document is N lines).
+def check_split_rule(rule: str | None) -> None:
+    """Check a rule: `blank-line` (a document ends at blank lines), N (a document is N lines), or None.
 
     Raises:
       UsageError: it is neither.
     """
-    if rule != BLANK_LINE and not (re.fullmatch(r"[0-9]+", rule) and int(rule) > 0):
+    if rule not in (None, BLANK_LINE) and not (re.fullmatch(r"[0-9]+", rule) and int(rule) > 0):
         fix = f"use {BLANK_LINE} for a document per paragraph, or a number such as 100"
         raise UsageError(f"--split-documents {rule} is neither {BLANK_LINE} nor a number of lines; {fix}")
 

@@ -154,13 +154,9 @@ def _hash_runs(values: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.n
 @functools.lru_cache(maxsize=4)
 def _powers(length: int) -> tuple[np.ndarray, np.ndarray]:
     """β^i and β^-i for i < length, modulo 2⁶⁴."""
-
-    def powers(base: int) -> np.ndarray:
-        factors = np.full(length, base, np.uint64)
-        factors[0] = 1
-        return np.cumprod(factors)
-
-    return powers(BASE), powers(pow(BASE, -1, 2**64))
+    factors = np.repeat(np.array([[BASE], [pow(BASE, -1, 2**64)]], np.uint64), length, axis=1)
+    factors[:, 0] = 1
+    return tuple(np.cumprod(factors, axis=1))
 
 
 def _mix_bits(values: np.ndarray) -> np.ndarray:

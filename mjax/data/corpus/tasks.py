@@ -457,11 +457,11 @@ class Interrupts:
       completion_notice: if set, signals print it and raise nothing, because the output is complete.
     """
 
-    def __init__(self):
-        self._previous_handlers: dict[signal.Signals, Any] = {}
+    completion_notice, is_delayed, _is_pending = "", False, False
 
     def __enter__(self) -> None:
         self.completion_notice, self.is_delayed, self._is_pending = "", False, False
+        self._previous_handlers: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):

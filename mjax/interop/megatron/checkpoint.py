@@ -135,10 +135,8 @@ def _open_ranks(folder: Path) -> MegatronCheckpoint:
     if not chunks:
         raise UsageError(f"{files[0, 0, 0]} has no model; give a checkpoint of Megatron")
     chunks.sort(key=lambda name: int(name.removeprefix("model") or 0))
-    shards = {
-        (chunk, *rank): _read_weights(contents[rank].get(chunk), files[rank])
-        for chunk, rank in product(chunks, contents)
-    }
+    keys = product(chunks, contents)
+    shards = {(chunk, *rank): _read_weights(contents[rank].get(chunk), files[rank]) for chunk, rank in keys}
     names = list(chain.from_iterable(shards.values()))
     kind = _detect_architecture(arguments, names, folder)
     current = {key: to_current_names(shard, kind, str(folder)) for key, shard in shards.items()}
