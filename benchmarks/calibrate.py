@@ -35,7 +35,7 @@ from mjax.config import GPTConfig
 from mjax.config.kernels import choose_kernel, gpu_capability
 from mjax.errors import UsageError
 from mjax.planner.time import Calibration, Rates, write_calibration
-from mjax.utils.figures import table
+from mjax.utils.figures import format_table
 
 # m, n, k of the layers of 345M to 8B parameters, split or not, and of their logits: forward, for inputs, for weights.
 PRODUCTS = (
@@ -334,7 +334,7 @@ def main() -> int:
         raise UsageError(f"--kinds {' '.join(arguments.kinds)} is nothing that can be measured on {kind}; leave it out")
     found, off = fitted(measurements, gpu, compute)
     rows = [(described(m), f"{1e6 * m.seconds:,.1f}", f"{o:+.1%}") for m, o in zip(measurements, off, strict=True)]
-    print(*table(("", "µs", "model"), rows), sep="\n")
+    print(*format_table(("", "µs", "model"), rows), sep="\n")
     names = ("matmul", "inner", "memory", "launch", "node", "collective")
     print(f"{gpu.name}: " + ", ".join(f"{name} {getattr(found, name):.3g}" for name in names))
     write_calibration(found, arguments.output)

@@ -26,7 +26,7 @@ from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.planner.layer import model_flops
 from mjax.step.precision import COMPUTE_TYPES
-from mjax.utils.figures import table
+from mjax.utils.figures import format_table
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,8 @@ def main() -> int:
     rows, total = measured(config, kernel, arguments.rounds)
     columns = ("kernel", "µs", "ms a step", "TFLOP/s", "GB/s")
     print(
-        *table(columns, [tuple(str(row.get(c) or row.get("failed") or "–") for c in columns) for row in rows]), sep="\n"
+        *format_table(columns, [tuple(str(row.get(c) or row.get("failed") or "–") for c in columns) for row in rows]),
+        sep="\n",
     )
     roof = (
         f"In a row they take {1e3 * total:,.1f} ms a step, so with these kernels a step has at most "

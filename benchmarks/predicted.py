@@ -40,7 +40,7 @@ from mjax.planner.time import (
     read_calibration,
     write_calibration,
 )
-from mjax.utils.figures import table
+from mjax.utils.figures import format_table
 
 # Config, sequences of a step, of a micro-batch, recomputation. All without dropout, so that attention is cuDNN's.
 CASES = (
@@ -187,7 +187,7 @@ def main() -> int:
         "error",
         "parts of the step",
     )
-    print(*table(header, rows), sep="\n")
+    print(*format_table(header, rows), sep="\n")
     print(f"{gpu.name} as {runs[0].source}; rates of {calibration.gpu}, {calibration.date or 'not measured'}")
     if arguments.write is not None:
         write_calibration(kept(calibration, runs), arguments.write)

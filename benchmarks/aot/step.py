@@ -32,7 +32,7 @@ from mjax.config import Config
 from mjax.config.bounds import Count
 from mjax.config.checks import resolve, validate
 from mjax.planner.command import check_compile, compile_step, compiler_versions
-from mjax.utils.figures import human_bytes, table
+from mjax.utils.figures import format_table, human_bytes
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ def overlap_table(rows: list[dict]) -> list[str]:
         shares = [f"{row[what] / row['bytes']:.0%}" for what in ("products", "kernels", "nothing")]
         about = row["kind"], axes_name(row["axes"]), row["dtype"]
         cells.append([*about, f"{row['calls']:,}", human_bytes(row["bytes"]), *shares])
-    return table(header, cells, left=3) if rows else ["collectives: none, on a mesh of one device"]
+    return format_table(header, cells, left=3) if rows else ["collectives: none, on a mesh of one device"]
 
 
 def kernels(launches: dict[str, dict[str, int]]) -> list[str]:
     most = sorted(launches.items(), key=lambda kernel: -kernel[1]["launches"])
     rows = [(kernel, counts["different"], f"{counts['launches']:,}") for kernel, counts in most]
-    return table(("kernels", "different", "launches a step"), rows)
+    return format_table(("kernels", "different", "launches a step"), rows)
 
 
 def times(modelled: Roofline, mfu: float) -> list[str]:
@@ -126,7 +126,7 @@ def times(modelled: Roofline, mfu: float) -> list[str]:
          f"{row.seconds / modelled.seconds:.1%}")
         for kind, row in sorted(modelled.rows.items(), key=lambda each: -each[1].seconds)
     ]  # fmt: skip
-    lines = table(("roofline of these kernels", "launches", "GB", "ms", "share"), cells)
+    lines = format_table(("roofline of these kernels", "launches", "GB", "ms", "share"), cells)
     return [*lines, f"In all {1e3 * modelled.seconds:.1f} ms a step, {mfu:.1%} MFU: a model, not measured."]
 
 

@@ -23,7 +23,7 @@ from typing import Any, TypedDict
 
 from mjax.config.plain_values import misfit, read
 from mjax.errors import PrintLine, UsageError, first_line, one_sentence
-from mjax.utils.files import make_folder, open_no_link, path_below, remove_temporary, take_lock, write_whole
+from mjax.utils.files import make_folder, open_nofollow, path_below, remove_temporary, take_lock, write_whole
 from mjax.utils.stores import is_address, to_absolute
 
 MANIFEST = "manifest.json"
@@ -79,7 +79,7 @@ def lock_folder(folder: Path, print_line: PrintLine) -> Iterator[None]:
       UsageError: another process trains here, or the lock is a link.
     """
     make_folder(folder)
-    with open_no_link(folder / ".lock", "ab") as file:
+    with open_nofollow(folder / ".lock", "ab") as file:
         if not take_lock(file, print_line):
             raise UsageError(f"{folder} is in use by another process; wait for it, or choose another folder")
         remove_temporary(folder)

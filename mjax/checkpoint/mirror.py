@@ -42,7 +42,7 @@ from mjax.checkpoint.folders import MADE_BY_ORBAX, MANIFEST, steps_in
 from mjax.checkpoint.store_lock import LOCK, StoreLock, parse_json, wait_for_release
 from mjax.errors import PrintLine, RunError, UsageError
 from mjax.utils import stores
-from mjax.utils.files import open_no_link, path_below, rename, set_aside, take_lock, write_whole
+from mjax.utils.files import open_nofollow, path_below, rename, set_aside, take_lock, write_whole
 from mjax.utils.stores import FETCHED, Store, alone, find_address, mirror_address, to_stderr, version
 
 COMMIT = "commit_success.txt"
@@ -198,7 +198,7 @@ def fetch_files(
 def is_locked(folder: Path) -> bool:
     """True if a process of this machine trains in `folder`; nothing is written."""
     try:
-        with open_no_link(folder / LOCK, "rb") as file:
+        with open_nofollow(folder / LOCK, "rb") as file:
             return not take_lock(file, lambda line: None)
     except (OSError, UsageError):
         return False

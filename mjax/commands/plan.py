@@ -28,7 +28,7 @@ from mjax.config.marks import RUN_SYNONYMS, UNPLANNED
 from mjax.config.run import check_new, write_config
 from mjax.errors import UsageError, check_options, check_picture, name_arguments
 from mjax.planner import Section
-from mjax.utils.figures import format_rows, human_bytes, table
+from mjax.utils.figures import format_rows, format_table, human_bytes
 from mjax.utils.files import cache_home
 
 
@@ -337,4 +337,6 @@ def _communication(config: Config, name: str, file: Path | None) -> Section:
     differ = any(len(set(record.counts)) > 1 for record in sends.records)
     stage = ", on the pipeline stage that sends most" if differ else ""
     about = f"Calls and bytes sent (ring algorithms) per device and step{stage}."
-    return Section("Communication", values, [*table(("axes", "source", "collective", "calls", "sent"), rows, 3), about])
+    return Section(
+        "Communication", values, [*format_table(("axes", "source", "collective", "calls", "sent"), rows, 3), about]
+    )

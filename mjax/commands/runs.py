@@ -49,7 +49,7 @@ from mjax.pictures.runs import Curve, draw_runs, smooth, smoothing_window
 from mjax.run.callbacks import KINDS, read_goodput, sum_activities
 from mjax.run.continuing import ORIGIN, read_origin
 from mjax.run.metrics import TRACKING_ID, MetricsEnd, finite_or_none, read_end, read_lines
-from mjax.utils.figures import duration, table
+from mjax.utils.figures import duration, format_table
 from mjax.utils.files import path_below, rename, resolve_parents
 from mjax.utils.stores import find_address, with_addresses
 
@@ -147,7 +147,7 @@ def list_runs(arguments: ListArguments) -> int:
         width = Console().width
         columns = [column for column in COLUMNS if width >= column[1] and any(column[2](row) for row in rows)]
         cells = [[one_sentence(cell(row)) for _, _, cell in columns] for row in rows]
-        print("\n".join(table([title for title, _, _ in columns], cells, LEFT)))
+        print("\n".join(format_table([title for title, _, _ in columns], cells, LEFT)))
     else:
         print(with_addresses(f"no runs in {arguments.runs}"))
     return 0
@@ -175,7 +175,7 @@ def show_goodput(arguments: ListArguments) -> int:
             print(json.dumps(record, ensure_ascii=False))
         return 0
     if rows:
-        print("\n".join(table(("run", "starts", "time", *KINDS.values(), "between"), rows)))
+        print("\n".join(format_table(("run", "starts", "time", *KINDS.values(), "between"), rows)))
     if unknown or not records:
         print(with_addresses(f"no goodput.json, which training writes: {', '.join(unknown) or arguments.runs}"))
     for record in records:
@@ -316,7 +316,9 @@ def _print_comparison(names: list[str], results: dict[str, dict], settings: dict
     """Print a column for each run: its results, by run, then the settings that differ, by setting."""
     rows = [(result, *(_format_value(results[name][result]) for name in names)) for result in results[names[0]]]
     rows += [(setting, *(_format_value(values[name]) for name in names)) for setting, values in settings.items()]
-    print("\n".join([*table(("", *names), rows), "", f"{len(settings) or 'no'} settings differ; curves in {figure}"]))
+    print(
+        *format_table(("", *names), rows), "", f"{len(settings) or 'no'} settings differ; curves in {figure}", sep="\n"
+    )
 
 
 class History:

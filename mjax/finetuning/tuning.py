@@ -54,7 +54,7 @@ from mjax.step.step import TrainProgram, build_program, initial_state
 from mjax.tasks.labelled import write_predictions
 from mjax.tasks.labelled_task import Batch, Examples, LabelledTask
 from mjax.tasks.scoring import TaskScorer
-from mjax.utils.figures import table
+from mjax.utils.figures import format_table
 from mjax.utils.files import copy_whole, rename, write_whole
 
 
@@ -264,7 +264,7 @@ def print_table(report: dict[str, Any], title: str) -> None:
         values = [figures[name] for figures in (*(seed["figures"] for seed in seeds), *medians)]
         rows.append((name.replace("_", " "), *(f"{value:.4f}" for value in values)))
     header = ("seed", *(seed["seed"] for seed in seeds), *("median" for _ in medians))
-    print("\n".join([title, "", *table(header, rows)]))
+    print("\n".join([title, "", *format_table(header, rows)]))
 
 
 # --- One seed: a training run that the task evaluates after each epoch ------------------------------------------------

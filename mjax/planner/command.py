@@ -38,7 +38,7 @@ from mjax.planner.search import Budget, Candidate, MemoryOf, SearchResult, Trial
 from mjax.planner.time import Calibration, part_names, run_tokens
 from mjax.step.precision import uses_float8
 from mjax.step.step import build_program
-from mjax.utils.figures import GIB, format_rows, table
+from mjax.utils.figures import GIB, format_rows, format_table
 from mjax.utils.packages import cuda_build, list_versions
 
 MAX_ROWS = 10  # of the table of a search
@@ -199,7 +199,7 @@ OPTIONAL = {"replicate": 1, "expert": 1, "context": "1", "loss chunks": "-", "ho
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     header = [name for name in rows[0] if any(row[name] != OPTIONAL.get(name) for row in rows)]
     left = {"", "parameters", "recompute", "bottlenecks"}
-    return table(header, [[row[name] for name in header] for row in rows], left)
+    return format_table(header, [[row[name] for name in header] for row in rows], left)
 
 
 def _cells(candidate: Candidate) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Program:
         jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
         self.values, self.operations = [], []
         self._views: dict[int, int] = {}
-        self.inputs = [self._new(v) for v in jaxpr.invars]
+        self.inputs = [self._add_value(v) for v in jaxpr.invars]
         self.outputs = [self._resolve_view(value) for value in self._inline(jaxpr, self.inputs)]
 
     def source(self, value: int | None) -> int | None:
@@ -94,7 +94,7 @@ class Program:
         """Shape of a value."""
         return self.values[value].shape
 
-    def _new(self, variable) -> int:
+    def _add_value(self, variable) -> int:
         self.values.append(variable.aval)
         return len(self.values) - 1
 
@@ -118,7 +118,7 @@ class Program:
             elif name == "optimization_barrier":
                 results = inputs
             else:
-                results = tuple(self._new(variable) for variable in equation.outvars)
+                results = tuple(self._add_value(variable) for variable in equation.outvars)
                 if inputs and inputs[0] is not None and self._is_view(name, inputs[0], results[0]):
                     self._views[results[0]] = inputs[0]
                 else:

@@ -68,7 +68,7 @@ from mjax.planner.memory import DTYPE_BYTES, device_weights, muon_matrices, muon
 from mjax.planner.program import Product
 from mjax.step.muon import ITERATE_IN
 from mjax.step.precision import uses_float8
-from mjax.utils.figures import format_rows, table
+from mjax.utils.figures import format_rows, format_table
 from mjax.utils.files import read_json, write_whole
 
 # Rows of a tile of experts' products.
@@ -1059,7 +1059,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "run": f"{config.train.steps:,} steps, {tokens:,} tokens: {run_seconds / 86_400:,.3g} days, "
         f"{run_seconds * devices / 3600:,.0f} GPU-hours",
     }
-    lines = [*table(("", "ms", "share"), cells), *format_rows(rows)]
+    lines = [*format_table(("", "ms", "share"), cells), *format_rows(rows)]
     return Section(f"Step time on {gpu.name} (predicted)", values, lines)
 
 

@@ -19,7 +19,7 @@ from jax.profiler import ProfileData
 
 from mjax.parallel import named_scopes
 from mjax.planner.ledger import find_source
-from mjax.utils.figures import table
+from mjax.utils.figures import format_table
 
 WINDOW = "profiled steps"  # the event that spans them
 PAUSE = "between steps"  # events within it: evaluations and saves
@@ -202,7 +202,7 @@ class Breakdown:
             (name, f"{ms:,.2f}", f"{ms / self.milliseconds:.1%}", f"{overlapped:,.2f}", f"{launches:,.0f}")
             for name, ms, overlapped, launches in rows
         ]
-        return table((title, "ms", "share", "overlapped ms", "launches"), cells)
+        return format_table((title, "ms", "share", "overlapped ms", "launches"), cells)
 
 
 def attribute_time(events: Sequence[tuple]) -> Counter:

@@ -27,7 +27,7 @@ from mjax.config.plain_values import MAX_INT
 from mjax.errors import PrintLine, UsageError, without_secrets
 from mjax.pictures.runs import Curve, curve_names, draw_experts, draw_loss
 from mjax.run.callbacks import Callback
-from mjax.utils.files import free_name, make_folder, open_no_link, put, to_disk, write_whole
+from mjax.utils.files import free_name, make_folder, open_nofollow, put, to_disk, write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -294,7 +294,7 @@ class MetricsLog(Callback):
         """Add how the model continues prompts after a step to samples.jsonl."""
         with self._warn_once("samples.jsonl"):
             file = self.folder / "samples.jsonl"
-            with open_no_link(file, "a", encoding="utf-8") as stream:
+            with open_nofollow(file, "a", encoding="utf-8") as stream:
                 for prompt, continuation in zip(prompts, continuations, strict=True):
                     record = {"step": step, "prompt": prompt, "continuation": continuation}
                     stream.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -324,7 +324,7 @@ class MetricsLog(Callback):
             lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first at {damaged[0]},"
             self._print_line(f"{file}: skipped {lines} that cannot be read; copied the file to {copy_of_damaged.name}")
         put(temporary, file)
-        self._file, self._is_torn = open_no_link(file, "ab", buffering=0), False
+        self._file, self._is_torn = open_nofollow(file, "ab", buffering=0), False
 
     def _add(self, record: Mapping[str, Any]) -> None:
         """Add a record to the curves that the pictures show."""

@@ -29,7 +29,7 @@ from mjax.data.indexed import IndexedDataset, index_file, token_file, tokenizer_
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.tasks.interface import ContextWindow, Metric, Score, read_text, split_into_windows
-from mjax.utils.figures import table
+from mjax.utils.figures import format_table
 
 
 def perplexity(nats: float) -> float:
@@ -467,4 +467,4 @@ def _format_bins(rows: list[dict[str, float | int | None]]) -> str:
         span = f"{row['first']:,}" if row["first"] == row["last"] else f"{row['first']:,} – {row['last']:,}"
         error = "" if row["standard_error"] is None else f"{row['standard_error']:.4f}"
         cells.append((span, f"{row['loss']:.4f}", error, f"{row['perplexity']:,.2f}", f"{row['tokens']:,}"))
-    return "\n".join(table(("positions", "loss", "±", "perplexity", "tokens"), cells, left=0))
+    return "\n".join(format_table(("positions", "loss", "±", "perplexity", "tokens"), cells, left=0))

@@ -30,7 +30,7 @@ def format_rows(rows: Mapping[str, Any]) -> list[str]:
     return [f"{name:<{width}}  {value}" for name, value in rows.items()]
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int | Container[str] = 1) -> list[str]:
+def format_table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int | Container[str] = 1) -> list[str]:
     """Lines of a table, with at least two spaces between columns.
 
     Args:

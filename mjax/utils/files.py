@@ -108,7 +108,7 @@ def _shorten(name: Any) -> str:
     return text if len(text) <= 100 else f"{text[:60]}…{text[-20:]}"
 
 
-def open_no_link(file: Path, mode: str, **options: Any) -> IO:
+def open_nofollow(file: Path, mode: str, **options: Any) -> IO:
     """`open` for a name that another user can predict: not through a link in place of `file`.
 
     Raises:

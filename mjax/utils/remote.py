@@ -84,7 +84,7 @@ class RemoteFile(PosixPath):
         """All files below this address; the pattern is "*"."""
         return self._make_files(self._ask(lambda: self.store.fs.find(str(self), detail=True)))
 
-    def matching(self) -> list[RemoteFile]:
+    def list_matching(self) -> list[RemoteFile]:
         """The files that this pattern matches."""
         return list(self._make_files(self._ask(lambda: self.store.fs.glob(str(self), detail=True))))
 

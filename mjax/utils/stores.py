@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mjax.errors import RunError, UsageError, join_shortened, one_sentence, without_secrets
-from mjax.utils.files import cache_home, name_problem, open_no_link, put
+from mjax.utils.files import cache_home, name_problem, open_nofollow, put
 
 T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
@@ -97,7 +97,7 @@ def to_absolute(path: Path) -> str:
 def alone(path: Path) -> Iterator[None]:
     """Lock a local copy against other processes of this machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open_no_link(path.parent / f".{zlib.crc32(path.name.encode()):08x}.fetching", "ab") as file:
+    with open_nofollow(path.parent / f".{zlib.crc32(path.name.encode()):08x}.fetching", "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

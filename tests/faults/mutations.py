@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.command import check_counts, in_one_sentence
 from mjax.checkpoint.folders import Unusable
 from mjax.errors import RunError, UsageError
-from mjax.utils.figures import table
+from mjax.utils.figures import format_table
 from tests.faults.damage import damage
 from tests.faults.mutated_files import READERS, Files, Reader
 
@@ -193,7 +193,7 @@ def main() -> int:
     columns = ["reader", "tried", "refused", "accepted", "silent", "tracebacks", "hangs"]
     totals = {name: sum(row[name] for row in rows) for name in columns[1:]}
     rows.append({"reader": "all", "worst": [], **totals})
-    print("\n".join(table(columns, [[row[name] for name in columns] for row in rows])))
+    print("\n".join(format_table(columns, [[row[name] for name in columns] for row in rows])))
     for row in rows:
         print(*(f"{row['reader']}: {line}\n" for line in row["worst"]), sep="", end="")
     return int(any(totals[name] for name in ("silent", "tracebacks", "hangs")))

@@ -361,7 +361,7 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
             files += files_inside
         elif not path.exists() and glob.has_magic(str(path)):
             local = sorted(filter(Path.is_file, map(Path, glob.glob(str(path), recursive=True))))
-            matching = path.matching() if isinstance(path, RemoteFile) else local
+            matching = path.list_matching() if isinstance(path, RemoteFile) else local
             if not matching:
                 raise UsageError(f"no file matches {path}; give another pattern, or files by name")
             files += matching
