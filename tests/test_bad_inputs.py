@@ -91,7 +91,7 @@ TRAIN_FLAGS = {
     "--train.recompute offload --train.unroll on": "offload is not supported with --train.unroll on",
     # --- the batch
     "--train.batch-rampup 504 5 100": "in whole increments; use a START below it and an INCREMENT that divides",
-    "--train.batch-rampup 4 4 100": "not a multiple of 8 (data 1 × micro-batch 8); use multiples, there and",
+    "--train.batch-rampup 4 4 100": "not a multiple of 8 (data 1 × micro-batch 8); use multiples, also as",
     "--train.batch-rampup 256 16 100000 --mesh.pipe 4 --mesh.virtual-stages 2": "272 from step 26 on, which is not a",
     # --- settings that do nothing, or that contradict
     "--optimizer.warmup-steps 300000": "must be below the 300000 steps of the schedule",
