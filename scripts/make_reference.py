@@ -88,7 +88,7 @@ def _row(flag: Any) -> tuple[str, ...]:
     default = "" if flag.default in (None, "", (), dataclasses.MISSING) else flag.default
     default = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
     name = f"`{flag.name.replace('-', '_')}`" if flag.hidden else f"`--{flag.name}`"
-    return name, values, f"`{default}`" if default else "", flag.text
+    return name, values, f"`{default}`" if default else "", flag.help_text
 
 
 # --- Configs ----------------------------------------------------------------------------------------------------------

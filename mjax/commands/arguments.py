@@ -268,7 +268,7 @@ class CleanArguments(FilterArguments):
     """Your functions of a document's text: False removes it. Also MODULE:FUNCTION."""
 
     @property
-    def short(self) -> str:
+    def too_short(self) -> str:
         """Reason for removing a short document."""
         return f"fewer than {self.min_tokens} {'tokens' if self.tokenizer else 'words'}"
 

@@ -178,7 +178,7 @@ class CleanJob(FilterJob):
 def _steps(arguments: CleanArguments) -> dict[str, list[str]]:
     """The names of the steps in the report, in order."""
     cutting = bool(arguments.decontaminate)
-    removed = [ONLY_EVALUATION_TEXT, CUT_TO_PIECES] * cutting + [arguments.short] * (arguments.min_tokens > 0)
+    removed = [ONLY_EVALUATION_TEXT, CUT_TO_PIECES] * cutting + [arguments.too_short] * (arguments.min_tokens > 0)
     removed += [f"--filter {spec}" for spec in arguments.filter]
     return {"changed": [REPAIRED] * arguments.repair + [CUT, MORE_PIECES] * cutting, "removed": removed}
 
@@ -248,7 +248,7 @@ class Cleaner:
 
     def _judge(self, document: Document, share: CleanShare, split: dict[str, str]) -> None:
         """Keep or remove a document; `split` names it where it is a piece of one."""
-        reason = self.arguments.short if self._is_short(document.text) else None
+        reason = self.arguments.too_short if self._is_short(document.text) else None
         for spec, function in self._keep:
             if reason is None and not _verdict(spec, function, document):
                 reason = f"--filter {spec}"

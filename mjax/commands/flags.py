@@ -210,7 +210,7 @@ def _example(flag: Flag) -> str:
     """A value of a flag: its default, or that of its docstring, or a form of it."""
     if flag.default not in (None, "", (), dataclasses.MISSING):
         return str(flag.default)
-    known = re.search(r"such as ([\w./-]+( \d+)*)", flag.text)
+    known = re.search(r"such as ([\w./-]+( \d+)*)", flag.help_text)
     return known[1].rstrip(".") if known else flag.form
 
 
@@ -301,7 +301,7 @@ def _translate_value(marks: Sequence, name: str, value: str) -> str | None:
 
 def _format_flag(flag: Flag, value: str, is_choice: bool) -> str:
     """A flag and its value; its meaning, where one of several has to be chosen or the value would be another."""
-    meaning = re.split(r"[.;]( |$)" if is_choice else r"\.( |$)", flag.text)[0]
+    meaning = re.split(r"[.;]( |$)" if is_choice else r"\.( |$)", flag.help_text)[0]
     needed = is_choice or not (value or flag.kind is bool)
     meaning = f" ({meaning[0].lower()}{meaning[1:]})" if needed else ""
     return f"--{flag.name}{f' {value}' if value and flag.kind is not bool else ''}{meaning}"
@@ -327,7 +327,7 @@ def _short_help(cls: type, default: object, prog: str) -> str:
     for topic, names in cls.usual.items():
         lines += ["", f"{topic}:"]
         for flag in map(known.get, names):
-            sentence = flag.text.partition(". ")[0].rstrip(".")
+            sentence = flag.help_text.partition(". ")[0].rstrip(".")
             lines += _entry(f"--{flag.name} {flag.form}".rstrip(), sentence + _format_default(cls, flag))
     return "\n".join([*lines, *_examples(cls), "", f"{len(known)} flags in all: {prog} --help-all"])
 
@@ -351,7 +351,7 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
             typed += f", --{_negative(flag.name)}"
         title = "required" if flag.default is dataclasses.MISSING else flag.name.rpartition(".")[0] or "flags"
         shown = "" if flag.kind is bool else _format_default(cls, flag)
-        sections.setdefault(title, []).extend(_entry(typed, flag.text + shown))
+        sections.setdefault(title, []).extend(_entry(typed, flag.help_text + shown))
     lines = [f"usage: {' '.join([prog, *positional.values()])} [flags]", ""]
     lines += textwrap.wrap(" ".join((cls.__doc__ or "").split()), WIDTH_OF_HELP)
     for title, entries in sections.items():
@@ -399,7 +399,7 @@ class Flag(NamedTuple):
     hidden: str
 
     @property
-    def text(self) -> str:
+    def help_text(self) -> str:
         """The docstring of the field, on one line."""
         return _field_texts(self.owner).get(self.field, "")
 

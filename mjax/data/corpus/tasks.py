@@ -587,7 +587,7 @@ class FilterJob(Job):
         """Rename the files to their final paths; returns `report` with malformed lines, output and version."""
         lines = {"documents": malformed.count, "examples": malformed.examples}
         report |= {"malformed": lines, "output": self.arguments.output, "mjax_version": __version__}
-        text = format_report(report)
+        text = report_to_json(report)
         if (self.folder / RETAINED).exists():  # else a run that was killed just before its end has renamed all
             (self.folder / "report").write_bytes(text.encode())
         self.copies_to_store = isinstance(self.arguments.output, RemoteFile)
@@ -601,7 +601,7 @@ class FilterJob(Job):
     def show(self, report: dict[str, Any]) -> None:
         """Print the report as JSON, or as a table with remarks and the names of the files."""
         if self.arguments.json:
-            print(format_report(report), end="")
+            print(report_to_json(report), end="")
             return
         output = self.arguments.output
         console = Console(soft_wrap=True, highlight=False)
@@ -633,7 +633,7 @@ def json_line(values: dict[str, Any]) -> bytes:
         return f"{json.dumps(values, default=str)}\n".encode()
 
 
-def format_report(report: dict[str, Any]) -> str:
+def report_to_json(report: dict[str, Any]) -> str:
     """JSON of the report, for its file and --json."""
     text = json.dumps(report, indent=2, ensure_ascii=False, default=_to_json_value)
     return text.encode(errors="replace").decode() + "\n"
