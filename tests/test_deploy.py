@@ -134,7 +134,7 @@ def test_processes_are_told_where_they_meet(name, tmp_path):
     ]
     said = f"{launcher} started 2 processes: mjax train joins them at {address}, this command checks one host"
     finding = check_processes(MachineInfo(environment=found[1]))
-    assert (finding.status, finding.found) == (GREEN, said)
+    assert (finding.status, finding.message) == (GREEN, said)
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

@@ -15,7 +15,7 @@ def test_every_gpu_is_found_by_all_names():
 
 
 def test_unknown_gpu_is_refused():
-    with pytest.raises(UsageError, match=r"--gpu h10 is not known \(did you mean .h100.\?\); use v100-16gb.*or b200"):
+    with pytest.raises(UsageError, match="--gpu h10 is not known; did you mean h100"):
         gpu_named("h10")
     assert find_gpu("NVIDIA GeForce RTX 4090") is None
 

@@ -24,12 +24,12 @@ from mjax.doctor.host import ON_GPU_NODE, read_driver
 from mjax.errors import first_line
 from mjax.parallel import mappings
 from mjax.parallel.mesh import make_mesh
-from mjax.step.precision import COMPUTE_TYPES
 from mjax.utils import packages
 from mjax.utils.figures import human_bytes
 
 MIN_MEMORY = 0.85  # of a GPU's memory; the rest is for CUDA, NCCL and cuDNN
 REPEATS = 10
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 # Share of the data sheet's rate that a healthy device reaches easily.
 MIN_EFFICIENCY = {"matmul": 0.6, "copy": 0.6, "all-reduce": 0.4}
 THROTTLED = "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER: is it throttled, capped, or used by someone else?"
@@ -135,7 +135,7 @@ def _multiply(device: jax.Device) -> tuple[float, float, str]:
     compute = "fp32" if device.platform == "cpu" else gpu.half_precision if gpu else "bf16"
     size = 1024 if device.platform == "cpu" else 8192
     with jax.default_device(device):
-        x = jax.random.normal(jax.random.key(0), (size, size), COMPUTE_TYPES[compute])
+        x = jax.random.normal(jax.random.key(0), (size, size), DTYPES[compute])
         weight = x / size**0.5  # so that repeated matmuls preserve the magnitude
         rate = 2 * size**3 / time_step(lambda x: x @ weight, x)
     text = f"{compute} matmul {size:,} × {size:,} on {device_name(device)}"

@@ -131,7 +131,7 @@ SENTENCES = {
         "train.batch_history is None, which is not a list of",
     ),
     "environment.json": ([{"parameters": "x"}], "[0].parameters is 'x', which is not a whole number; remove it"),
-    "init.json": ([], "the config must be an object, not []; remove it to forget"),
+    "init.json": ([], "the config must be an object, not []; remove it if you do not need"),
 }
 
 

@@ -103,7 +103,7 @@ def test_plan_counts_no_scores_of_flash():
     assert predict_memory(flash).total < 0.8 * predict_memory(xla).total
     step = predict_time(flash, gpu_named("h100"))
     assert step.error is None
-    assert step.caveats[-1] == "nobody has timed the attention kernel flash, which counts as cuDNN's here"
+    assert step.caveats[-1] == "not measured: attention kernel flash (timed as cuDNN's)"
 
 
 @pytest.mark.compiler

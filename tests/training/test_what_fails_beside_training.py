@@ -114,8 +114,8 @@ def test_picture_that_fails_is_announced_once(tmp_path, monkeypatch):
             log.draw()
         log.draw()  # there is room again
     assert said == [
-        "experts.png cannot be written (no matplotlib): training continues",
         "loss.png cannot be written ([Errno 28] No space left on device): training continues",
+        "experts.png cannot be written (no matplotlib): training continues",
     ]
     assert {"loss.png", "experts.png"} <= {file.name for file in tmp_path.iterdir()}
 
