@@ -71,7 +71,7 @@ def test_every_module_is_in_a_room():
 def test_the_house_does_not_grow():
     """New code is paid for by removed code: these limits only fall, towards 25,000 lines in 190 files."""
     files = list((ROOT / "mjax").rglob("*.py"))
-    assert sum(map(code_lines, files)) <= 26_930
+    assert sum(map(code_lines, files)) <= 26_800
     assert len(files) <= 189
 
 
@@ -110,7 +110,7 @@ def test_the_loop_fits_on_a_screen():
     """And what happens around the steps stands in callbacks."""
     for function in (loop.Run.take_steps, loop.Run._take_steps):
         assert len(inspect.getsource(function).splitlines()) <= 36
-    assert sum(map(code_lines, (ROOT / "mjax" / "run").glob("*.py"))) <= 1_960
+    assert sum(map(code_lines, (ROOT / "mjax" / "run").glob("*.py"))) <= 1_920
 
 
 def test_readme_counts_the_lines_of_the_core():
