@@ -78,7 +78,7 @@ def about(day: Day) -> None:
     """Describe this machine."""
     if shutil.which("nvidia-smi"):
         day.run("nvidia-smi", ["nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE,MEMORY"], 30)
-    day.run("packages", [PYTHON, "-c", "from mjax.utils.packages import installed; print(installed())"], 60)
+    day.run("packages", [PYTHON, "-c", "from mjax.utils.packages import list_versions; print(list_versions())"], 60)
 
 
 def doctor(day: Day) -> None:

@@ -145,7 +145,7 @@ def test_store_that_fails_is_written_by_the_next_command(server, command, monkey
 @pytest.mark.parametrize(
     ("output", "sentence"),
     [
-        ("https://127.0.0.1:1/x", "https://127.0.0.1:1/x.* is an address that is only read .* local name such as x"),
+        ("https://127.0.0.1:1/x", "https://127.0.0.1:1/x.* cannot be written .* give a local name such as x"),
         ("s3://none/x", "s3://none/x.*: there is no bucket none; create it"),
         ("s3://bucket", "s3://bucket.* is a bucket; give a name in it, such as s3://bucket.*/corpus"),
     ],

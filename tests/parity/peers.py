@@ -45,9 +45,9 @@ def outputs_of(model, ids, *arrays):
     token_types, documents = arrays
     context = ForwardContext(TokenLayout(*ids.shape), documents=documents)
     x = model.embed({"tokens": ids, "token_types": token_types}, context)
-    x = model.normed(run_blocks(model.blocks, x, context)[0])
+    x = model.head_input(run_blocks(model.blocks, x, context)[0])
     scores = context.tokens.split_sequences(model.output(x).logits(context.tokens))
-    return scores, model.order(model.pooled(x, context.tokens)[0])
+    return scores, model.order(model.pool(x, context.tokens)[0])
 
 
 def scores_of(run, *arrays):

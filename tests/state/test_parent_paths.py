@@ -57,7 +57,7 @@ def test_every_command_takes_parents_in_its_paths(base, tmp_path, monkeypatch, c
     said = capsys.readouterr()
     assert set(codes.values()) <= {0, 2}, said.err
     assert [name for name, code in codes.items() if code] == ["runs compare ../runs/chat"], said.err
-    assert "takes two or more runs" in said.err  # both are the same one
+    assert "needs two or more runs" in said.err  # both are the same one
     assert (tmp_path / "merged" / "model.safetensors").is_file()
     assert not (tmp_path / "runs" / "chat").exists()
     assert [json.loads(line)["step"] for line in said.out.splitlines() if line.startswith("{")] == [0, 10, 4]

@@ -143,7 +143,7 @@ def test_uploads_killed_at_any_instant_leave_whole_checkpoints(server, elsewhere
         address = f"{ADDRESS}-{write}"
         assert killed_at(write) == -signal.SIGKILL
         complete = marked(address)
-        unmarked += len(mirrors._steps(Store(address).files(address))) - len(complete)
+        unmarked += len(mirrors._group_by_step(Store(address).files(address))) - len(complete)
         elsewhere()
         assert sound(address) == complete
         seen |= set(complete)
@@ -151,7 +151,7 @@ def test_uploads_killed_at_any_instant_leave_whole_checkpoints(server, elsewhere
     assert unmarked > 3  # half-written ones were there
     elsewhere()
     upload(address, {}, steps=(40,))  # removes what the last one has left
-    assert set(mirrors._steps(Store(address).files(address))) == {40}
+    assert set(mirrors._group_by_step(Store(address).files(address))) == {40}
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ def test_folder_that_is_behind_is_set_aside_not_removed(server, elsewhere, tmp_p
     assert steps_in(folder / "checkpoints") == [10, 12]  # no command that reads has touched it
     assert run_to_train(ADDRESS) == folder
     aside = folder.with_name(f"{folder.name}.not-copied")
-    assert f"are kept as {stores.with_addresses(str(aside))}" in capsys.readouterr().err
+    assert f"files of it are now {stores.with_addresses(str(aside))}" in capsys.readouterr().err
     assert steps_in(aside / "checkpoints") == [10, 12]
     upload(ADDRESS, {}, steps=(20,))
     elsewhere()
@@ -442,7 +442,7 @@ def test_run_that_loses_its_lock_saves_and_ends(server, tmp_path, capsys, quick,
     assert cli.main(["train", *flags[2:]]) == 1
     output = capsys.readouterr()
     assert "trained by process 7 on elsewhere now, so this process has stopped" in output.err
-    assert "is kept on this machine as s3://bucket/runs/run.not-copied, which --run and --init take" in output.err
+    assert "it saved is on this machine as s3://bucket/runs/run.not-copied, which --run and --init take" in output.err
     (step,) = steps_in(mirror_address("s3://bucket/runs/run.not-copied") / "checkpoints")
     assert f"stopped by the loss of its lock after step {step}, which is saved" in output.out
     assert marked("s3://bucket/runs/run") == []
