@@ -1,6 +1,6 @@
 """Parsing flags with tyro, with a suggestion for an unknown flag.
 
-Users of Megatron-LM, nanoGPT or Hugging Face type the names they know. Each stands in a mark `Elsewhere` of our field
+Users of Megatron-LM, nanoGPT or Hugging Face type the names they know. Each stands in the mark `Synonyms` of our field
 and is answered with our name in one sentence, as is a field without its section (--learning-rate), in the wrong one
 (--train.learning-rate) or misspelt.
 """

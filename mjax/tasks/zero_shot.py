@@ -7,7 +7,7 @@ tokens, it is comparable across tokenizers:
     perplexity     exp(nats / tokens)
     bits per byte  nats / ln 2 / bytes of UTF-8
 
-A document longer than the model's positions is split into windows (`overlapping_windows`): adjacent, or overlapping
+A document longer than the model's positions is split into windows (`split_into_windows`): adjacent, or overlapping
 on request, which takes longer and has a lower loss. Ends of documents are never predicted, so a text has the same
 metrics as the dataset prepared from it.
 """
