@@ -133,5 +133,5 @@ def test_readme_counts_the_lines_of_the_core():
     sentence = r"([\d,]+) lines of code without comments; a dense GPT needs ([\d,]+)"
     said = re.search(sentence, PAGES["README.md"]).groups()
     assert counted == pytest.approx([int(number.replace(",", "")) for number in said], abs=20)
-    assert counted[0] <= 3_160
+    assert counted[0] <= 3_140
     assert counted[1] <= 1_800
