@@ -22,7 +22,7 @@ from mjax.commands.flags import flag_names, parse
 from mjax.commands.train import TrainArguments, choose_config, default_name
 from mjax.config import Config, axes, load_config
 from mjax.config.bounds import Count, Positive
-from mjax.config.checks import resolve, resolve_steps, validate
+from mjax.config.checks import check_type, resolve, resolve_steps, validate
 from mjax.config.kernels import attention_on_gpu
 from mjax.config.marks import RUN_SYNONYMS, UNPLANNED
 from mjax.config.run import check_new, write_config
@@ -155,6 +155,7 @@ def plan_config(config: Config, gpu: str | None = None, **options) -> dict:
     Raises:
       UsageError: as on the command line.
     """
+    check_type(config)
     check_options("plan", options, [field.name for field in fields(PlanArguments)])
     sections = plan_sections(PlanArguments(config=PYTHON_CONFIG, settings=config, gpu=gpu, **options))
     return json.loads(_to_json(sections))

@@ -23,12 +23,20 @@ from mjax.errors import UsageError, either, name_arguments
 MAX_DIVISOR = 2**16  # a config.json may contain any number: limit the search
 
 
+def check_type(config: Config) -> None:
+    """Reject what is not a `Config`, such as the name of one."""
+    if not isinstance(config, Config):
+        text = repr(config) if isinstance(config, str) else "'gpt_demo'"
+        raise UsageError(f"config is {config!r}, not a Config; give one, such as mjax.load_config({text})")
+
+
 def validate(config: Config, name: str = "this config") -> None:
     """Check a config before any device is touched.
 
     Raises:
       UsageError: one sentence naming the field, its value, what is allowed and what to type.
     """
+    check_type(config)
     check_bounds(config)
     if config.train.tokens is not None:
         raise UsageError(f"train.tokens {config.train.tokens} of {name} is not converted to steps; call resolve_steps")

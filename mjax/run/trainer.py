@@ -12,7 +12,7 @@ from mjax.checkpoint.folders import check_run_folder
 from mjax.checkpoint.mirror import local_run, run_to_train
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes
-from mjax.config.checks import check_batch_sizes, resolve_steps, validate
+from mjax.config.checks import check_batch_sizes, check_type, resolve_steps, validate
 from mjax.config.run import BLENDS
 from mjax.data.batches import BatchSource, UserBatches
 from mjax.data.sources import TrainingData
@@ -69,6 +69,7 @@ class Trainer:
         Raises:
           UsageError: with the sentence that `train.py` would print.
         """
+        check_type(config)
         if wrong := [callback for callback in callbacks if not isinstance(callback, Callback)]:
             fix = "give objects of a subclass of mjax.Callback, with on_step(run, step, metrics)"
             raise UsageError(f"callbacks has {wrong[0]!r}; {fix}")
