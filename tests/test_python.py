@@ -186,9 +186,7 @@ def test_errors_name_arguments_in_place_of_flags(run, tmp_path):
     with pytest.raises(UsageError, match=r"^mjax.plan has no argument gpus; did you mean gpu\?$"):
         mjax.plan(config, gpus="h100")
     for function in (mjax.plan, mjax.validate, lambda config: mjax.Trainer(config, tmp_path / "new")):
-        with pytest.raises(
-            UsageError, match=r"^config is 'gpt_demo', not a Config; .*load_config\('gpt_demo'\)$"
-        ):
+        with pytest.raises(UsageError, match=r"^config is 'gpt_demo', not a Config; .*load_config\('gpt_demo'\)$"):
             function("gpt_demo")
     with pytest.raises(UsageError, match=r"^mesh.model 3 does not divide heads"):
         mjax.validate(replace(config, mesh=MeshConfig(model=3)))
