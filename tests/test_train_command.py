@@ -88,6 +88,8 @@ def test_run_folder_holds_what_readme_says(uninterrupted, capsys):
     capsys.readouterr()
     run_here(uninterrupted)
     assert "all 12 steps are done" in capsys.readouterr().out
+    assert cli.main(["train", "--run", str(left), "--train.steps", "3"]) == 0
+    assert capsys.readouterr().out == "--train.steps 3 is below the 12 steps already done; nothing to do\n"
     assert losses(uninterrupted) == found
 
 

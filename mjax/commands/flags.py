@@ -64,7 +64,10 @@ OLD_FIELDS = {
     for section, names in RENAMED.items()
     for old, new in names.items()
 }
-SHORT_AXES = {"pp": "pipe", "dp": "data", "tp": "model", "cp": "context", "ep": "expert"}
+SHORT_AXES = {
+    "mesh.pp": "mesh.pipe", "mesh.dp": "mesh.data", "mesh.tp": "mesh.model", "mesh.cp": "mesh.context",
+    "mesh.ep": "mesh.expert",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,14 +133,13 @@ def parse_known(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[s
 def rename_old_flags(argv: Sequence[str], prog: str) -> list[str]:
     """Return `argv` with today's names of flags, and full names of axes; a line on stderr reports each old one."""
     command_flags = dict(pair.split("=") for pair in OLD_FLAGS.get(prog.rpartition(" ")[2], "").split())
-    axes = {f"mesh.{short}": f"mesh.{axis}" for short, axis in SHORT_AXES.items()}
-    renamed, words = axes | OLD_FIELDS | command_flags, []
+    renamed, words = SHORT_AXES | OLD_FIELDS | command_flags, []
     for word in argv:
         flag, equals, value = word.partition("=")
         typed = flag.removeprefix("--").replace("_", "-") if flag.startswith("--") else ""
         if name := renamed.get(_positive(typed)):
             name = name if typed == _positive(typed) else _negative(name)
-            if typed not in axes:
+            if typed not in SHORT_AXES:
                 print(f"note: {flag} is now --{name}; mjax 0.4 will not accept {flag}", file=sys.stderr)
             flag = f"--{name}"
         words.append(f"{flag}{equals}{value}")
