@@ -8,7 +8,7 @@
 processes of their own. One that fails or runs over its limit is ended and named, and the others go on; what --seconds
 leaves no time for is named as left out. Everything is in OUTPUT, after every command:
 
-    results.md      the tables, for docs/results/log
+    results.md      the tables, for benchmarks/log
     results.json    the same, with commands, limits and seconds
     day.log         all that was printed
     clocks.csv      clock, power, heat and memory of the GPU every half second, from nvidia-smi

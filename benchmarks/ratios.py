@@ -1,4 +1,4 @@
-"""Ratios to the best peer, and times with a goal, in one run: the table on top of docs/results/README.md.
+"""Ratios to the best peer, and times with a goal, in one run: the table on top of docs/results/index.md.
 
     python benchmarks/ratios.py
     python benchmarks/ratios.py --only step host

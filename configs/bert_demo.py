@@ -5,7 +5,7 @@ hardware     two CPU cores; 26 minutes on a loaded machine
 data         `mjax prepare --demo --output data/bert_demo --tokenizer bert-uncased --split-sentences
              --no-append-eod` (5 MB of text, 2,048 WordPieces)
 expected     on held-out text 5.18 nats per masked token, 5.90 by frequency alone; order of 67% of the pairs
-             (docs/tutorials/bert.md)
+             (docs/guides/bert.md)
 """
 
 from mjax.config import BERTConfig, CheckpointConfig, Config, DataConfig, OptimizerConfig, PrecisionConfig, TrainConfig

@@ -1,6 +1,6 @@
 """mjax: language models trained the way Megatron-LM does it, in JAX, with every collective in one readable file.
 
-The Python interface (docs/how-to/train-from-python.md). Names are imported on first use, and `import mjax` does not
+The Python interface (docs/extend/python-tour.md). Names are imported on first use, and `import mjax` does not
 import JAX.
 
     load_config(name)              a config from configs/, a .py file or a run's config.json

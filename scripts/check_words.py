@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-SKIPPED = re.compile(r"docs/results/log/|docs/reference/(commands|flags|configs|python)\.md|CHANGELOG\.md|LICENSE")
+SKIPPED = re.compile(r"benchmarks/log/|docs/reference/(commands|flags|configs|python)\.md|CHANGELOG\.md|LICENSE")
 DOCS, HELP, DOCSTRING, COMMENT, MESSAGE, TEST, COMMIT = (
     "docs", "help", "docstring", "comment", "message", "test name", "commit",
 )  # fmt: skip

@@ -279,7 +279,7 @@ def python() -> str:
     text = f"""# Python interface
 
 {GENERATED}
-The public names of `import mjax`. [Train from Python](../how-to/train-from-python.md) shows them at work.
+The public names of `import mjax`. [A tour of the Python interface](../extend/python-tour.md) shows them at work.
 """
     for name in sorted(mjax.__all__, key=str.lower):
         thing = getattr(mjax, name)
@@ -326,11 +326,11 @@ def _docstring(thing: Any) -> str:
 
 
 PAGES = {
-    "flags.md": flags,
+    "config.md": flags,
     "configs.md": configs,
-    "options-together.md": together,
+    "compatibility.md": together,
     "metrics.md": metrics,
-    "commands.md": commands,
+    "cli.md": commands,
     "python.md": python,
 }
 

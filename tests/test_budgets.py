@@ -51,7 +51,7 @@ def test_a_batch_is_followed_in_few_frames(tmp_path, monkeypatch):
     print(shown)
     page = [
         tuple(line.split()[:2])
-        for line in PAGES["docs/explanation/way-of-a-batch.md"].splitlines()
+        for line in PAGES["docs/extend/code-walkthrough.md"].splitlines()
         if line.startswith("mjax/")
     ]
     stack = [(str(Path(frame.filename).relative_to(ROOT)), frame.name) for frame in to_loss + of_step]

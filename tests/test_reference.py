@@ -19,4 +19,4 @@ def test_changed_field_makes_pages_stale(tmp_path):
     field.write_text(field.read_text().replace("clip_norm: ", "clip_norm_of_all: ", 1))
     result = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
-    assert result.stdout == ("out of date in docs/reference: flags.md; run: python scripts/make_reference.py\n")
+    assert result.stdout == ("out of date in docs/reference: config.md; run: python scripts/make_reference.py\n")

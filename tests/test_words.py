@@ -63,7 +63,7 @@ def test_planted_sentence_fails_the_check(tmp_path, monkeypatch, capsys):
     files = {
         "mjax/a.py": '"""Rows."""\n\n# dear to compute\nx = "this run is no run of mjax"  # prose: ok, a name\n',
         "README.md": "# mjax\n\nA run goes on.\n",
-        "docs/results/log/a.md": "It is refused.\n",
+        "benchmarks/log/a.md": "It is refused.\n",
         "a.ipynb": '{"cells": [\n{"cell_type": "markdown",\n"source": [\n"One.\\n",\n"It is refused."\n]}]}',
     }
     for name, text in files.items():

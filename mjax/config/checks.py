@@ -159,7 +159,7 @@ def check_offload(config: Config) -> None:
     offload, pipe = "--train.recompute offload is not supported with", config.mesh.pipe
     if pipe > 1:
         raise UsageError(f"{offload} --mesh.pipe {pipe} (stages save activations by slot); use --train.recompute full")
-    # For H100s XLA put all copies to the host into the backward pass (docs/results/log/2026-11-25-host-memory.md).
+    # For H100s XLA put all copies to the host into the backward pass (benchmarks/log/2026-11-25-host-memory.md).
     late = "(without a loop over the layers, XLA copies to the host too late)"
     raise UsageError(f"{offload} --train.unroll on {late}; remove one of the two")
 

@@ -116,7 +116,7 @@ def sampling_mask(logits: Array, top_k: Array, top_p: Array) -> Array:
 # --- Weights of inference, layer by layer -----------------------------------------------------------------------------
 #
 # For every token a loop over layers would copy its slices of the stacks: all weights, and the whole cache. Here each
-# layer is sliced once (docs/results/log/2026-11-28-generation.md).
+# layer is sliced once (benchmarks/log/2026-11-28-generation.md).
 
 
 def inference_weights(config: Config, layout: Layout, model: CausalModel) -> CausalModel:

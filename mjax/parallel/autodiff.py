@@ -2,7 +2,7 @@
 
 XLA decides when each operation runs, merges matmuls and drops rounding. `optimization_barrier` is the only place with a
 barrier of XLA: none of its values is used before all are computed. Numbers are of programs compiled for H100s
-(docs/results/log, of the date given).
+(benchmarks/log, of the date given).
 
     barrier in                    without it XLA                                      measured
     rematerialize                 stores what the backward pass computes again        gpt_1b: 132 ms, else 168 (11-23)

@@ -444,7 +444,7 @@ class FrameworkModel:
       gradient_bytes: per element of the gradient all-reduce.
       accumulate_bytes: read and written per weight when the gradients of a micro-batch are accumulated.
       optimizer_bytes: read and written per weight by norm and clipping, Adam and the cast to the compute dtype: of mjax
-        2, 26 and 6, read from programs compiled for H100s (docs/results/log).
+        2, 26 and 6, read from programs compiled for H100s (benchmarks/log).
       splits_messages: each rank of `model` sends its part of an activation to the next stage, which gathers it (arXiv
         2104.04473, section 4.1), with sequence parallelism or without.
       sums_stacks: it all-reduces the gradients of each stack of layers as one array, after all micro-batches.
@@ -472,7 +472,7 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
     Without sequence parallelism XLA decides: jax 0.10 overlaps the all-reduce with the product, 0.11 does not; and
     0.11 copies into the stacks of a loop during the products. FSDP's all-gathers and reduce-scatters run during the
     layers. Without ZeRO and a loop over layers the all-reduces of the only micro-batch run during the wgrad matmuls.
-    XLA has one collective in flight, so none of these overlaps those over `model` (docs/results/log).
+    XLA has one collective in flight, so none of these overlaps those over `model` (benchmarks/log).
     """
     newer = version >= (0, 11)
     if config.mesh.splits_tokens:
