@@ -87,7 +87,7 @@ def experts_tiles() -> Drawing:
 
 
 def experts_capacity() -> Drawing:
-    """What a capacity drops, and the same rows without one."""
+    """Rows that a capacity drops, and the same rows without one."""
     drawing = Drawing(640, 232, "A capacity of three rows per expert drops three of twelve assignments")
     counts = [sum(expert in experts for experts in ASSIGNMENTS) for expert in range(4)]
     for panel, (label, capacity) in enumerate((("capacity 3 (not in mjax)", 3), ("dropless (mjax)", 99))):

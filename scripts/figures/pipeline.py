@@ -125,7 +125,7 @@ def pipeline_memory() -> Drawing:
 
 
 def _boxes(schedule: PipelineSchedule, unit: float) -> list[list[tuple]]:
-    """Of each stage, its passes (begin, width, kind, micro-batch, chunk) in order of time, in lock-step."""
+    """Passes of each stage (begin, width, kind, micro-batch, chunk) in order of time, in lock-step."""
     kinds = (("F", schedule.forward, unit), ("B", schedule.backward, 2 * unit))
     rows: list[list[tuple]] = [[] for _ in range(schedule.stages)]
     time = float(LEFT)
