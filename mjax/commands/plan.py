@@ -28,7 +28,7 @@ from mjax.config.marks import RUN_SYNONYMS, UNPLANNED
 from mjax.config.run import check_new, write_config
 from mjax.errors import UsageError, check_options, check_picture, name_arguments
 from mjax.planner import Section
-from mjax.utils.figures import format_rows, format_table, human_bytes
+from mjax.utils.figures import format_rows
 from mjax.utils.files import cache_home
 
 
@@ -320,24 +320,15 @@ def _communication(config: Config, name: str, file: Path | None) -> Section:
         from mjax.pictures.plan import draw_communication
 
         draw_communication(sends.bytes_by_source(), file, name)
-    by_axis = sends.bytes_by_axis()
     values = {
-        "bytes_by_axis": {axes_name(over): sent for over, sent in by_axis.items()},
+        "bytes_by_axis": {axes_name(axes): sent for axes, sent in sends.bytes_by_axis().items()},
         "collectives": sends.count,
         "bytes": sends.sent,
         "records": [record.values() for record in sends.records],
     }
     if not sends.records:
         return Section("Communication", values, ["none, on a mesh of one device"])
-    rows = []
-    for over in sorted(by_axis, key=by_axis.get, reverse=True):
-        on_axes = sends.filter_axes(*over)
-        for (source, operation), part in on_axes.group_by("source", "operation").items():
-            rows.append((axes_name(over), source, operation, f"{part.count:,}", human_bytes(part.sent)))
-        rows.append((axes_name(over), "total", "", f"{on_axes.count:,}", human_bytes(on_axes.sent)))
     differ = any(len(set(record.counts)) > 1 for record in sends.records)
     stage = ", on the pipeline stage that sends most" if differ else ""
     about = f"Calls and bytes sent (ring algorithms) per device and step{stage}."
-    return Section(
-        "Communication", values, [*format_table(("axes", "source", "collective", "calls", "sent"), rows, 3), about]
-    )
+    return Section("Communication", values, [*str(sends).splitlines(), about])
