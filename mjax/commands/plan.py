@@ -28,7 +28,7 @@ from mjax.config.marks import RUN_SYNONYMS, UNPLANNED
 from mjax.config.run import check_new, write_config
 from mjax.errors import UsageError, check_options, check_picture, name_arguments
 from mjax.planner import Section
-from mjax.utils.figures import format_rows, format_table, human_bytes
+from mjax.utils.figures import format_rows
 from mjax.utils.files import cache_home
 
 
@@ -329,30 +329,26 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
 def _communication(config: Config, name: str, file: Path | None) -> Section:
     """The collectives of the traced step by axis and source, plotted into `file`."""
     from mjax.planner.ledger import axes_name, ledger
+    from mjax.utils.figures import human_bytes
 
     sends = ledger(config)
     if file is not None:
         from mjax.pictures.plan import draw_communication
 
         draw_communication(sends.bytes_by_source(), file, name)
-    by_axis = sends.bytes_by_axis()
     values = {
-        "bytes_by_axis": {axes_name(over): sent for over, sent in by_axis.items()},
+        "bytes_by_axis": {axes_name(axes): sent for axes, sent in sends.bytes_by_axis().items()},
         "collectives": sends.count,
         "bytes": sends.sent,
         "records": [record.values() for record in sends.records],
     }
     if not sends.records:
         return Section("Communication", values, ["none, on a mesh of one device"])
-    rows, order = [], sorted(by_axis, key=by_axis.get, reverse=True)
-    for over in order:
-        on_axes = sends.filter_axes(*over)
-        for (source, operation), part in on_axes.group_by("source", "operation").items():
-            rows.append((axes_name(over), source, operation, f"{part.count:,}", human_bytes(part.sent)))
-        rows.append((axes_name(over), "total", "", f"{on_axes.count:,}", human_bytes(on_axes.sent)))
     differ = any(len(set(record.counts)) > 1 for record in sends.records)
     stage = ", on the pipeline stage that sends most" if differ else ""
     about = f"Calls and bytes sent (ring algorithms) per device and step{stage}."
-    answer = ", ".join(f"{human_bytes(by_axis[over])} over {axes_name(over)}" for over in order[:3])
-    table = format_table(("axes", "source", "collective", "calls", "sent"), rows, 3)
-    return Section("Communication", values, [*table, about], {"sends": f"{answer}, per device and step"})
+    largest = sorted(sends.bytes_by_axis().items(), key=lambda item: -item[1])[:3]
+    answer = ", ".join(f"{human_bytes(sent)} over {axes_name(axes)}" for axes, sent in largest)
+    return Section(
+        "Communication", values, [*str(sends).splitlines(), about], {"sends": f"{answer}, per device and step"}
+    )

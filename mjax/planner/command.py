@@ -24,7 +24,7 @@ from jax.experimental.topologies import get_topology_desc
 
 from mjax.cluster.hardware import Gpu, gpu_named
 from mjax.cluster.launch import host_memory
-from mjax.config import Config, MeshConfig
+from mjax.config import Config, MeshConfig, with_values
 from mjax.config.axes import PIPE, describe_mesh
 from mjax.config.batch_size import format_tokens
 from mjax.config.checks import can_run_layers, validate
@@ -138,7 +138,7 @@ def enough_devices(
     """
     thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.virtual_stages": 1}
     fixed = {name: value for name, value in thrifty.items() if name not in fix}
-    small, count = search.with_values(config, fixed), 2 * devices
+    small, count = with_values(config, fixed), 2 * devices
     while count <= MAX_DEVICES:
         if any(memory_of(way).fits(capacity) for way in search.candidates(small, count, {*fix, *fixed})):
             return count
@@ -501,7 +501,7 @@ def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, na
     modes = {}
     for split in (False, True) if config.mesh.model > 1 else (False,):
         for recompute in search.RECOMPUTE:
-            changed = search.with_values(config, {"mesh.sequence_parallel": split, "train.recompute": recompute})
+            changed = with_values(config, {"mesh.sequence_parallel": split, "train.recompute": recompute})
             if can_run_layers(changed):
                 modes[recompute + ", sequence parallel" * split] = predict_memory(changed).parts
     heading = f"Memory per device by recomputation mode{', ' * bool(name)}{name}"

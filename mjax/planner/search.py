@@ -38,7 +38,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, get_args
 
 from mjax.cluster.hardware import Gpu
-from mjax.config import Config, MeshConfig, axes, marks, to_flag
+from mjax.config import Config, MeshConfig, axes, marks, to_flag, with_values
 from mjax.config.axes import shards
 from mjax.config.batch_size import BatchSizes, format_tokens
 from mjax.config.checks import can_run_layers, clip_warmup, validate
@@ -303,14 +303,6 @@ def sort_key(candidate: Candidate) -> tuple:
 def field_value(config: Config, name: str) -> Any:
     """The field with a dotted name: mesh.pipe."""
     return attrgetter(name)(config)
-
-
-def with_values(config: Config, values: dict[str, Any]) -> Config:
-    """`config` with other values for the fields with these dotted names."""
-    for name, value in values.items():
-        section, field = name.split(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
-    return config
 
 
 # --- The cheapest change that fits ------------------------------------------------------------------------------------
