@@ -244,7 +244,7 @@ def _open_generator(
 ) -> tuple[OpenRun, Generator, CausalModel]:
     """A run, what reads and continues texts with it, and its weights for that."""
     if isinstance(run, OpenRun) and (step is not None or mesh is not None):
-        raise UsageError("step and mesh of an opened run are those of open_run; leave them out")
+        raise UsageError("step and mesh are already set for an opened run; pass them to open_run")
     read_run(run.folder if isinstance(run, OpenRun) else Path(run), True, "which predicts no next token")
     opened = run if isinstance(run, OpenRun) else open_run(run, step, mesh)
     generator = Generator(inference_config(opened.config, opened.shape, compute=compute), opened.mesh)
