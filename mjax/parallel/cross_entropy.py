@@ -3,8 +3,8 @@ these logits (arXiv 1909.08053, section 3).
 
     −log softmax(x Eᵀ)[label] = log Σ_j exp(x · E_j − m) + m − x · E_label,     m = max_j x · E_j
 
-Only m, the sum of total and the label's logit are communicated over the model axis: three numbers per token
-instead of v. The logits [t, v / p] are in memory, and so is their gradient; `chunked_cross_entropy.py` stores neither.
+Only m, the sum of total and the label's logit are communicated over the model axis: three numbers per token instead of
+v. The logits [b·s, v / t] and their gradient are in memory; `chunked_cross_entropy.py` stores neither.
 """
 
 from __future__ import annotations

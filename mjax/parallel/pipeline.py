@@ -215,7 +215,7 @@ class _Stage:
         return y, write_slot(outputs, slot["output"], y), residuals, tree_add(aux, means)
 
     def _backward(self, slot: dict, outputs: Array, residuals: list[Array], received: Array, sums: _Sums):
-        """B: return the gradient of the stage's input, and add those of weights to the sums."""
+        """B: return the gradient of the stage's input, and add the weight gradients to the sums."""
         micro_batch = self.micro_batch(slot)
         residuals = [buffer[slot["residual"]] for buffer in residuals]
 
@@ -255,9 +255,11 @@ class _Stage:
         return *jax.eval_shape(forward, self.chunk({"chunk": 0}), self.message), *programs
 
     def _differentiate(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array):
-        """The stream after the layers, their parts of means, and the derivative of both in two parts: the residuals;
-        and the backward program, the structure of the result of `jax.vjp` and for each of its leaves the index of a
-        weight (None: a residual)."""
+        """Return the residual stream after the layers, their parts of means, and the derivative of both.
+
+        The derivative has two parts: the residuals, and the backward program, which is the structure of the result of
+        `jax.vjp` and for each of its leaves the index of a weight (None: a residual).
+        """
         trainable, frozen = partition_trainable(chunk)
 
         def layers(trainable, x):
@@ -279,7 +281,7 @@ class _Stage:
         return jax.tree.unflatten(structure, leaves)((dy, dmeans))
 
     def _add_to_chunk(self, sums: Weights, new: Weights, slot: dict) -> Weights:
-        """Add the gradients of one chunk to those of the stage."""
+        """Add one chunk's gradients to the stage's gradients."""
         if self.schedule.chunks == 1:
             return tree_add(sums, new)
         index = slot["chunk"]

@@ -179,7 +179,7 @@ def attend_over_context(
       q, k, v: with this rank's positions, and its heads of `model`; keys and values may have fewer.
       mask: with the slopes of these heads, and documents of whole sequences.
       kernel: as for `attend`.
-      tokens: these positions, and how to attend to those of other ranks.
+      tokens: these positions, and how to attend to other ranks' positions.
     """
     if tokens.context_attention == "ulysses":
         local, slopes = q.shape[HEADS] // mappings.size(CONTEXT), mask.slopes

@@ -20,10 +20,10 @@
 
 The weight multiplies before C_e, as in megatron-core, which is the same sum, and the rows after it need not be saved.
 
-**Experts on several devices** (`--mesh.expert`). An all-to-all would send a token only to the ranks that have one of
-its k experts, but a rank may have to take all tokens of all ranks: a buffer that can hold them is as large as that of
+**Experts on several devices** (`--mesh.expert`). An all-to-all would send a token only to the ranks that hold one of
+its K experts, but in the worst case one rank receives all tokens of all ranks. A buffer for this case is as large as
 the gathered tokens, and a smaller one drops tokens. So tokens are gathered, and their results are summed by a
-reduce-scatter: both are exact, and a token is sent to all other ranks of `expert`, rather than to k at most. Where
+reduce-scatter: both are exact, and a token is sent to all other ranks of `expert`, rather than to K at most. Where
 experts fit on a device, leave `expert` at 1: only weights and their gradients are sent then.
 """
 
@@ -53,7 +53,7 @@ from mjax.parallel.weights import COLUMNS, EXPERT, IN, OUT, PART, ROWS, make_par
 
 
 class Experts(nnx.Module):
-    """E gated MLPs of which each token takes k, and a shared one that all take."""
+    """E gated MLPs, K of them per token, and a shared MLP for all tokens."""
 
     def __init__(self, key: Array, config: ExpertsConfig, dtype):
         router, up, down, shared = jax.random.split(key, 4)
