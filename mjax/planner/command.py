@@ -54,7 +54,7 @@ def run_search(
       config: valid except for the searched fields.
       name: of the config, or of its file.
       devices, gpu, calibration: the number of GPUs, each of them, and its rates.
-      fix: fields that stay as they are.
+      fix: fields that the search does not change.
 
     Raises:
       UsageError: there is no candidate, or none fits.
