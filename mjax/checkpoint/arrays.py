@@ -201,11 +201,7 @@ def check_fits(
 
 
 def check_types(step: int, arrays: dict[str, jax.Array], wanted: dict[str, Any]) -> None:
-    """Reject arrays that were read with another dtype than that of `wanted`.
-
-    Raises:
-      RunError: float64 came back as float32.
-    """
+    """Reject arrays with a dtype that differs from `wanted`."""
     # Orbax reads in separate threads, where a float64 mode that this thread entered as a context is off.
     for name, leaf in wanted.items():
         if arrays[name].dtype != leaf.dtype:

@@ -406,7 +406,7 @@ def _card(arguments: ToHfArguments, family: Family, model: ModelConfig, size: in
 
 
 def _load_run_tokenizer(run: Path, flag: str | None) -> Tokenizer | None:
-    """The tokenizer of an export: that of the run, the given one, or none."""
+    """The tokenizer of an export: the run's, the given one, or none."""
     if flag is not None:
         return None if flag == "none" else load_tokenizer(flag)
     stored = run / "tokenizer"

@@ -69,10 +69,10 @@ class Record:
         it is not finite.
       labels: number of labels of the batch that count, if some do not; absent otherwise.
       checkpoint_blocked_seconds: for how long the checkpoint before this step blocked the loop; absent without one.
-      metrics, val_metrics: other means of the model, such as the parts of a BERT's loss; separate keys in the record,
-        those of an evaluation with the prefix val_.
+      metrics, val_metrics: other means of the model, such as the parts of BERT's loss; separate keys in the record, in
+        val_metrics with the prefix val_.
       arrays: for a mixture its expert_shares [l, E], the share of each expert in the assignments of its layer. They are
-        too long for a line of each step: those of the last record are in experts.json.
+        too long for a line of each step: experts.json has the last record's arrays.
     """
 
     step: int
@@ -234,7 +234,7 @@ class MetricsLog(Callback):
       step: the step the run continues from; later lines belong to an abandoned continuation and are dropped.
       log: names the other trackers; None: no others.
       print_line: called with one line about each damage or failure.
-      metrics: those of the model (`ModelConfig.metrics`), which loss.png shows.
+      metrics: the model's metrics (`ModelConfig.metrics`), which loss.png shows.
     """
 
     def __init__(
@@ -389,9 +389,9 @@ class MetricsLog(Callback):
 class _EventFile:
     """TensorBoard's event file.
 
-    It is a sequence of records, each with its length and checksums, and a record is a protocol buffer, `Event` of
-    tensorboard/compat/proto/event.proto. tensorboardX writes the same, but imports torch and boto3 where they are
-    installed, which takes seconds.
+    It is a sequence of records, each with its length and checksums. A record is a protocol buffer, `Event` of
+    tensorboard/compat/proto/event.proto. The package tensorboardX writes the same, but imports torch and boto3 where
+    they are installed, which takes seconds.
     """
 
     def __init__(self, folder: Path, first: int):
