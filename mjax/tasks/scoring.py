@@ -1,9 +1,9 @@
 """Batches through a trained model: one program on the mesh, under any parallelism, for every task.
 
-It is the evaluation step with a head of the task (`RowScorer.head`), which computes some numbers for each row: for a
-window of text the loss and the correctness of each label, for a labelled example its logits. Each micro-batch writes
-its rows into an array of zeros at the indices of its samples, and one sum over all axes combines the rows of a batch:
-under any parallelism, including a pipeline, every device has all rows at the end.
+It is the evaluation step with a head of the task (`RowScorer.head`), which computes some numbers for each row. For a
+window of text these are the loss and the correctness of each label, for a labelled example its logits. Each micro-batch
+writes its rows into an array of zeros at the indices of its samples. One sum over all axes combines the rows of a
+batch, so under any parallelism, including a pipeline, every device has all rows at the end.
 
 A batch of windows is padded on the right to one width, and only the unmasked labels are read from the result. Causal
 attention never reads the padding after a token. There is one compiled program per width in use, which reads the first
@@ -284,7 +284,7 @@ def row_specs(batch: dict[str, Array | np.ndarray], width: int) -> dict[str, P]:
 
 
 def to_devices(batch: dict[str, np.ndarray], mesh: Mesh, width: int) -> dict[str, Array]:
-    """Shard the arrays of a batch, of which every process has all rows."""
+    """Shard the arrays of a batch; every process has all rows."""
     return {
         name: jax.make_array_from_callback(batch[name].shape, NamedSharding(mesh, spec), batch[name].__getitem__)
         for name, spec in row_specs(batch, width).items()
