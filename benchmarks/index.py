@@ -3,7 +3,7 @@
     python benchmarks/index.py
 
 Everything is synthetic: documents of log-normal lengths without their tokens (a sparse file of zeros), so nothing is
-downloaded and a billion tokens take no disk space. Each contender runs in a process of its own, whose peak anonymous
+downloaded and a billion tokens take no disk space. Each contender runs in a separate process, whose peak anonymous
 memory is reported: pages of memory-mapped files are excluded. Seconds are CPU time of one thread, which is wall time on
 an idle machine. Contenders alternate; the fastest round counts. Their results must be equal byte for byte, or the exit
 code is 1.

@@ -21,9 +21,9 @@ BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"
 def draw_scaling(file: Path | BinaryIO) -> None:
     """Draw three panels into `file`, in the format of its suffix (png, pdf, svg); a stream gets a PNG.
 
-    Speed of 1.7 to 1,008 billion parameters on 32 to 3,072 A100s (arXiv 2104.04473, table 1); weak scaling on V100s
-    (arXiv 1909.08053, figure 5); and every published step time over its prediction, with those of arXiv 2205.05198,
-    table 5, to which the same two rates are fitted.
+    The first panel shows the speed of 1.7 to 1,008 billion parameters on 32 to 3,072 A100s (arXiv 2104.04473, table 1).
+    The second shows weak scaling on V100s (arXiv 1909.08053, figure 5). The third shows every published step time over
+    its prediction, including arXiv 2205.05198, table 5, to which the same two rates are fitted.
     """
     figure = Figure(figsize=(14.5, 4.6), dpi=120, layout="constrained")
     speed, scaling, all_runs = figure.subplots(1, 3)

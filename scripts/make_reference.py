@@ -49,7 +49,7 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def flags() -> str:
-    """Every field of the config by section, then those of each kind of model."""
+    """Every field of the config by section, then the fields of each kind of model."""
     text = f"""# Flags and config fields
 
 {GENERATED}
@@ -308,7 +308,7 @@ def _signature(name: str, thing: Any) -> str:
 
 
 def _docstring(thing: Any) -> str:
-    """Google's sections as headed lists; indented code as it is."""
+    """Google's sections as headed lists; indented code unchanged."""
     lines, shown = (inspect.getdoc(thing) or "").split("\n"), []
     section = False
     for line in lines:
