@@ -179,6 +179,7 @@ def test_command_of_page_is_understood(page, words, monkeypatch):
     if command == "lm-eval":  # its flags are the harness's
         assert "--run" in argv or argv[argv.index("--model") + 1] == "mjax"
     elif command == "train" and "--run" not in argv:
+        argv = [re.sub(r"^runs/\w+/config\.json$", "smollm2_135m", word) for word in argv]  # of an imported model
         chosen = choose_config(argv)
         settings = tyro.cli(TrainArguments, args=argv, default=chosen).settings
         mock = replace(settings, data=DataConfig(mock=True))
