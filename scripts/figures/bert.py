@@ -29,7 +29,9 @@ def bert_sample() -> Drawing:
     for center, word in ((centers[2], "city"), (centers[8], "three")):
         drawing.arrow((center, 94), (center, 60), "orange")
         drawing.text(center, 44, f"“{word}”?", size=16, anchor="middle", color="orange", bold=True)
-    drawing.text((centers[2] + centers[8]) / 2, 18, "masked tokens: predicted from both sides", size=15, anchor="middle")
+    drawing.text(
+        (centers[2] + centers[8]) / 2, 18, "masked tokens: predicted from both sides", size=15, anchor="middle"
+    )
     drawing.arrow((centers[0], 134), (centers[0], 206), via=[])
     drawing.text(centers[0] + 12, 206, "sentence order: are the two segments swapped?", size=15)
     return drawing
