@@ -1,6 +1,6 @@
 """Generation with a cache: reading whole prompts, and one more token of each sequence.
 
-    all_logits   whole texts                 → logits after every position
+    read_texts   whole texts                 → logits after every position, or the log-probability of the next token
     prefill      prompts, in one forward     → logits after each prompt, and the cache
     decode       one token of each sequence  → logits after it, and the cache with one more slot
 
@@ -13,13 +13,14 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
-from mjax.models.protocol import ForwardContext
+from mjax.models.protocol import ForwardContext, Model
 from mjax.parallel import mappings
+from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.reductions import accumulation_dtype
 from mjax.parallel.token_layout import ContextAttention, TokenLayout
 
@@ -48,18 +49,31 @@ class Cache(NamedTuple):
     slots: Int[Array, " S"]
 
 
-def all_logits(
-    model: CausalModel, ids: Int[Array, "b s"], layers: Layers, context_attention: ContextAttention | None = None
-) -> Float[Array, "b s v"]:
-    """Logits of the next token after every position of whole texts, as `prefill` reads them; replicated over
-    `model` and `context`."""
+def read_texts(
+    model: CausalModel,
+    ids: Int[Array, "b s"],
+    layers: Layers,
+    context_attention: ContextAttention | None = None,
+    log_probs: bool = False,
+) -> Float[Array, "b s ..."]:
+    """Logits of the next token after every position of whole texts [b, s, v], as `prefill` reads them; replicated over
+    `model` and `context`. With `log_probs` that of the next id instead, [b, s]: no rank gathers the logits."""
     x, tokens, _ = _run_layers(model, ids, jnp.full(len(ids), ids.shape[1]), ids.shape[1], layers, context_attention)
-    logits = tokens.split_sequences(mappings.all_gather_invariant(model.logits(x, tokens), MODEL, -1))
-    if context_attention:  # each rank has some of the positions
-        all_rows = jnp.zeros((*ids.shape, logits.shape[-1]), logits.dtype)
-        all_rows = mappings.vary(all_rows, mappings.varying_axes(logits)).at[:, tokens.position_ids()].set(logits)
-        logits = mappings.psum(all_rows, frozenset({CONTEXT}))
-    return logits
+    logits = model.logits(x, tokens)
+    if not log_probs:
+        return gather_texts(mappings.all_gather_invariant(logits, MODEL, -1), tokens)
+    labels = jnp.roll(ids, -1, axis=1)[:, tokens.position_ids()]
+    return gather_texts(-vocab_parallel_cross_entropy(logits, labels.reshape(-1)), tokens)
+
+
+def gather_texts(rows: Shaped[Array, " bs *dims"], tokens: TokenLayout) -> Shaped[Array, "b S *dims"]:
+    """The rows of whole texts, replicated over `context`, from this rank's positions."""
+    rows = tokens.split_sequences(rows)
+    if tokens.context_attention is None:
+        return rows
+    every = jnp.zeros((len(rows), tokens.global_positions, *rows.shape[2:]), rows.dtype)
+    every = mappings.vary(every, mappings.varying_axes(rows)).at[:, tokens.position_ids()].set(rows)
+    return mappings.psum(every, frozenset({CONTEXT}))
 
 
 def prefill(
@@ -106,11 +120,21 @@ def _run_layers(
     context_attention: ContextAttention | None,
 ) -> tuple[Float[Array, "t h"], TokenLayout, Any]:
     """This rank's rows of whole texts after the layers, their layout, and the cache with them."""
-    ranks = mappings.size(CONTEXT) if context_attention else 1
-    context = ForwardContext(TokenLayout(ids.shape[0], ids.shape[1] // ranks, context_attention=context_attention))
-    x = model.embed({"tokens": ids[:, context.tokens.position_ids()]}, context)
-    x, cached = layers.decode(x, context, layers.empty_cache(len(ids), slots // ranks, x.dtype), lengths)
+    x, context = embed_texts(model, ids, context_attention)
+    slots = slots * context.tokens.positions // ids.shape[1]
+    x, cached = layers.decode(x, context, layers.empty_cache(len(ids), slots, x.dtype), lengths)
     return x, context.tokens, cached
+
+
+def embed_texts(
+    model: Model, ids: Int[Array, "b s"], context_attention: ContextAttention | None, documents: Array | None = None
+) -> tuple[Float[Array, "t h"], ForwardContext]:
+    """This rank's rows of whole texts before the first layer, and their context."""
+    ranks = mappings.size(CONTEXT) if context_attention else 1
+    tokens = TokenLayout(ids.shape[0], ids.shape[1] // ranks, context_attention=context_attention)
+    context = ForwardContext(tokens, documents=documents)
+    ids = ids[:, tokens.position_ids()]
+    return model.embed({"tokens": ids, "token_types": jnp.zeros_like(ids)}, context), context
 
 
 def decode(
