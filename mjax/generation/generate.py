@@ -33,7 +33,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from mjax.config import Config
 from mjax.config.axes import CONTEXT, MODEL, PIPE
@@ -49,7 +49,9 @@ from mjax.models.parts.attention import Attention
 from mjax.models.protocol import ForwardContext
 from mjax.models.stack import iterate_runs, map_stacks
 from mjax.parallel import mappings
+from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.pipeline import pipeline_decode
+from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.zero import Storage, gather_for_inference, layer_gather
 from mjax.step.layout import Layout, build_layout
 from mjax.step.precision import COMPUTE_TYPES
@@ -326,8 +328,13 @@ def _read(
     """
     layers, model = list_layers(config, layout, weights), config.model
     if program in ("logits", "log_probs"):
-        rows = decoding.read_texts(weights, ids, layers, config.context_attention, program == "log_probs")
-        return rows[..., : model.vocabulary] if program == "logits" else rows
+        whole = jnp.full(len(ids), ids.shape[1])
+        x, tokens, _ = decoding.run_layers(weights, ids, whole, ids.shape[1], layers, config.context_attention)
+        rows = weights.logits(x, tokens)
+        if program == "log_probs":
+            labels = jnp.roll(ids, -1, axis=1)[:, tokens.position_ids()]
+            return _gather_texts(-vocab_parallel_cross_entropy(rows, labels.reshape(-1)), tokens)
+        return _gather_texts(mappings.all_gather_invariant(rows, MODEL, -1), tokens)[..., : model.vocabulary]
     padding = None if model.causal else (jnp.arange(ids.shape[1]) >= lengths[:, None]).astype(jnp.int32)
     x, context = decoding.embed_texts(weights, ids, config.context_attention, padding)
     arrays = [x] if program == "hidden_states" else []
@@ -345,7 +352,17 @@ def _read(
     rows = jnp.stack(arrays, 1)
     if program == "attention_weights":
         rows = mappings.all_gather_invariant(rows, MODEL, 2)
-    return decoding.gather_texts(rows, context.tokens)
+    return _gather_texts(rows, context.tokens)
+
+
+def _gather_texts(rows: Shaped[Array, " bs *dims"], tokens: TokenLayout) -> Shaped[Array, "b S *dims"]:
+    """The rows of whole texts, replicated over `context`, from this rank's positions."""
+    rows = tokens.split_sequences(rows)
+    if tokens.context_attention is None:
+        return rows
+    every = jnp.zeros((len(rows), tokens.global_positions, *rows.shape[2:]), rows.dtype)
+    every = mappings.vary(every, mappings.varying_axes(rows)).at[:, tokens.position_ids()].set(rows)
+    return mappings.psum(every, frozenset({CONTEXT}))
 
 
 def _attend_and_record(arrays: list[Array], attention: Attention, x: Array, context: ForwardContext) -> Array:

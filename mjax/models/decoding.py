@@ -1,6 +1,5 @@
 """Generation with a cache: reading whole prompts, and one more token of each sequence.
 
-    read_texts   whole texts                 → logits after every position, or the log-probability of the next token
     prefill      prompts, in one forward     → logits after each prompt, and the cache
     decode       one token of each sequence  → logits after it, and the cache with one more slot
 
@@ -13,14 +12,13 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
 from mjax.models.protocol import ForwardContext, Model
 from mjax.parallel import mappings
-from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.reductions import accumulation_dtype
 from mjax.parallel.token_layout import ContextAttention, TokenLayout
 
@@ -49,33 +47,6 @@ class Cache(NamedTuple):
     slots: Int[Array, " S"]
 
 
-def read_texts(
-    model: CausalModel,
-    ids: Int[Array, "b s"],
-    layers: Layers,
-    context_attention: ContextAttention | None = None,
-    log_probs: bool = False,
-) -> Float[Array, "b s ..."]:
-    """Logits of the next token after every position of whole texts [b, s, v], as `prefill` reads them; replicated over
-    `model` and `context`. With `log_probs` that of the next id instead, [b, s]: no rank gathers the logits."""
-    x, tokens, _ = _run_layers(model, ids, jnp.full(len(ids), ids.shape[1]), ids.shape[1], layers, context_attention)
-    logits = model.logits(x, tokens)
-    if not log_probs:
-        return gather_texts(mappings.all_gather_invariant(logits, MODEL, -1), tokens)
-    labels = jnp.roll(ids, -1, axis=1)[:, tokens.position_ids()]
-    return gather_texts(-vocab_parallel_cross_entropy(logits, labels.reshape(-1)), tokens)
-
-
-def gather_texts(rows: Shaped[Array, " bs *dims"], tokens: TokenLayout) -> Shaped[Array, "b S *dims"]:
-    """The rows of whole texts, replicated over `context`, from this rank's positions."""
-    rows = tokens.split_sequences(rows)
-    if tokens.context_attention is None:
-        return rows
-    every = jnp.zeros((len(rows), tokens.global_positions, *rows.shape[2:]), rows.dtype)
-    every = mappings.vary(every, mappings.varying_axes(rows)).at[:, tokens.position_ids()].set(rows)
-    return mappings.psum(every, frozenset({CONTEXT}))
-
-
 def prefill(
     model: CausalModel,
     prompts: Int[Array, "b s"],
@@ -100,7 +71,7 @@ def prefill(
     Returns:
       Logits of the token after each prompt, replicated over `model` and `context`, and the cache.
     """
-    x, tokens, cached = _run_layers(model, prompts, lengths, slots, layers, context_attention)
+    x, tokens, cached = run_layers(model, prompts, lengths, slots, layers, context_attention)
     position_ids, more = tokens.position_ids(), (slots - prompts.shape[1]) * tokens.positions // prompts.shape[1]
     first = prompts.shape[1] + (more * mappings.rank(CONTEXT) if context_attention else 0)
     is_last = position_ids == (lengths - 1)[:, None]
@@ -111,7 +82,7 @@ def prefill(
     return _token_logits(model, last), Cache(cached, slot_positions)
 
 
-def _run_layers(
+def run_layers(
     model: CausalModel,
     ids: Int[Array, "b s"],
     lengths: Int[Array, " b"],
