@@ -19,17 +19,23 @@ COLLECTED = "MJAX_BENCHMARK_FIGURES"
 
 
 class Figure(NamedTuple):
-    """A measured number and its goal: at most that, or with `least` at least."""
+    """A measured number and its goal: at most that, or with `least` at least; `number` is its name in numbers.toml."""
 
     line: str
     value: float
     unit: str
     goal: float
     least: bool = False
+    number: str = ""
 
     @property
     def reached(self) -> bool:
         return self.value >= self.goal if self.least else self.value <= self.goal
+
+    @property
+    def text(self) -> str:
+        """The number as pages show it, without the peer's name."""
+        return f"{self.value:.2f} ×" if self.unit.startswith("×") else f"{self.value:.3g} {self.unit}"
 
 
 def collect(*figures: Figure) -> None:

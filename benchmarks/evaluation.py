@@ -116,7 +116,7 @@ def main() -> int:
             ratio = statistics.median(their / our for our, their in zip(ours, theirs, strict=True))
             medians = f"{statistics.median(ours):.2f} | {statistics.median(theirs):.2f}"
             print(f"| {kind} | {len(requests)} | {first:.2f} | {medians} | **{ratio:.2f}** |", flush=True)
-            collect(Figure(f"evaluation, {kind}", ratio, "× hf in the harness", 1.0, True))
+            collect(Figure(f"evaluation, {kind}", ratio, "× the speed of hf in the harness", 1.0, True, kind))
     return 0
 
 

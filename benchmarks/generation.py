@@ -159,7 +159,9 @@ def report(cell: str, seconds: dict, batch: int, prompt: int, tokens: int, compu
         ratios.append(statistics.median(fastest / pick(seconds["mjax"][1:])))
     shown = " | ".join(f"**{ratio:.2f}**" for ratio in ratios)
     print(f"| {cell} | ratio | | {shown} | {'reached' if ratios[2] >= GOAL else f'below {GOAL}'} |", flush=True)
-    collect(Figure(f"generation, {compute}, batch {batch}, prompt {prompt}", ratios[2], "× transformers", GOAL, True))
+    number = f"generation_{batch}_{prompt}" if compute == "fp32" else ""
+    line = f"generation, {compute}, batch {batch}, prompt {prompt}"
+    collect(Figure(line, ratios[2], "× transformers' speed", GOAL, True, number))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Ratios to the best peer, and times with a goal, in one run: the table on top of docs/results/index.md.
+"""Speed relative to the best peer, and times with a goal, in one run: the tables of docs/results/index.md.
 
     python benchmarks/ratios.py
     python benchmarks/ratios.py --only step host
+    python benchmarks/ratios.py --record    # and store the numbers in docs/numbers.toml
 
 Each benchmark runs as its own command, one after the other, and prints what it prints; the table follows. Nothing else
 should compute on the machine: contenders take turns, but a second process takes cores from one of them.
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.command import COLLECTED, Figure, check_peers, in_one_sentence
 from mjax.errors import RunError
+from scripts.make_numbers import record
 
 HERE = Path(__file__).resolve().parent
 DROPOUT = "--model.hidden-dropout 0.1 --model.attention-dropout 0.1"
@@ -44,7 +46,9 @@ def main() -> int:
     """Run the benchmarks and print the table; 0 when each of them ran."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=list(PARTS), help="parts (default: all)")
-    only = parser.parse_args().only
+    parser.add_argument("--record", action="store_true", help="store the numbers in docs/numbers.toml")
+    arguments = parser.parse_args()
+    only = arguments.only
     check_peers("torch", "transformers", "lm_eval")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.jsonl"
@@ -56,7 +60,13 @@ def main() -> int:
             if subprocess.run([sys.executable, str(HERE / script), *flags], env=environment).returncode:
                 failed.append(command)
         lines = file.read_text().splitlines() if file.exists() else []
-    print(table([Figure(**json.loads(line)) for line in lines]))
+    figures = [Figure(**json.loads(line)) for line in lines]
+    print(table(figures))
+    if arguments.record:
+        for figure in figures:
+            if figure.number:
+                record(figure.number, figure.text, f"{len(os.sched_getaffinity(0))} cores of {platform.machine()}")
+        print("recorded in docs/numbers.toml; now run: python scripts/make_numbers.py")
     if failed:
         raise RunError(f"{len(failed)} of the benchmarks failed, see above: {', '.join(failed)}")
     return 0

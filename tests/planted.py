@@ -10,6 +10,8 @@ The last line counts what `make test` and CI catch; the exit code is 0 if CI cat
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import re
 import subprocess
 import sys
@@ -21,6 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from scripts.make_numbers import record  # noqa: E402
+
 OTHERS = ["--ignore", "tests/test_planted.py"]  # which compares the table with the code that was just changed
 LONGEST = 1800  # seconds; a mistake that makes a test hang is caught too
 
@@ -131,6 +136,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="rows of the table, from 0; default: all")
     parser.add_argument("--workers", type=int, default=2, help="mistakes planted at the same time")
+    parser.add_argument("--record", action="store_true", help="store the count of a whole run in docs/numbers.toml")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table into this file")
     arguments = parser.parse_args()
     rows = planted()
@@ -150,6 +156,8 @@ def main() -> int:
     by_test = sum(outcome.stage == "test" for outcome in outcomes)
     by_ci = sum(outcome.stage is not None for outcome in outcomes)
     print(f"{len(rows)} planted, {by_test} caught by make test ({by_test / len(rows):.0%}), {by_ci} by CI")
+    if arguments.record and not arguments.only:
+        record("planted_caught", f"{by_ci} of {len(rows)}", f"{os.cpu_count()} cores of {platform.machine()}")
     return 0 if by_ci == len(rows) and by_test >= 0.95 * len(rows) else 1
 
 

@@ -2,10 +2,14 @@
 
 A ```python block is run after those above it on its page; the ```output block that follows one is what it prints. Of
 an mjax command in a ```bash block the flags exist, and the config can run.
+
+A ```text block below a ```bash block is what its last command prints; a line `…` in it stands for lines left out. The
+line before may be `<!-- numbers vary -->`, if digits differ between machines, or `<!-- not run: why -->`.
 """
 
 import ast
 import io
+import itertools
 import os
 import re
 import shlex
@@ -82,6 +86,65 @@ def test_diff_of_page_applies(page, body):
         assert result.returncode == 0, result.stderr
 
 
+def _shell(page):
+    """Commands, promised output and True if digits count, of each pair of ```bash and ```text that can be run."""
+    fences = list(FENCE.finditer(PAGES[page]))
+    for bash, text in itertools.pairwise(fences):
+        between = PAGES[page][bash.end() : text.start()]
+        if (bash[1], text[1]) != ("bash", "text") or re.search(r"^#", between, re.MULTILINE):
+            continue
+        (mark,) = re.findall(r"<!-- (.*) -->\n\Z", between) or [""]
+        if mark.startswith("not run: "):
+            assert len(mark.split()) > 4, f"{page}: {mark!r} gives no reason"
+            continue
+        assert mark in ("", "numbers vary"), f"{page}: unknown mark {mark!r}"
+        yield bash[2].replace("\\\n", " ").splitlines(), text[2], not mark
+
+
+def _matches(promised, printed, digits):
+    """True if the promised lines are those printed; `…` stands for lines left out, digits count only if `digits`."""
+    if not digits:
+        promised, printed = (re.sub(r"[\d.,:]*\d", "0", re.sub(r"[ ─-]+", " ", text)) for text in (promised, printed))
+    lines = [line.rstrip() for line in promised.splitlines()]
+    pattern = "".join(r"(?:.*\n)*?" if line == "…" else re.escape(line) + r" *\n" for line in lines)
+    return re.fullmatch(pattern, printed.replace("\r", "\n") + "\n" * (not printed.endswith("\n")))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("page", [page for page in PAGES if any(_shell(page))])
+def test_command_prints_what_page_says(page, tmp_path):
+    for name in ("train.py", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "120", "NO_COLOR": "1"}
+    environment.pop("XLA_FLAGS", None)
+    for commands, promised, digits in _shell(page):
+        for line in commands:
+            words = shlex.split(line, comments=True)
+            if not words:
+                continue
+            words = [sys.executable, *(["-m", "mjax"] if words[0] == "mjax" else []), *words[1:]]
+            result = subprocess.run(
+                words, cwd=tmp_path, env=environment, text=True, timeout=300, stdout=-1, stderr=subprocess.STDOUT
+            )
+        shown = result.stdout.replace(str(tmp_path), "/home/you")
+        assert _matches(promised, shown, digits), f"{page}: {line}\n--- prints\n{shown}\n--- the page says\n{promised}"
+
+
+@pytest.mark.parametrize(
+    ("promised", "printed", "digits", "matches"),
+    [
+        ("a 1\n", "a 1\n", True, True),
+        ("a 1\n", "a 2\n", True, False),
+        ("a 1\n", "a  2.5\n", False, True),
+        ("a 1\n", "b 1\n", False, False),
+        ("a\n…\nd\n", "a\nb\nc\nd\n", True, True),
+        ("a\n…\n", "b\n", True, False),
+    ],
+)
+def test_promised_output_is_compared(promised, printed, digits, matches):
+    assert bool(_matches(promised, printed, digits)) == matches
+
+
 def _anchor(heading):
     """GitHub's anchor of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
@@ -128,6 +191,7 @@ def test_command_of_page_is_understood(page, words, monkeypatch):
     if command == "lm-eval":  # its flags are the harness's
         assert "--run" in argv or argv[argv.index("--model") + 1] == "mjax"
     elif command == "train" and "--run" not in argv:
+        argv = [re.sub(r"^runs/\w+/config\.json$", "smollm2_135m", word) for word in argv]  # of an imported model
         chosen = choose_config(argv)
         settings = tyro.cli(TrainArguments, args=argv, default=chosen).settings
         mock = replace(settings, data=DataConfig(mock=True))

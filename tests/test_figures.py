@@ -7,11 +7,15 @@ from xml.etree import ElementTree
 
 import pytest
 
+import mjax
+from mjax.config import load_config, with_values
+from scripts.figures import memory
 from scripts.figures.svg import MIN_TEXT_AT_400, Drawing
 from tests.conftest import ROOT
 from tests.test_docs import FENCE, PAGES
 
 IMAGES = ROOT / "docs" / "images"
+KINDS = ("parameters", "optimizer", "gradients", "activations")
 SVG_FILES = sorted(IMAGES.glob("*.svg"))
 
 
@@ -48,3 +52,22 @@ def test_text_outside_the_picture_is_rejected():
         drawing.text(10, 50, "small", size=10)
     with pytest.raises(ValueError, match="wider than its box"):
         drawing.box(0, 0, 40, 20, "a long label")
+
+
+@pytest.mark.ci
+def test_memory_pictures_show_the_plan():
+    cases = [("llama3_8b", {"mesh.zero": zero}, amounts) for zero, amounts in memory.LLAMA3_8B.items()]
+    for name, amounts in memory.LLAMA3_70B.items():
+        ranks = {"mesh.data": 8, "mesh.model": 8} if name.endswith("TP") else {"mesh.data": 64, "mesh.model": 1}
+        mode = {"mesh.pipe": 1, "mesh.zero": 3, "train.recompute": name.split()[0]}
+        cases.append(("llama3_70b", mode | ranks, amounts))
+    for name, values, shown in cases:
+        planned = mjax.plan(with_values(load_config(name), values), "h100")["memory"]
+        gib = {kind: planned[kind] / 2**30 for kind in (*KINDS, "logits", "workspace", "usable")}
+        assert shown == pytest.approx((*map(gib.get, KINDS), gib["logits"] + gib["workspace"]), abs=0.01), values
+        assert round(gib["usable"], 1) == memory.USABLE_GIB
+
+
+def test_memory_blocks_add_up():
+    kept = {mode: sum(size for _, size, modes in memory.BLOCKS if mode in modes) for mode in ("none", "selective")}
+    assert kept == {"none": 32, "selective": 20}

@@ -17,10 +17,10 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from mjax.cluster.hardware import gpu_named
+from mjax.cluster.hardware import Gpu, gpu_named
 from mjax.commands.flags import flag_names, parse
 from mjax.commands.train import TrainArguments, choose_config, default_name
-from mjax.config import Config, axes, load_config
+from mjax.config import Config, axes, differing_fields, load_config, to_flag
 from mjax.config.bounds import Count, Positive
 from mjax.config.checks import check_type, resolve, resolve_steps, validate
 from mjax.config.kernels import attention_on_gpu
@@ -28,7 +28,7 @@ from mjax.config.marks import RUN_SYNONYMS, UNPLANNED
 from mjax.config.run import check_new, write_config
 from mjax.errors import UsageError, check_options, check_picture, name_arguments
 from mjax.planner import Section
-from mjax.utils.figures import format_rows, format_table, human_bytes
+from mjax.utils.figures import format_rows
 from mjax.utils.files import cache_home
 
 
@@ -37,7 +37,7 @@ class PlanArguments:
     """Predict memory, communication and time of a run. Any config field that changes them is a flag: --mesh.pipe 4."""
 
     config: str = "gpt_demo"
-    """Name of a file in configs/, or path to a .py file that defines `config`."""
+    """Name of a file in configs/, or path to a .py file that defines `config`; for a search by default llama3_8b."""
     run: Annotated[Path | None, RUN_SYNONYMS] = None
     """Use the config of the run in this folder instead of --config."""
     schedule_figure: Path | None = None
@@ -64,8 +64,7 @@ class PlanArguments:
     fix: tuple[str, ...] = ()
     """Fields that the search leaves alone: any of mesh, train.micro_batch, train.recompute, train.loss_chunks."""
     days: Positive | None = None
-    """With --devices: find the largest model that this many days train, among those of --config in other sizes (by
-    default llama3_8b)."""
+    """With --devices: find the largest model that this many days train, among those of --config in other sizes."""
     tokens_per_parameter: Positive = 20.0
     """With --days: training tokens for each parameter of the model; 20 are compute-optimal (arXiv 2203.15556)."""
     write: Path | None = None
@@ -75,14 +74,16 @@ class PlanArguments:
         "the run": ("config", "run", "mesh.data", "mesh.model", "mesh.pipe", "mesh.zero", "train.recompute"),
         "the cluster": ("gpu", "devices-per-node", "network", "calibration"),
         "searches": ("devices", "days", "max-sequence-on"),
-        "the output": ("compile", "json", "memory-figure", "communication-figure", "schedule-figure"),
+        "the output": ("details", "compile", "json", "memory-figure", "communication-figure", "schedule-figure"),
     }
     examples: ClassVar = (
-        "mjax plan --config gpt_8b --gpu h100                      # does it fit, how fast does it go",
-        "mjax plan --config gpt_8b --gpu h100 --devices 512        # which mesh is fastest",
+        "mjax plan --config llama3_8b --gpu h100                   # does it fit, how fast does it go",
+        "mjax plan --config llama3_8b --gpu h100 --devices 64      # which mesh is fastest",
         "mjax plan --gpu h100 --devices 64 --days 30               # the largest model that this budget trains",
     )
 
+    details: bool = False
+    """Below the answer, list memory by kind, collectives by source, step time by part and the pipeline schedule."""
     json: bool = False
     """Print one JSON object instead of tables."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -113,17 +114,12 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def _with_default(argv: Sequence[str]) -> Sequence[str]:
-    """The command line; for a budget with the config whose sizes are tried by default."""
+    """The command line; for a search with the config that is planned by default."""
     typed = flag_names(argv)
-    names_config = bool(typed & {"config", "run"})
-    if "days" not in typed:
-        if "devices" in typed and not names_config:
-            days = "--days N to find the largest model that trains in N days"
-            raise UsageError(f"--devices needs a config, such as --config gpt_8b, or {days}; add one of them")
-        return argv
-    for flag in typed & {"train.steps", "train.tokens"}:
+    for flag in typed & {"train.steps", "train.tokens"} if "days" in typed else ():
         raise UsageError(f"--{flag} and --days both set the length of the run; leave one of them out")
-    return argv if names_config else ["--config", "llama3_8b", *argv]
+    is_default = typed & {"devices", "max-sequence-on"} and not typed & {"config", "run"}
+    return ["--config", "llama3_8b", *argv] if is_default else argv
 
 
 # Flags that have no effect without another one.
@@ -139,8 +135,8 @@ NEEDS = {
     "calibration": "gpu h100",
 }
 PYTHON_CONFIG = "this config"  # of a caller from Python
-# Keys of the sections in --json, in printing order.
-KEYS = ("budget", "run", "schedule", "memory", "communication", "time", "search", "longest", "compile")
+# Keys of the sections in --json, in printing order. The first that a plan has is its answer.
+KEYS = ("budget", "search", "longest", "run", "compile", "schedule", "memory", "communication", "time")
 
 
 @name_arguments(*(field.name for field in fields(PlanArguments)))
@@ -167,7 +163,9 @@ def run_plan(arguments: PlanArguments) -> int:
     if arguments.json:
         print(_to_json(sections, allow_nan=False))
     else:
-        print("\n\n".join(section.text for section in sections.values() if section is not None))
+        answer, *details = filter(None, sections.values())
+        shown = details if arguments.details else filter(None, [sections["compile"]])
+        print("\n\n".join(section.text for section in (answer, *shown)))
     return 0
 
 
@@ -194,10 +192,8 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
         file = arguments.calibration
         calibration = default_calibration(gpu) if file is None else read_calibration(file)
     if arguments.days is not None:
-        name = name if arguments.run is None else f"{arguments.run}/config.json"
         budget = Budget(devices, gpu, arguments.days, arguments.tokens_per_parameter)
-        base = config if name == PYTHON_CONFIG else load_config(name)
-        config, sections["budget"] = command.run_budget(config, name, base, budget, calibration, fixed)
+        config, sections["budget"] = command.run_budget(config, name, budget, calibration, fixed)
     if devices is not None:
         config, sections["search"] = command.run_search(config, name, devices, gpu, calibration, fixed)
     # A plan needs no data.
@@ -215,7 +211,7 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
     if arguments.write is not None:  # after all checks
         write_config(config, arguments.write, command.describe_config(sections["search"], name, config))
 
-    sections["run"] = _run(config, name)
+    sections["run"] = _run(config, name, gpu)
     sections["schedule"] = _schedule(config, arguments.schedule_figure)
     sections["memory"] = command.memory_section(config, gpu, arguments.memory_figure, name)
     sections["communication"] = _communication(config, name, arguments.communication_figure)
@@ -224,12 +220,30 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
             sections["time"] = time_section(config, gpu, calibration)
         except UsageError as error:  # no peak is known: memory and communication need none
             why = {"gpu": gpu.name, "seconds": None, "why": str(error)}
-            sections["time"] = Section(f"Step time on {gpu.name}", why, [str(error)])
-    if arguments.max_sequence_on is not None:
-        sections["longest"] = command.longest_section(config, name, arguments.max_sequence_on, gpu, calibration)
+            sections["time"] = Section(f"Step time on {gpu.name}", why, [str(error)], {"step": str(error)})
+    rows = {key: row for part in filter(None, sections.values()) for key, row in part.answer.items()}
+    sections["run"].lines.extend(format_rows(rows))
     if arguments.compile:
         sections["compile"] = command.compile_for(config, gpu)
+    if (devices := arguments.max_sequence_on) is not None:
+        config, sections["longest"] = command.longest_section(config, name, devices, gpu, calibration)
+    if name != PYTHON_CONFIG:
+        line, fits = _command(arguments, config), sections["longest"] or sections["memory"].values.get("fits", True)
+        sections["run"].values["command"] = line if fits else None
+        more = ["--details adds memory by kind, collectives and step time by part"] * (not arguments.details)
+        next(filter(None, sections.values())).lines.extend([*(["to train it:", f"  {line}"] if fits else []), *more])
     return sections
+
+
+def _command(arguments: PlanArguments, config: Config) -> str:
+    """The command that trains `config`, with its differences from the named config as flags."""
+    name, run, write = arguments.config, arguments.run, arguments.write
+    file = name if run is None else f"{run}/config.json"
+    base = config if write else load_config(file)
+    flags = [to_flag(knob, new) for knob, (_, new) in differing_fields(base, config).items()]
+    flags += [] if config.data.path or config.data.mock else ["--data.path PREFIX"]
+    option = f"--run {run}" if run and not write and base.model == config.model else f"--config {write or file}"
+    return " ".join(["python train.py", option, *flags])
 
 
 def _check_flags(arguments: PlanArguments) -> None:
@@ -250,8 +264,8 @@ def _check_flags(arguments: PlanArguments) -> None:
 # --- The sections -----------------------------------------------------------------------------------------------------
 
 
-def _run(config: Config, name: str) -> Section:
-    """The config: parameters, mesh and batch."""
+def _run(config: Config, name: str, gpu: Gpu | None) -> Section:
+    """The config: parameters, mesh and batch; later the answers of the other sections."""
     from mjax.models.build import count_active, count_parameters
 
     mesh, train, parameters = config.mesh, config.train, count_parameters(config.model)
@@ -281,7 +295,8 @@ def _run(config: Config, name: str) -> Section:
         "recomputation": train.recompute,
         "ZeRO stage": mesh.zero,
     }
-    return Section(name, values, format_rows(rows))
+    on = "" if gpu is None else f" on {mesh.devices:,} × {gpu.name}, predicted"
+    return Section(f"{name}{on}", values, [], rows)
 
 
 def _schedule(config: Config, file: Path | None) -> Section | None:
@@ -308,36 +323,32 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
         "bubble": describe_bubble(schedule, *times),
         "micro-batches in flight": describe_in_flight(schedule),
     }
-    return Section("Schedule", values, format_rows(rows))
+    return Section("Schedule", values, format_rows(rows), {"bubble": rows["bubble"]})
 
 
 def _communication(config: Config, name: str, file: Path | None) -> Section:
     """The collectives of the traced step by axis and source, plotted into `file`."""
     from mjax.planner.ledger import axes_name, ledger
+    from mjax.utils.figures import human_bytes
 
     sends = ledger(config)
     if file is not None:
         from mjax.pictures.plan import draw_communication
 
         draw_communication(sends.bytes_by_source(), file, name)
-    by_axis = sends.bytes_by_axis()
     values = {
-        "bytes_by_axis": {axes_name(over): sent for over, sent in by_axis.items()},
+        "bytes_by_axis": {axes_name(axes): sent for axes, sent in sends.bytes_by_axis().items()},
         "collectives": sends.count,
         "bytes": sends.sent,
         "records": [record.values() for record in sends.records],
     }
     if not sends.records:
         return Section("Communication", values, ["none, on a mesh of one device"])
-    rows = []
-    for over in sorted(by_axis, key=by_axis.get, reverse=True):
-        on_axes = sends.filter_axes(*over)
-        for (source, operation), part in on_axes.group_by("source", "operation").items():
-            rows.append((axes_name(over), source, operation, f"{part.count:,}", human_bytes(part.sent)))
-        rows.append((axes_name(over), "total", "", f"{on_axes.count:,}", human_bytes(on_axes.sent)))
     differ = any(len(set(record.counts)) > 1 for record in sends.records)
     stage = ", on the pipeline stage that sends most" if differ else ""
     about = f"Calls and bytes sent (ring algorithms) per device and step{stage}."
+    largest = sorted(sends.bytes_by_axis().items(), key=lambda item: -item[1])[:3]
+    answer = ", ".join(f"{human_bytes(sent)} over {axes_name(axes)}" for axes, sent in largest)
     return Section(
-        "Communication", values, [*format_table(("axes", "source", "collective", "calls", "sent"), rows, 3), about]
+        "Communication", values, [*str(sends).splitlines(), about], {"sends": f"{answer}, per device and step"}
     )

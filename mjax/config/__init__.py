@@ -22,6 +22,7 @@ from mjax.config.run import (
     save_config,
     to_dict,
     to_flag,
+    with_values,
 )
 
 register_folders()

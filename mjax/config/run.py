@@ -612,6 +612,14 @@ def differing_fields(first: Config, second: Config) -> dict[str, tuple[Any, Any]
     return changes
 
 
+def with_values(config: Config, values: dict[str, Any]) -> Config:
+    """`config` with other values for fields with these dotted names: with_values(config, {"mesh.zero": 3})."""
+    for name, value in values.items():
+        section, field = name.split(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
+    return config
+
+
 def to_flag(name: str, value: Any) -> str:
     """Return a field and its value as a flag: `model.kv_heads`, 8 → `--model.kv-heads 8`."""
     section, _, knob = name.replace("_", "-").partition(".")

@@ -17,11 +17,13 @@ class Section:
       title: its headline.
       values: for --json, plain values only.
       lines: printed below the headline.
+      answer: rows that a plan shows without --details.
     """
 
     title: str
     values: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+    answer: dict[str, Any] = field(default_factory=dict)
 
     @property
     def text(self) -> str:

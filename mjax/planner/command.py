@@ -24,7 +24,7 @@ from jax.experimental.topologies import get_topology_desc
 
 from mjax.cluster.hardware import Gpu, gpu_named
 from mjax.cluster.launch import host_memory
-from mjax.config import Config, MeshConfig, differing_fields, to_flag
+from mjax.config import Config, MeshConfig, with_values
 from mjax.config.axes import PIPE, describe_mesh
 from mjax.config.batch_size import format_tokens
 from mjax.config.checks import can_run_layers, validate
@@ -35,7 +35,7 @@ from mjax.planner import Section, error_bar, search
 from mjax.planner.layer import layer_forward, layer_kinds
 from mjax.planner.memory import HEADROOM, Memory, predict_memory, usable_memory
 from mjax.planner.search import Budget, Candidate, MemoryOf, SearchResult, TrialResult, describe
-from mjax.planner.time import Calibration, part_names, run_tokens
+from mjax.planner.time import Calibration, bottlenecks, run_tokens
 from mjax.step.precision import uses_float8
 from mjax.step.step import build_program
 from mjax.utils.figures import GIB, format_rows, format_table
@@ -138,7 +138,7 @@ def enough_devices(
     """
     thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.virtual_stages": 1}
     fixed = {name: value for name, value in thrifty.items() if name not in fix}
-    small, count = search.with_values(config, fixed), 2 * devices
+    small, count = with_values(config, fixed), 2 * devices
     while count <= MAX_DEVICES:
         if any(memory_of(way).fits(capacity) for way in search.candidates(small, count, {*fix, *fixed})):
             return count
@@ -193,11 +193,11 @@ def _cost(candidate: Candidate) -> tuple[float, float]:
 
 
 # Values of columns that are left out if all rows have them.
-OPTIONAL = {"replicate": 1, "expert": 1, "context": "1", "loss chunks": "-", "host GiB": "-"}
+USUAL = {"pipe": 1, "replicate": 1, "expert": 1, "context": "1", "schedule": "-", "loss chunks": "-", "host GiB": "-"}
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    header = [name for name in rows[0] if any(row[name] != OPTIONAL.get(name) for row in rows)]
+    header = [name for name in rows[0] if any(row[name] != USUAL.get(name) for row in rows)]
     left = {"", "parameters", "recompute", "bottlenecks"}
     return format_table(header, [[row[name] for name in header] for row in rows], left)
 
@@ -207,9 +207,6 @@ def _cells(candidate: Candidate) -> dict[str, Any]:
     config, memory, time = candidate
     mesh, train = config.mesh, config.train
     days, hours = _cost(candidate)
-    # The two longest parts besides the matmuls.
-    parts = sorted((-seconds, part) for part, seconds in time.parts.items() if seconds > 0 and part != "matmul")[:2]
-    names = part_names(mesh)
     stages = f" × {mesh.virtual_stages}" if mesh.virtual_stages > 1 else ""
     context = f" ({config.context_attention})" if config.context_attention else ""
     return {
@@ -221,8 +218,7 @@ def _cells(candidate: Candidate) -> dict[str, Any]:
         "TFLOP/s/GPU": f"{time.model_tflops:.0f}", "MFU": f"{time.mfu:.1%}",
         "GiB": f"{memory.total / GIB:.1f}", "host GiB": f"{memory.host / GIB:.1f}" if memory.host else "-",
         "days": f"{days:.3g}", "GPU-hours": f"{hours:,.0f}",
-        "bottlenecks": ", ".join(f"{names[part]} {-seconds / time.total:.0%}" for seconds, part in parts)
-        .replace(" (exposed)", ""),
+        "bottlenecks": bottlenecks(time, mesh),
     }  # fmt: skip
 
 
@@ -247,14 +243,16 @@ def _values(candidate: Candidate) -> dict[str, Any]:
 # --- The longest sequences --------------------------------------------------------------------------------------------
 
 
-def longest_section(config: Config, name: str, devices: int, gpu: Gpu, calibration: Calibration | None) -> Section:
-    """The plan section on the longest sequence, with layer inputs on the device and in host memory.
+def longest_section(
+    config: Config, name: str, devices: int, gpu: Gpu, calibration: Calibration | None
+) -> tuple[Config, Section]:
+    """The config with the longest sequence, and its plan section: with layer inputs on the device and in host memory.
 
     Raises:
       UsageError: layers differ from each other, or nothing fits.
     """
     machine = gpu.gpus_per_node, *search.make_predictors(gpu, calibration), gpu.usable_bytes, gpu.host_bytes
-    tried = (search.longest_sequence(config, devices, recompute, *machine) for recompute in ("full", "offload"))
+    tried = [search.longest_sequence(config, devices, recompute, *machine) for recompute in ("full", "offload")]
     values, rows = [], []
     for best in filter(None, tried):
         tokens, cells = best.config.train.global_batch * best.config.model.sequence, _cells(best)
@@ -265,22 +263,22 @@ def longest_section(config: Config, name: str, devices: int, gpu: Gpu, calibrati
     if not values:
         raise UsageError(f"no sequence of {name} fits on {devices} × {gpu.name}; try --max-sequence-on {2 * devices}")
     plan = {"gpu": gpu.name, "devices": devices, "best": values}
-    return Section(f"Longest sequence on {devices:,} × {gpu.name}", plan, _table(rows))
+    longest = max((best.config for best in tried if best), key=lambda config: config.model.sequence)
+    return longest, Section(f"Longest sequence on {devices:,} × {gpu.name}", plan, _table(rows))
 
 
 # --- The largest model of a budget ------------------------------------------------------------------------------------
 
 
 def run_budget(
-    config: Config, name: str, base: Config, budget: Budget, calibration: Calibration, fix: tuple[str, ...]
+    config: Config, name: str, budget: Budget, calibration: Calibration, fix: tuple[str, ...]
 ) -> tuple[Config, Section]:
-    """The config of the largest model that the budget trains, and its plan section: the model, the tried sizes, and the
-    command to train it. Each trial is reported on stderr.
+    """The config of the largest model that the budget trains, and its plan section: the model, and the tried sizes.
+    Each trial is reported on stderr.
 
     Args:
       config: with the flags of the command line; valid except for its mesh.
       name: of the config, or of its file.
-      base: without the flags, as `name` has it.
       budget: of GPUs and days; `calibration` has their rates.
       fix: as in `run_search`.
 
@@ -292,11 +290,9 @@ def run_budget(
     check_searchable((possible or sizes)[-1].config, devices, gpu.gpus_per_node, fix)
     search_config = search.search_known_settings(devices, gpu, calibration, fix)
     best, tried = search.largest_model(possible, budget, search_config, partial(print, file=sys.stderr))
-    flags = (to_flag(field, new) for field, (_, new) in differing_fields(base, best.best.config).items())
-    command = f"mjax train --config {name} {' '.join(flags)} --data.path PREFIX"
     time = best.best.time
     remarks = [f"* fits in {budget.days:g} days ({error_bar(time.error)})", *time.caveats]
-    if best.config.model != base.model:
+    if best.config.model != config.model:
         remarks.append(f"batch size and learning rate of {name}; a larger model usually needs a lower learning rate")
     if best is tried[-1]:
         remarks.append("the largest model tried: the budget would train a larger one too")
@@ -306,7 +302,6 @@ def run_budget(
         "tokens_per_parameter": budget.tokens_per_parameter,
         "best": _trial_values(best),
         "tried": [_trial_values(trial) for trial in tried],
-        "command": command,
     }
     lines = [
         f"largest model within the budget, {budget.tokens_per_parameter:g} tokens per parameter:",
@@ -314,8 +309,6 @@ def run_budget(
         *_table([_trial_cells(trial, trial is best) for trial in tried]),
         "",
         *remarks,
-        "to train it:",
-        f"  {command}",
     ]
     return best.best.config, Section(f"Budget: {devices:,} × {gpu.name} for {budget.days:g} days", values, lines)
 
@@ -477,29 +470,27 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     rows["peak"] = f"{memory.total / GIB:8.2f} GiB per device, {PEAKS[memory.moment]}"
     if memory.host:
         rows["host memory"] = f"{memory.host / GIB:8.2f} GiB per device: the inputs of all layers"
-    rows["attention"], lines = values["attention"], []
+    rows["attention"] = values["attention"]
+    verdict = f"{memory.total / GIB:.2f} GiB per device"
     if gpu is not None:
         rows["layers"] = "unrolled" if values["unrolled"] else "scan"
         free, in_host = memory.free(gpu.usable_bytes), memory.fits_host(gpu.host_bytes)
         changes = [] if free >= HEADROOM else search.changes_that_fit(config, gpu.usable_bytes, host=gpu.host_bytes)
         values |= {"gpu": gpu.name, "usable": gpu.usable_bytes, "fits": free >= 0 and in_host, "free": free}
-        values["changes"] = [
-            {"flags": change.flags, "total": change.memory.total, "devices": change.config.mesh.devices}
-            for change in changes
-        ]
-        verdict = "fits" if free >= HEADROOM else "may not fit" if free >= 0 else "does not fit"
-        rows["verdict"] = f"{verdict} in the {gpu.usable_bytes / GIB:.1f} GiB usable on {gpu.name}"
+        plain = [{"flags": c.flags, "total": c.memory.total, "devices": c.config.mesh.devices} for c in changes]
+        values["changes"] = plain
+        fits = "fits" if free >= HEADROOM else "may not fit" if free >= 0 else "does not fit"
+        verdict += f": {fits} in the {gpu.usable_bytes / GIB:.1f} GiB usable on {gpu.name}"
         if 0 <= free < HEADROOM:
-            rows["verdict"] += f": {free:.1%} free, and the prediction may be off by {HEADROOM:.0%}"
+            verdict += f": {free:.1%} free, and the prediction may be off by {HEADROOM:.0%}"
         if not in_host:
-            size = gpu.host_bytes / GIB
-            rows["verdict"] += f", but not in the {size:.1f} GiB of host memory; use --train.recompute full"
+            verdict += f", but not in the {gpu.host_bytes / GIB:.1f} GiB of host memory; use --train.recompute full"
         if free < HEADROOM:
-            lines = ["changes that fit, cheapest first:" if changes else "no change of mesh or recomputation fits"]
-            lines += [f"  {change.flags}  →  {change.needs(config)}" for change in changes]
+            verdict += "\nchanges that fit, cheapest first:" if changes else "\nno change of mesh or recomputation fits"
+            verdict += "".join(f"\n  {change.flags}  →  {change.needs(config)}" for change in changes)
     if figure is not None:
         draw_modes(config, figure, gpu, name)
-    return Section("Memory", values, [*format_rows(rows), *lines])
+    return Section("Memory", values, format_rows(rows), {"memory": verdict})
 
 
 def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, name: str = "") -> None:
@@ -510,7 +501,7 @@ def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, na
     modes = {}
     for split in (False, True) if config.mesh.model > 1 else (False,):
         for recompute in search.RECOMPUTE:
-            changed = search.with_values(config, {"mesh.sequence_parallel": split, "train.recompute": recompute})
+            changed = with_values(config, {"mesh.sequence_parallel": split, "train.recompute": recompute})
             if can_run_layers(changed):
                 modes[recompute + ", sequence parallel" * split] = predict_memory(changed).parts
     heading = f"Memory per device by recomputation mode{', ' * bool(name)}{name}"

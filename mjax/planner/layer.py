@@ -336,9 +336,8 @@ def _trace(spec: TraceSpec, config: Config, part: Callable) -> Any:
     with jax.enable_x64(config.precision.compute == "fp64"):
         layout = _layout(replace(config, train=TrainConfig(), mesh=replace(config.mesh, sequence_parallel=False)))
         specs = layout.specs, batch_specs(arrays, config.model.sequence)
-        jax.eval_shape(
-            jax.shard_map(call_model, mesh=mesh, in_specs=specs, out_specs=P()), layout.abstract_model, batch
-        )
+        on_mesh = jax.shard_map(call_model, mesh=mesh, in_specs=specs, out_specs=P())
+        jax.eval_shape(on_mesh, layout.abstract_model, batch)
     return results[0]
 
 

@@ -36,6 +36,7 @@ from mjax.parallel.pipeline_schedules import PipelineSchedule, find_schedule
 from mjax.planner.layer import trace_once
 from mjax.planner.program import NO_COMMUNICATION, collective_axes, inner_jaxprs
 from mjax.step.step import build_program
+from mjax.utils.figures import format_table, human_bytes
 
 OPERATIONS = {
     "psum": "all-reduce",
@@ -112,13 +113,21 @@ class Collective:
 
 @dataclass(frozen=True)
 class Ledger:
-    """All collectives of a step.
+    """All collectives of a step; printed as a table of calls and bytes sent per device and step.
 
     Attributes:
       records: one for each kind, shape and source, in the order of the program.
     """
 
     records: tuple[Collective, ...]
+
+    def __str__(self) -> str:
+        rows = []
+        for axes, ledger in sorted(self.group_by("axes").items(), key=lambda item: -item[1].sent):
+            for (source, operation), part in ledger.group_by("source", "operation").items():
+                rows.append((axes_name(axes), source, operation, f"{part.count:,}", human_bytes(part.sent)))
+            rows.append((axes_name(axes), "total", "", f"{ledger.count:,}", human_bytes(ledger.sent)))
+        return "\n".join(format_table(("axes", "source", "collective", "calls", "sent"), rows, 3))
 
     def filter_axes(self, *axes: str) -> Ledger:
         """The collectives over exactly these mesh axes."""

@@ -487,9 +487,8 @@ def _elements(model: ModelConfig, storage: tuple[int, ...], kind: int | None, tr
     mesh = _mesh(*storage)
     total: Counter[str] = Counter()
     for weight in measure_weights(model):
-        if (trained and not weight.trained) or (
-            kind is not None and find_stack(model, weight.name) != layer_stacks(model)[kind]
-        ):
+        is_other = kind is not None and find_stack(model, weight.name) != layer_stacks(model)[kind]
+        if is_other or (trained and not weight.trained):
             continue
         storage, computed_as = weight.storage(mesh), compute_spec(weight.shape, P(*weight.spec), mesh)
         stored, computed = _local(weight.shape, storage.spec, mesh), _local(weight.shape, computed_as, mesh)
@@ -515,11 +514,8 @@ def _elements(model: ModelConfig, storage: tuple[int, ...], kind: int | None, tr
 @lru_cache(maxsize=4096)
 def _matrices(model: ModelConfig, storage: tuple[int, ...]) -> tuple[MatrixLayout, ...]:
     mesh = _mesh(*storage)
-    return tuple(
-        MatrixLayout(weight.shape, weight.storage(mesh).spec, *weight.matrix, mesh)
-        for weight in measure_weights(model)
-        if weight.matrix
-    )
+    weights = [weight for weight in measure_weights(model) if weight.matrix]
+    return tuple(MatrixLayout(weight.shape, weight.storage(mesh).spec, *weight.matrix, mesh) for weight in weights)
 
 
 def _local(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> int:

@@ -184,6 +184,5 @@ def read_product(equation) -> Product:
     left, right = (variable.aval.shape for variable in equation.invars)
     k, times = (math.prod(left[dim] for dim in dims) for dims in (contracting, batch))
     grouped = GROUPED in str(equation.source_info.name_stack)
-    return Product(
-        math.prod(left) // (k * times), math.prod(right) // (k * times), k, times, grouped or not batch, grouped
-    )
+    m, n = (math.prod(shape) // (k * times) for shape in (left, right))
+    return Product(m, n, k, times, grouped or not batch, grouped)

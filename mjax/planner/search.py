@@ -38,7 +38,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, get_args
 
 from mjax.cluster.hardware import Gpu
-from mjax.config import Config, MeshConfig, axes, marks
+from mjax.config import Config, MeshConfig, axes, marks, to_flag, with_values
 from mjax.config.axes import shards
 from mjax.config.batch_size import BatchSizes, format_tokens
 from mjax.config.checks import can_run_layers, clip_warmup, validate
@@ -305,14 +305,6 @@ def field_value(config: Config, name: str) -> Any:
     return attrgetter(name)(config)
 
 
-def with_values(config: Config, values: dict[str, Any]) -> Config:
-    """`config` with other values for the fields with these dotted names."""
-    for name, value in values.items():
-        section, field = name.split(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
-    return config
-
-
 # --- The cheapest change that fits ------------------------------------------------------------------------------------
 
 # Ranks of the cost of a change, not times; a combination costs their sum.
@@ -346,9 +338,7 @@ class Change:
     @property
     def flags(self) -> str:
         """What to type, such as '--mesh.sequence-parallel --train.micro-batch 2'."""
-        return " ".join(
-            f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in self.values.items()
-        )
+        return " ".join(map(to_flag, self.values, self.values.values()))
 
     def needs(self, config: Config) -> str:
         """'20.2 GiB', or '20.2 GiB on each of 16' on another number of devices than `config`; and its host memory."""
@@ -637,9 +627,8 @@ def largest_model(
     def log_days(number: int) -> float:
         """The logarithm of the days of a size, counted from 1: about proportional to the number."""
         tried[number] = trial = try_size(sizes[number - 1], budget, search)
-        print_line(
-            f"{format_tokens(trial.parameters)} parameters on {format_tokens(trial.tokens)} tokens: {trial.duration}"
-        )
+        parameters, tokens = format_tokens(trial.parameters), format_tokens(trial.tokens)
+        print_line(f"{parameters} parameters on {tokens} tokens: {trial.duration}")
         return math.log(trial.days if trial.best else max(2 * trial.days_at_peak, 1.01 * budget.days))
 
     # Tokens grow with parameters, so days with their square: at first as by arXiv 2203.15556 at half of the peak.

@@ -204,9 +204,7 @@ def read_calibration(file: Path) -> Calibration:
             f"sequences the shortest and the longest, all above 0; they are {list(map(list, rows))} and {[low, high]}"
         )
     if calibration.gpu not in [gpu.name for gpu in GPUS]:
-        raise UsageError(
-            f"{file}: gpu {calibration.gpu!r} is not known; mjax/cluster/hardware.py describes how to add it"
-        )
+        raise UsageError(f"{file}: gpu {calibration.gpu!r} is not known; add it in mjax/cluster/hardware.py")
     return calibration
 
 
@@ -782,8 +780,8 @@ class TimePredictor:
         if train.recompute == "offload":
             untimed.append(f"copies to host memory (timed at {self.gpu.host_bandwidth / 1e9:g} GB/s one way)")
         caveats += tuple(f"not measured: {name}" for name in untimed)
-        mfu = tflops * 1e12 / work.rates.peak
-        return StepTime(seconds, tflops, mfu, None if untimed else error, step.mean_over_run(), caveats)
+        error, mfu = None if untimed else error, tflops * 1e12 / work.rates.peak
+        return StepTime(seconds, tflops, mfu, error, step.mean_over_run(), caveats)
 
 
 class _MicroBatch:
@@ -907,16 +905,15 @@ class _StepTime:
         config, train = self.config, self.config.train
         if train.batch_rampup is None or train.steps < 1:
             return sum(self.seconds(config.micro_batches).values())
-        replicas, stretches = (
-            config.mesh.data * train.micro_batch,
-            BatchSizes.from_config(config).stretches(train.steps),
+        replicas, sizes = config.mesh.data * train.micro_batch, BatchSizes.from_config(config)
+        return (
+            sum(n * sum(self.seconds(size // replicas).values()) for n, size in sizes.stretches(train.steps))
+            / train.steps
         )
-        return sum(n * sum(self.seconds(size // replicas).values()) for n, size in stretches) / train.steps
 
     def _message(self) -> float:
         """An activation, or its gradient, to the next stage; all ranks of a server send at the same time."""
-        mesh = self.config.mesh
-        whole = self.element * self.work.stream
+        mesh, whole = self.config.mesh, self.element * self.work.stream
         split = mesh.splits_tokens or self.software.splits_messages
         sent = self.rates.send(mesh.pipe, mesh.model * copies(mesh), whole / (mesh.model if split else 1))
         if split and not mesh.splits_tokens:
@@ -1049,23 +1046,33 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     limits = f": {1e3 * between[0]:,.1f} to {1e3 * between[1]:,.1f} ms" if between else ""
     causal = f" ({values['mfu_causal']:.1%} counting half of causal attention)" if config.model.causal else ""
     rows = {
-        **({"caveats": "; ".join(step.caveats)} if step.caveats else {}),
-        "error bar": "none" if step.error is None else f"{error_bar(step.error)} of the measured time{limits}",
         "calibrated on": calibration.source,
         "unmeasured rates": ", ".join(values["not_measured"]) or "none",
         "TFLOP/s/GPU": f"{step.model_tflops:,.1f} model, {values['hardware_tflops']:,.1f} with recomputation",
+    }
+    answer = {
+        "step": f"{1e3 * step.total:,.1f} ms ({error_bar(step.error)}{limits})",
+        "bottlenecks": bottlenecks(step, config.mesh),
         "MFU": f"{step.mfu:.1%} of {peak / 1e12:,g} TFLOP/s{of_bf16}{causal}",
         "tokens/s": f"{values['tokens_per_second']:,.0f} ({values['tokens_per_second'] / devices:,.0f} per GPU)",
         "run": f"{config.train.steps:,} steps, {tokens:,} tokens: {run_seconds / 86_400:,.3g} days, "
         f"{run_seconds * devices / 3600:,.0f} GPU-hours",
+        **({"caveats": "\n".join(step.caveats)} if step.caveats else {}),
     }
     lines = [*format_table(("", "ms", "share"), cells), *format_rows(rows)]
-    return Section(f"Step time on {gpu.name} (predicted)", values, lines)
+    return Section(f"Step time on {gpu.name} (predicted)", values, lines, answer)
 
 
 def part_names(mesh: MeshConfig) -> dict[str, str]:
     """Names of the parts of a step on a mesh."""
     return NAMES | ({"data": "gradient reduce-scatter and parameter all-gather (exposed)"} if mesh.zero else {})
+
+
+def bottlenecks(step: StepTime, mesh: MeshConfig) -> str:
+    """The two longest parts of a step besides the matmuls, with their shares."""
+    parts = sorted((-seconds, part) for part, seconds in step.parts.items() if seconds > 0 and part != "matmul")[:2]
+    shares = (f"{part_names(mesh)[part]} {-seconds / step.total:.0%}" for seconds, part in parts)
+    return ", ".join(shares).replace(" (exposed)", "")
 
 
 def run_tokens(config: Config) -> int:

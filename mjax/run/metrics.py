@@ -379,8 +379,7 @@ class MetricsLog(Callback):
                 self._print_line(f"{name} cannot be written ({str(error) or type(error).__name__}): training continues")
 
     def _append(self, line: bytes) -> None:
-        if self._is_torn:  # a full disk truncated a line: the next one starts on a new line
-            line = b"\n" + line
+        line = b"\n" * self._is_torn + line  # a full disk truncated a line: the next one starts on a new line
         written = self._file.write(line)
         self._is_torn = written < len(line)
         if self._is_torn:
@@ -469,6 +468,7 @@ class _Tracker:
         name, number = folder.name, file.read_text().strip()
         config = json.loads(without_secrets((folder / "config.json").read_text()))
         if package == "trackio":
+            importlib.import_module("matplotlib.figure")  # half loaded by another thread, Trackio drops values
             self._run = module.init(project=project, name=f"{name}-{number}", resume="allow", config=config)
             return
         self._run = module.init(project=project, name=name, id=number, resume="allow", dir=str(folder), config=config)
@@ -496,7 +496,7 @@ def check_trackers(log: LogConfig) -> None:
     for package in TRACKERS:
         if getattr(log, package):
             try:
-                importlib.import_module(package)
-            except ImportError:
+                callable(importlib.import_module(package).init)
+            except (ImportError, AttributeError) as error:  # W&B's folder of another run is an empty module
                 remedy = f"pip install {package}, or leave the flag out"
-                raise UsageError(f"--log.{package} needs the {package} package: {remedy}") from None
+                raise UsageError(f"--log.{package} needs the {package} package ({error}): {remedy}") from None

@@ -25,9 +25,9 @@ def duration(seconds: float) -> str:
 
 
 def format_rows(rows: Mapping[str, Any]) -> list[str]:
-    """One line per name and value, with aligned values."""
+    """One line per name and value, with aligned values; a newline in a value starts a line."""
     width = max(map(len, rows), default=0)
-    return [f"{name:<{width}}  {value}" for name, value in rows.items()]
+    return [f"{name:<{width}}  {value}".replace("\n", "\n" + " " * (width + 2)) for name, value in rows.items()]
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int | Container[str] = 1) -> list[str]:

@@ -68,7 +68,7 @@ class Drawing:
     ) -> None:
         """Draw a box with a centered label; a newline in the label starts a line. `fill`: a name of `OPACITY`."""
         dash = ' stroke-dasharray="5 4"' if dashed else ""
-        paint = 'fill="url(#hatch)"' if hatch else f'fill-opacity="{OPACITY[fill]}"'
+        paint = 'style="fill:url(#hatch)"' if hatch else f'fill-opacity="{OPACITY[fill]}"'
         self.shapes.append(
             f'<rect class="{_color(color)}" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}" '
             f'rx="{_n(radius)}" {paint}{dash}/>'

@@ -84,6 +84,9 @@ def test_plan_is_of_largest_and_its_command(tmp_path, capsys):
     file = tmp_path / "found.py"
     plan = ["plan", "--config", str(ROOT / "tests" / "tiny_config.py"), "--gpu", "h100", "--devices", "2", "--json"]
     assert cli.main([*plan, "--days", "0.0005", "--write", str(file)]) == 0
+    written = json.loads(capsys.readouterr().out.splitlines()[-1])["run"]["command"]
+    assert written == f"python train.py --config {file}"
+    assert cli.main([*plan, "--days", "0.0005"]) == 0
     plan = json.loads(capsys.readouterr().out.splitlines()[-1])
     best, tried = plan["budget"]["best"], plan["budget"]["tried"]
     assert best in tried
@@ -93,7 +96,7 @@ def test_plan_is_of_largest_and_its_command(tmp_path, capsys):
     assert all(each["days"] is None or each["days"] > 0.0005 for each in larger)
     assert plan["run"]["parameters"] == best["parameters"]
     assert plan["search"]["best"][0]["days"] == pytest.approx(best["days"])
-    words = shlex.split(plan["budget"]["command"].replace("PREFIX", "data/x"))[2:]
+    words = shlex.split(plan["run"]["command"].replace("PREFIX", "data/x"))[2:]
     typed = parse(TrainArguments, words, "mjax train", choose_config(words)).settings
     written = load_config(str(file))
     assert replace(typed, data=written.data) == written

@@ -36,7 +36,7 @@ def test_interrupted_write_leaves_old_calibration(tmp_path, monkeypatch):
         ({"matmul": 40.0}, r"matmul is 40.0; it must be above 0 .* in mjax.s repository, python benchmarks"),
         ({"sequences": [2048, 512]}, r"the shortest and the longest, all above 0; they are .* and \[2048, 512\]"),
         ({"attention": [[128, 1024, 0.5, 40.0]]}, r"two fractions of the peak up to 1.2, .* 40.0\]\] and "),
-        ({"gpu": "h1000"}, "gpu 'h1000' is not known; mjax/cluster/hardware.py describes how to add it"),
+        ({"gpu": "h1000"}, "gpu 'h1000' is not known; add it in mjax/cluster/hardware.py"),
         ({"speed": 1.0}, "unknown field speed"),
         ("{", "is not JSON"),
         (json.dumps({"format": FORMAT, "gpu": "h100"}), "there is no matmul"),

@@ -110,7 +110,7 @@ def test_plan_compares_host_memory():
     section = memory_section(config, H100)
     assert {"host": 4 * 2**30, "fits": True}.items() <= section.values.items()
     small = memory_section(config, replace(H100, host_memory_per_node=16 * 2**30))
-    assert "but not in the 2.0 GiB of host memory; use --train.recompute full" in small.text
+    assert "but not in the 2.0 GiB of host memory; use --train.recompute full" in small.answer["memory"]
     assert not small.values["fits"]
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mjax.commands import cli
+from mjax.commands import cli, plan
 from mjax.planner import command
 from tests.conftest import ROOT
 
@@ -17,7 +17,9 @@ GPT_8B = ["--config", "gpt_8b", "--mesh.data", "1", "--train.micro-batch", "1", 
 def test_plan_prints_and_draws_its_sections(capsys, tmp_path):
     files = [tmp_path / name for name in ("communication.png", "memory.png")]
     argv = ["plan", "--config", "gpt_8b", "--mesh.no-sequence-parallel", "--train.recompute", "none", "--gpu", "a100"]
-    assert cli.main([*argv, "--communication-figure", str(files[0]), "--memory-figure", str(files[1])]) == 0
+    assert (
+        cli.main([*argv, "--details", "--communication-figure", str(files[0]), "--memory-figure", str(files[1])]) == 0
+    )
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines()]
@@ -25,7 +27,24 @@ def test_plan_prints_and_draws_its_sections(capsys, tmp_path):
     assert ["model", "total", "293", "23.79", "GiB"] in rows
     assert "GiB per device, in the backward pass of the layers" in printed
     assert "Schedule" not in printed
-    assert "error bar         ±35% of the measured time: " in printed
+    assert " ms (±35%: " in printed
+
+
+def test_plan_answers_with_verdict_and_command(capsys):
+    assert cli.main(["plan", *GPT_8B, "--gpu", "h100", "--mesh.model", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "--- gpt_8b on 4 × h100, predicted ---"
+    assert len(lines) <= 20
+    (memory,) = (line for line in lines if line.startswith("memory"))
+    assert "GiB per device: fits in the 71.7 GiB usable on h100" in memory
+    command = (
+        "  python train.py --config gpt_8b --mesh.data 1 --mesh.model 4 --train.global-batch 8 --train.micro-batch 1"
+    )
+    assert lines[-2] == f"{command} --data.path PREFIX"
+    assert cli.main(["plan", *GPT_8B, "--gpu", "h100", "--mesh.model", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "does not fit in the 71.7 GiB usable on h100\n  " in printed
+    assert "train.py" not in printed
 
 
 def test_plan_has_numbers_of_schedule(capsys):
@@ -87,12 +106,14 @@ REFUSALS = {
 }
 
 
-def test_search_needs_config_or_budget(capsys):
-    assert cli.main(["plan", "--gpu", "h100", "--devices", "64"]) == 2
-    assert (
-        "--devices needs a config, such as --config gpt_8b, or --days N to find the largest model"
-        in capsys.readouterr().err
-    )
+@pytest.mark.parametrize(
+    ("flags", "config"), {"": "gpt_demo", "--devices 64": "llama3_8b", "--max-sequence-on 64": "llama3_8b"}.items()
+)
+def test_search_plans_a_model_of_its_size(monkeypatch, flags, config):
+    planned = []
+    monkeypatch.setattr(plan, "run_plan", lambda arguments: planned.append(arguments.config) or 0)
+    assert cli.main(["plan", "--gpu", "h100", *flags.split()]) == 0
+    assert planned == [config]
 
 
 @pytest.mark.parametrize("flags", REFUSALS)

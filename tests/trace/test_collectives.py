@@ -15,7 +15,7 @@ from mjax.parallel import mappings, named_scopes
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.pipeline_schedules import build_schedule, find_schedule
 from mjax.planner import ledger as collectives
-from mjax.planner.ledger import OPERATIONS, Ledger, read_collectives
+from mjax.planner.ledger import OPERATIONS, Collective, Ledger, read_collectives
 from tests.planner.configs import changed
 from tests.products import one_in
 from tests.small import small_config
@@ -52,6 +52,17 @@ def expected(rows, ranks):
 
 
 # --- Tensor parallelism -----------------------------------------------------------------------------------------------
+
+
+def test_printed_ledger_sums_each_axis():
+    gather = Collective("all-gather", ("model",), 4, (2, 8), "bfloat16", "layer", "forward", counts=(3,))
+    reduce = Collective("all-reduce", ("data",), 2, (1024, 1024), "float32", "gradient")
+    assert [" ".join(line.split()) for line in str(Ledger((gather, reduce))).splitlines()[1:]] == [
+        "data gradient all-reduce 1 4.00 MiB",  # the axis with most bytes first
+        "data total 1 4.00 MiB",
+        "model layer forward all-gather 3 288 B",  # 3 calls × 3/4 of 8 × 8 numbers of 2 bytes
+        "model total 3 288 B",
+    ]
 
 
 @pytest.mark.parametrize(("recompute", "micro_batch"), [("none", 8), ("selective", 8), ("full", 2)])

@@ -1,6 +1,7 @@
 """Records and displays of a run: FLOPs, MFU, metrics.jsonl, the curve, the line."""
 
 import contextlib
+import importlib
 import json
 import math
 import re
@@ -18,12 +19,13 @@ from matplotlib.figure import Figure
 from mjax.config import BERTConfig, Config, load_config, save_config
 from mjax.config.marks import Metric
 from mjax.config.run import LogConfig
+from mjax.errors import UsageError
 from mjax.pictures import runs
 from mjax.pictures.figures import add_perplexity
 from mjax.pictures.runs import Curve, draw_experts, draw_loss, smooth, smoothing_window
 from mjax.planner.layer import hardware_flops, model_flops, peak_tflops
 from mjax.run import metrics
-from mjax.run.metrics import MetricsLog, Record
+from mjax.run.metrics import MetricsLog, Record, check_trackers
 
 
 def record(step, **changes):
@@ -319,12 +321,24 @@ def test_wandb_gets_config_id_and_repeated_steps(tmp_path, monkeypatch):
     assert options["id"] == "chosen"
 
 
+def test_empty_module_is_not_a_tracker(tmp_path, monkeypatch):
+    """W&B writes a folder of its name into the working directory, which Python imports as an empty module."""
+    (tmp_path / "trackio").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    with pytest.raises(UsageError, match=r"needs the trackio package .* pip install trackio"):
+        check_trackers(LogConfig(trackio="project"))
+
+
 def test_trackio_continues_run_of_same_id(tmp_path, monkeypatch):
     """Trackio has no ids and no dir: the name tells runs apart; its steps may repeat."""
+    imported, import_module = [], importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", lambda name: imported.append(name) or import_module(name))
     calls = starts_of("trackio", tmp_path / "gpt_demo", monkeypatch, [[1, 2], [2]])
     first, second = (call[1] for call in calls if call[0] == "init")
     assert first == second
     assert first.keys() == {"project", "name", "resume", "config"}
+    assert "matplotlib.figure" in imported, "Trackio drops values while another thread imports it for a picture"
     assert re.fullmatch("gpt_demo-[0-9a-f]{8}", first["name"])
     assert [call[2] for call in calls if call[0] == "log"] == [{"step": 1}, {"step": 2}, {"step": 2}]
     assert [call[0] for call in calls].count("finish") == 2
