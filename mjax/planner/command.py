@@ -263,7 +263,7 @@ def longest_section(
     if not values:
         raise UsageError(f"no sequence of {name} fits on {devices} × {gpu.name}; try --max-sequence-on {2 * devices}")
     plan = {"gpu": gpu.name, "devices": devices, "best": values}
-    longest = max((best.config for best in tried if best), key=lambda each: each.model.sequence)
+    longest = max((best.config for best in tried if best), key=lambda config: config.model.sequence)
     return longest, Section(f"Longest sequence on {devices:,} × {gpu.name}", plan, _table(rows))
 
 
