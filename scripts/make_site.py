@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 COPY = ROOT / "build" / "docs"
 FENCE = re.compile(r"^( *)(```+)\w*\n.*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(!?)(\[[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*\])\(([^)\s]+)\)")
+TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
+CODE = re.compile(r"`[^`\n]+`")
 SERVED = {".md", ".svg", ".png"}  # what the site has of docs/
 
 
@@ -44,7 +46,7 @@ def repository_link(page: str, target: str, repository: str, image: bool = False
 
 
 def convert(text: str, page: str, repository: str) -> str:
-    """Change a page from GitHub's Markdown to that of the site."""
+    """Change a page from GitHub's Markdown to that of the site, whose tables show the backslash of `\\|` in code."""
 
     def link(found: re.Match[str]) -> str:
         image, label, target = found.groups()
@@ -53,6 +55,7 @@ def convert(text: str, page: str, repository: str) -> str:
 
     def prose(part: str) -> str:
         part = re.sub(r"<!--.*?-->\n?(?=\n)|<!--.*?-->", "", part, flags=re.DOTALL)
+        part = TABLE_ROW.sub(lambda row: CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), part)
         return LINK.sub(link, part.replace("<details>", '<details markdown="1">'))
 
     parts, end = [], 0

@@ -236,6 +236,7 @@ def test_site_lists_every_page():
         ("[rules](../../CONTRIBUTING.md#code)", "[rules](REPOSITORY/blob/main/CONTRIBUTING.md#code)"),
         ("[numbers](../numbers.toml)", "[numbers](REPOSITORY/blob/main/docs/numbers.toml)"),
         ("![logo](../../docs/numbers.toml)", "![logo](REPOSITORY/raw/main/docs/numbers.toml)"),
+        ("| `<\\|a\\|>` | b |", "| `<|a|>` | b |"),
         ("it takes <!--num:a-->4<!--/--> s", "it takes 4 s"),
         ("<details><summary>Answer</summary>", '<details markdown="1"><summary>Answer</summary>'),
         ("```text\n<!--a--> [b](../../c)\n```", None),
