@@ -219,7 +219,8 @@ def test_help_is_a_screen_and_help_all_has_every_flag(command, capsys):
         assert stop.value.code == 0
         said[flag] = capsys.readouterr().out
     assert said["--help"].count("\n") < 70
-    assert {"train": "python train.py --run runs/first", "plan": "mjax plan --config llama3_8b"}[command] in said["--help"]
+    example = {"train": "python train.py --run runs/first", "plan": "mjax plan --config llama3_8b"}[command]
+    assert example in said["--help"]
     assert "--help-all" in said["--help"]
     train = [flag for flag in flags_of(TrainArguments, TrainArguments()) if "." in flag]
     assert command == "plan" or not [flag for flag in train if f"--{flag}" not in said["--help-all"]]
