@@ -43,12 +43,12 @@ def sentences(text: str) -> str:
 
     def stop(found: re.Match) -> str:
         word = found[1]
-        plain = word.isalpha() and word != "arXiv" and not found[2]
+        plain = word.isalpha() and word.islower() and not found[2]
         return f". {word[:1].upper() + word[1:] if plain else word}{found[2]}"
 
     parts = re.split(r"(`[^`]*`)", text)
     for number in range(0, len(parts), 2):
-        parts[number] = re.sub(r"; ?([\w.]*)(:?)", stop, parts[number])
+        parts[number] = re.sub(r"; ?(\w*(?:\.\w+)*)(:?)", stop, parts[number])
     return "".join(parts)
 
 
@@ -215,7 +215,7 @@ You combine two options and want to know whether mjax accepts them. This page li
 the start of a run: {len(OPTIONS)} options alone and in {count} pairs, on four models. Everything else works together.
 A rejected run ends with the message and the remedy below, for example:
 
-```bash
+```text
 python train.py --config gpt_demo --mesh.pipe 2 --train.recompute offload
 ```
 
