@@ -76,6 +76,18 @@ def test_python_prints_what_page_says(page, tmp_path):
         assert promised in (None, printed), f"{page}, line {line}"
 
 
+DIFFS = [(page, body) for page, text in PAGES.items() for kind, body in FENCE.findall(text) if kind == "diff"]
+
+
+@pytest.mark.parametrize(("page", "body"), DIFFS, ids=[page for page, _ in DIFFS])
+def test_diff_of_page_applies(page, body):
+    command = ["git", "apply", "--check", "--recount", "--unidiff-zero", "-"]
+    files = re.split(r"^(?=--- a/)", body, flags=re.MULTILINE)  # git would read the second header as a removed line
+    for part in filter(str.strip, files):
+        result = subprocess.run(command, cwd=ROOT, input=part, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+
+
 def _shell(page):
     """Commands, promised output and True if digits count, of each pair of ```bash and ```text that can be run."""
     fences = list(FENCE.finditer(PAGES[page]))
