@@ -97,7 +97,7 @@ def _shell(page):
             continue
         (mark,) = re.findall(r"<!-- (.*) -->\n\Z", between) or [""]
         if mark.startswith("not run: "):
-            assert len(mark.split()) > 4, f"{page}: {mark!r} gives no reason"
+            assert len(mark.split()) >= 4, f"{page}: {mark!r} gives no reason"
             continue
         assert mark in ("", "numbers vary"), f"{page}: unknown mark {mark!r}"
         yield bash[2].replace("\\\n", " ").splitlines(), text[2], not mark

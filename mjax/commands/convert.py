@@ -256,7 +256,8 @@ def _print_next_steps(arguments: ImportArguments, rope: str, config: Config, tok
         print(f"your text    mjax prepare corpus.jsonl --output data/corpus {flags}")
     faster = " --precision.compute bf16" if config.precision.compute == "fp32" else ""
     config_file = shlex.quote(f"{arguments.output}/config.json")
-    print(f"train on     mjax train --config {config_file} --init {run} --name NEW --data.path data/corpus{faster}")
+    start = f"python train.py --config {config_file} --init {run} --name NEW"
+    print(f"train on     {start} --data.path data/corpus{faster}")
     if causal and tokenizer is not None:
         print(f"on chats     mjax sft --data chat.jsonl --init {run} --name NEW")
 
