@@ -68,7 +68,7 @@ class PlanArguments:
     tokens_per_parameter: Positive = 20.0
     """With --days: training tokens for each parameter of the model; 20 are compute-optimal (arXiv 2203.15556)."""
     write: Path | None = None
-    """Write the fastest config into this new file for `mjax train`; must end in .py."""
+    """Write the fastest config into this new file for `python train.py`; must end in .py."""
     without: ClassVar = UNPLANNED
     usual: ClassVar = {
         "the run": ("config", "run", "mesh.data", "mesh.model", "mesh.pipe", "mesh.zero", "train.recompute"),

@@ -65,7 +65,7 @@ def pipeline_gradients(
       schedule: with a backward pass, for as many stages as `pipe` has ranks.
       program: the functions of a stage.
       shared: trained weights of embedding and head, the same on every stage.
-      blocks: this stage's layers: leaves [l / P, …], or [V, l / (P V), …] with V chunks.
+      blocks: this stage's layers: leaves [l / p, …], or [V, l / (p V), …] with V chunks.
       micro_batches: pytree of arrays [m, …].
       accumulator: dtype of the sums.
 
@@ -354,7 +354,7 @@ def pipeline_decode(
     """Run the stages one after the other, for text generation.
 
     Args:
-      stages, chunks: P and V.
+      stages, chunks: p and V.
       layers: (layers of a chunk, stream, cache of the chunk) → (stream after these layers, new cache).
       blocks: this stage's layers, as for `pipeline_gradients`.
       x: the stream before the first layer, the same on every stage.

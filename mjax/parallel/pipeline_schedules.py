@@ -1,13 +1,13 @@
 """Pipeline schedules as tables: which stage works on which micro-batch in which tick.
 
-A pipeline splits the layers of a model into P *stages*, one per rank of the axis `pipe`. The global batch is split into
-M *micro-batches* that follow each other through the stages, forward and then backward. With V *chunks* a stage holds V
-groups of layers instead of one, and a micro-batch goes round the ring of stages V times: virtual stage v × P + p is
-chunk v of stage p (interleaving).
+A pipeline splits the layers of a model into p *stages*, one per rank of the axis `pipe`. The global batch is split into
+m *micro-batches* that follow each other through the stages, forward and then backward. With V *chunks* a stage holds V
+groups of layers instead of one, and a micro-batch goes round the ring of stages V times: virtual stage v × p + i is
+chunk v of stage i (interleaving).
 
 Time is counted in *ticks*. In every tick a stage runs what its *slots* of that tick say: a forward pass F of one
 micro-batch through one chunk, a backward pass B, both, or neither; then it sends the results to its neighbours, who can
-use them from the next tick on. A schedule is the table of all slots. P = 3, M = 6, V = 1, the schedule 1F1B:
+use them from the next tick on. A schedule is the table of all slots. p = 3, m = 6, V = 1, the schedule 1F1B:
 
     tick      0    1    2      3      4      5      6      7      8    9
     stage 0   F0   F1   F2     F3     F4 B0  F5 B1  B2     B3     B4   B5
@@ -16,10 +16,10 @@ use them from the next tick on. A schedule is the table of all slots. P = 3, M =
               └ warm-up ┘      └ one F, one B ┘     └ cool-down       ┘
 
 While the pipeline fills (warm-up) and drains (cool-down) stages are idle. The *bubble* is that idle time as a fraction
-of compute time: (P − 1) / (V M) for both schedules here.
+of compute time: (p − 1) / (V m) for both schedules here.
 
     gpipe   all forwards, then all backwards: the activations of all micro-batches are stored (arXiv 1811.06965).
-    1f1b    backwards start as soon as they can, and each frees memory for a forward: memory does not grow with M.
+    1f1b    backwards start as soon as they can, and each frees memory for a forward: memory does not grow with m.
             With V > 1 it is the interleaved schedule (arXiv 2104.04473, section 2.2).
 
 **Lock-step.** The stages run one program and synchronize at the end of every tick, so a tick takes as long as its
@@ -27,9 +27,9 @@ slowest stage. That is why a tick of gpipe and 1f1b has a slot for F and one for
 in its forward would always wait for a neighbour in its backward, and every tick would cost max(f, b). With both, a tick
 of the steady state costs f + b on every stage, and the bubble is exactly the formula's for any ratio f : b.
 
-The cost is memory. In the papers stages run asynchronously and stage p of 1F1B stores P − p micro-batches. In lock-step
-a micro-batch that has left stage p comes back 2 (P − 1 − p) ticks later, and a new one enters in every tick: the stage
-stores 2 (P − 1 − p) + 1. (Megatron's interleaved order stores as many, and (V − 1) P more, for the same reason.)
+The cost is memory. In the papers stages run asynchronously and stage i of 1F1B stores p − i micro-batches. In lock-step
+a micro-batch that has left stage i comes back 2 (p − 1 − i) ticks later, and a new one enters in every tick: the stage
+stores 2 (p − 1 − i) + 1. (Megatron's interleaved order stores as many, and (V − 1) p more, for the same reason.)
 
 Results wait in numbered slots of fixed-size buffers, which the table assigns too: the interpreter in `pipeline.py` only
 follows it. This module is plain NumPy.
@@ -59,7 +59,7 @@ class Slots:
       micro_batch: the micro-batch it runs on.
       chunk: the chunk of the stage that it runs.
       first: 1 on the first virtual stage (stage 0, chunk 0), to which the embedding belongs.
-      last: 1 on the last virtual stage (stage P − 1, chunk V − 1), to which the head belongs.
+      last: 1 on the last virtual stage (stage p − 1, chunk V − 1), to which the head belongs.
       message: slot of the received message that it reads: an activation for F, a gradient for B. The first virtual
         stage reads none in F and the last none in B (0).
       residual: slot of the residuals that F writes and B reads.
@@ -82,11 +82,11 @@ class PipelineSchedule:
     """A schedule: the slots of every tick and the sizes of the buffers they name.
 
     Within a tick a stage first stores what arrived, then runs F and B in this order, then sends. F's result goes to
-    stage p + 1 (from the last stage to stage 0, for its next chunk), B's to stage p − 1 (from stage 0 to the last).
+    stage i + 1 (from the last stage to stage 0, for its next chunk), B's to stage i − 1 (from stage 0 to the last).
 
     Attributes:
       name: one of SCHEDULES, or "forward".
-      stages: P. micro_batches: M. chunks: V.
+      stages: p. micro_batches: m. chunks: V.
       forward: the slots of F.
       backward: the slots of B; None where there is only a forward pass.
       receive_activation: int32 [ticks, stages], slot into which the activation sent in the previous tick is written at
@@ -147,10 +147,10 @@ class PipelineSchedule:
 
 @lru_cache(maxsize=64)
 def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> PipelineSchedule:
-    """The schedule `name` for P stages, M micro-batches and V chunks a stage.
+    """The schedule `name` for p stages, m micro-batches and V chunks a stage.
 
     Raises:
-      UsageError: there is no such schedule, or chunks > 1 and P does not divide M.
+      UsageError: there is no such schedule, or chunks > 1 and p does not divide m.
     """
     if name not in SCHEDULES:
         raise UsageError(f"there is no schedule {name!r}; use gpipe or 1f1b")
@@ -179,26 +179,26 @@ def slot_times(config: Config) -> tuple[float, float]:
 
 @lru_cache(maxsize=64)
 def forward_schedule(stages: int, micro_batches: int, chunks: int = 1) -> PipelineSchedule:
-    """The forward passes alone, for evaluation: V M + P − 1 ticks, with no residuals.
+    """The forward passes alone, for evaluation: V m + p − 1 ticks, with no residuals.
 
     Raises:
-      UsageError: chunks > 1 and P does not divide M.
+      UsageError: chunks > 1 and p does not divide m.
     """
     check_pipeline(stages, micro_batches, chunks)
     return _build_table("forward", _forward_ticks(stages, micro_batches, chunks))
 
 
-# --- The tick of each operation: int [P, M, V] ------------------------------------------------------------------------
+# --- The tick of each operation: int [p, m, V] ------------------------------------------------------------------------
 
 
 def _forward_ticks(stages: int, micro_batches: int, chunks: int) -> np.ndarray:
-    """Ticks of the forwards: stage p runs its k-th in tick p + k.
+    """Ticks of the forwards: stage i runs its k-th in tick i + k.
 
-    The order is the same on every stage: P micro-batches go through all chunks before the next P enter. The first of a
+    The order is the same on every stage: p micro-batches go through all chunks before the next p enter. The first of a
     group leaves chunk v when stage 0 has sent the last one in, so stage 0 continues with it in chunk v + 1.
     """
-    p, m, v = np.indices((stages, micro_batches, chunks))
-    return p + (m // stages * chunks + v) * stages + m % stages
+    i, j, v = np.indices((stages, micro_batches, chunks))
+    return i + (j // stages * chunks + v) * stages + j % stages
 
 
 # --- From ticks to a table --------------------------------------------------------------------------------------------
@@ -208,12 +208,12 @@ def _build_table(name: str, forward: np.ndarray, backward: np.ndarray | None = N
     """The schedule whose operations run in these ticks."""
     stages, micro_batches, chunks = forward.shape
     ticks = 1 + max(int(x.max()) for x in (forward, backward) if x is not None)
-    p, _, v = np.indices(forward.shape)
-    first, last = (p == 0) & (v == 0), (p == stages - 1) & (v == chunks - 1)
+    i, _, v = np.indices(forward.shape)
+    first, last = (i == 0) & (v == 0), (i == stages - 1) & (v == chunks - 1)
     none = np.zeros_like(forward)
 
     # A message lives from its arrival, the tick after it was sent, to the tick in which it is read.
-    arrival = 1 + np.roll(forward, 1, axis=0)  # from stage p − 1, and round the ring into the next chunk
+    arrival = 1 + np.roll(forward, 1, axis=0)  # from stage i − 1, and round the ring into the next chunk
     arrival[0] = np.roll(arrival[0], 1, axis=-1)
     activations, activation_slots = _assign_slots(arrival, forward, ~first)
     residuals, residual_slots, outputs, output_slots = none, 0, none, 0
@@ -248,7 +248,7 @@ def _build_table(name: str, forward: np.ndarray, backward: np.ndarray | None = N
 
 
 def _to_column(ticks: int, when: np.ndarray, values: np.ndarray, where: np.ndarray | bool = True, otherwise: int = 0):
-    """Column [ticks, P] with values[p, m, v] in tick when[p, m, v]; read-only, because schedules are cached."""
+    """Column [ticks, p] with values[i, j, v] in tick when[i, j, v]; read-only, because schedules are cached."""
     column = np.full((ticks, len(when)), otherwise, np.int32)
     where = np.broadcast_to(where, when.shape)
     column[when[where], np.indices(when.shape)[0][where]] = values[where]
@@ -257,19 +257,19 @@ def _to_column(ticks: int, when: np.ndarray, values: np.ndarray, where: np.ndarr
 
 
 def _assign_slots(begin: np.ndarray, end: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, int]:
-    """Buffer slots [P, M, V] for values that live from tick `begin` to tick `end`, inclusive, and their number.
+    """Buffer slots [p, m, V] for values that live from tick `begin` to tick `end`, inclusive, and their number.
 
     On each stage values take slots in the order in which they begin, reusing free ones: for intervals that gives the
     minimum.
     """
     slots, number = np.zeros_like(begin), 0
-    for p in range(len(begin)):
+    for i in range(len(begin)):
         ends = np.empty(0, int)  # of each slot, the tick after which it is free
-        keys = np.argwhere(where[p])
-        for m, v in keys[np.argsort(begin[p][where[p]], kind="stable")]:
-            free = np.flatnonzero(ends < begin[p, m, v])
-            slot = slots[p, m, v] = free[0] if free.size else len(ends)
+        keys = np.argwhere(where[i])
+        for j, v in keys[np.argsort(begin[i][where[i]], kind="stable")]:
+            free = np.flatnonzero(ends < begin[i, j, v])
+            slot = slots[i, j, v] = free[0] if free.size else len(ends)
             ends = np.append(ends, 0) if slot == len(ends) else ends
-            ends[slot] = end[p, m, v]
+            ends[slot] = end[i, j, v]
         number = max(number, len(ends))
     return slots, number

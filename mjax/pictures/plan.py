@@ -170,7 +170,7 @@ def draw_schedule(schedule: PipelineSchedule, file: Path | BinaryIO, forward: fl
     rows.set_xlabel(f"time ({unit})", color=SOFT_INK, loc="left")
     rows.spines[:].set_visible(False)
     virtual = f",  V = {schedule.chunks} virtual stages per rank" if schedule.chunks > 1 else ""
-    title = f"{display_name(schedule)}:  P = {stages} stages,  M = {schedule.micro_batches} micro-batches{virtual}"
+    title = f"{display_name(schedule)}:  p = {stages} stages,  m = {schedule.micro_batches} micro-batches{virtual}"
     bubble, in_flight = describe_bubble(schedule, forward, backward), describe_in_flight(schedule)
     add_heading(rows, title, f"bubble {bubble};  {schedule.ticks} ticks;  micro-batches in flight: {in_flight}")
     handles = [Patch(color=COLORS[kind], label=kind) for kind, *_ in passes]
@@ -182,7 +182,7 @@ def describe_bubble(schedule: PipelineSchedule, forward: float, backward: float)
     """The bubble as computed from the table, with its closed form if the two are equal."""
     bubble = schedule.bubble(forward, backward)
     stages, micro_batches, chunks = schedule.stages, schedule.micro_batches, schedule.chunks
-    formula = " = (P − 1) / M" if chunks == 1 else " = (P − 1) / (V M)"
+    formula = " = (p − 1) / m" if chunks == 1 else " = (p − 1) / (V m)"
     exact = np.isclose(bubble, (stages - 1) / (chunks * micro_batches))
     return f"{bubble:.1%} of the ideal time{formula if exact else ''}"
 

@@ -31,9 +31,9 @@ def mesh() -> Drawing:
         4, 316, "filled: this GPU's sequences of the batch, and its columns of each matrix", size=14, italic=True
     )
     drawing.arrow((6, 338), (46, 338), "blue", both=True)
-    drawing.text(58, 338, "model: 4 all-reduces of activations per layer, over NVLink", size=15)
+    drawing.text(58, 338, "model: activations, four times per layer, over NVLink", size=15)
     drawing.arrow((6, 360), (46, 360), "orange", both=True, dashed=True)
-    drawing.text(58, 360, "data: 1 all-reduce of gradients per step, over the network", size=15)
+    drawing.text(58, 360, "data: gradients, once per step, over the network", size=15)
     return drawing
 
 

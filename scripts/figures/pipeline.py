@@ -44,6 +44,26 @@ def pipeline_schedules() -> Drawing:
     return drawing
 
 
+def pipeline_animation() -> Drawing:
+    """1F1B on three stages, tick by tick; without motion, its fifth tick."""
+    schedule = build_schedule("1f1b", stages=3, micro_batches=6)
+    drawing = Drawing(640, 226, "1F1B tick by tick: each stage's F and B, its messages, and the activations it stores")
+    for stage in range(3):
+        drawing.box(8 + stage * 222, 36, 180, 82, fill="none", radius=8)
+        drawing.text(98 + stage * 222, 20, f"stage {stage}", bold=True, size=15, anchor="middle")
+        drawing.text(8 + stage * 222, 136, "stored:", size=15)
+    drawing.text(8, 208, "tick", size=15)
+    style = [f"@keyframes tick{{0%{{opacity:1}}{100 / schedule.ticks:g}%,100%{{opacity:0}}}}"]
+    for tick in range(schedule.ticks):
+        drawing.shapes.append(f'<g class="tick t{tick}" opacity="{int(tick == 4)}">')
+        _draw_tick(drawing, schedule, tick)
+        drawing.shapes.append("</g>")
+        style.append(f".t{tick}{{animation-delay:{1.5 * (tick - schedule.ticks):g}s}}")
+    moving = f".tick{{animation:tick {1.5 * schedule.ticks:g}s step-end infinite}}{''.join(style[1:])}"
+    drawing.shapes.append(f"<style>{style[0]}@media(prefers-reduced-motion:no-preference){{{moving}}}</style>")
+    return drawing
+
+
 def pipeline_stages() -> Drawing:
     """Layers in four stages, and what neighbors send to each other."""
     drawing = Drawing(640, 250, "80 layers in four stages: activations go to the next stage, gradients come back")
@@ -122,6 +142,26 @@ def pipeline_memory() -> Drawing:
                 drawing.text(4, y + 12, f"stage {stage}", size=15)
     drawing.text(70, 184, "one bar: the saved activations of one micro-batch on one stage", size=15, italic=True)
     return drawing
+
+
+def _draw_tick(drawing: Drawing, schedule: PipelineSchedule, tick: int) -> None:
+    """Draw the passes of one tick on every stage, the messages at its end, and the stored micro-batches."""
+    begun, ended = (slots.on.cumsum(axis=0) for slots in (schedule.forward, schedule.backward))
+    for stage in range(schedule.stages):
+        x = 8 + stage * 222
+        for row, (kind, slots, color) in enumerate((("F", schedule.forward, "green"), ("B", schedule.backward, "sky"))):
+            y, on = 46 + row * 34, slots.on[tick, stage]
+            label = f"{kind} {slots.micro_batch[tick, stage]}" if on else ""
+            drawing.box(x + 12, y, 156, 28, label, color if on else "grey", fill="strong", hatch=not on, radius=2)
+            if on and kind == "F" and stage < schedule.stages - 1:
+                drawing.arrow((x + 180, y + 14), (x + 222, y + 14), color, width=2.5)
+            if on and kind == "B" and stage:
+                drawing.arrow((x, y + 14), (x - 42, y + 14), color, width=2.5)
+        first = ended[tick - 1, stage] if tick else 0
+        for number, micro_batch in enumerate(range(first, begun[tick, stage])):
+            drawing.box(x + number * 34, 150, 30, 28, str(micro_batch), "green", size=15, radius=2)
+    drawing.text(44, 208, f"{tick}", size=15, bold=True)
+    drawing.box(72, 202, 560 * (tick + 1) / schedule.ticks, 12, color="grey", fill="strong", radius=2)
 
 
 def _boxes(schedule: PipelineSchedule, unit: float) -> list[list[tuple]]:

@@ -69,9 +69,8 @@ def batch_rampup() -> Drawing:
     left, right, top, bottom = 84, 620, 34, 190
     _axes(drawing, left, right, top, bottom)
     base = Config()
-    sizes = BatchSizes.from_config(
-        replace(base, train=replace(base.train, global_batch=64, batch_rampup=(16, 16, 864)))
-    )
+    train = replace(base.train, global_batch=64, batch_rampup=(16, 16, 864))
+    sizes = BatchSizes.from_config(replace(base, train=train))
     steps = 48
     width = (right - left) / steps
     for step in range(steps):

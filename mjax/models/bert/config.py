@@ -36,7 +36,7 @@ class BERTConfig(EncoderConfig):
     kind: Literal["bert"] = "bert"
     """Architecture of the model."""
     mlm_activation: Annotated[Gelu | None, TUNING, By("activation"), ANY_FAMILY] = None
-    """GELU of the MLM head; by default that of the MLP. Megatron's fused kernel is for the MLP only; its head uses the
+    """GELU of the MLM head; by default the MLP's. Megatron's fused kernel is for the MLP only; its head uses the
     exact form."""
 
     title: ClassVar[str] = "a BERT"
@@ -59,7 +59,7 @@ class BERTConfig(EncoderConfig):
             "order_accuracy",
             "sop accuracy {value:.0%}",
             verdict="sop accuracy {value:.1%} ± {error:.1%} on {sequences:,} pairs; by chance {guess:.0%}",
-            axis="share of pairs with the right order",
+            axis="sentence-order accuracy",
             title="sentence order",
             guess=0.5,
             guess_label="by chance, {guess:.0%}",
