@@ -16,6 +16,10 @@ import JAX.
     open_run(folder)               config, tokenizer and weights of a run
     generate(run, prompts)         continue prompts, or token ids
     logits(run, ids)               scores of the next token after every position
+    log_probs(run, ids)            log-probability of every token after those before it
+    hidden_states(run, ids)        residual stream before the first layer and after each layer
+    attention_weights(run, ids)    of every head, after the softmax
+    gradients(run, ids)            loss of texts, and its gradient for every weight
     evaluate(folder, task, data)   metrics of a task
     plan(config, gpu)              what `mjax plan --json` prints
 """
@@ -31,6 +35,10 @@ if TYPE_CHECKING:  # what editors and type checkers read; at run time a name is 
     from mjax.config import Config, load_config
     from mjax.config.checks import validate_config as validate
     from mjax.generation.inference import open_run
+    from mjax.generation.text import compute_attention_weights as attention_weights
+    from mjax.generation.text import compute_gradients as gradients
+    from mjax.generation.text import compute_hidden_states as hidden_states
+    from mjax.generation.text import compute_log_probs as log_probs
     from mjax.generation.text import compute_logits as logits
     from mjax.generation.text import generate_texts as generate
     from mjax.parallel.mesh import make_mesh
@@ -46,10 +54,14 @@ _LAZY_IMPORTS = {
     "EvaluateWithHarness": "mjax.commands.lm_eval:EvaluateWithHarness",
     "KeepBestCheckpoint": "mjax.run.callbacks:KeepBestCheckpoint",
     "Trainer": "mjax.run.trainer:Trainer",
+    "attention_weights": "mjax.generation.text:compute_attention_weights",
     "build_program": "mjax.step.step:build_program",
     "evaluate": "mjax.commands.evaluate:score_task",
     "generate": "mjax.generation.text:generate_texts",
+    "gradients": "mjax.generation.text:compute_gradients",
+    "hidden_states": "mjax.generation.text:compute_hidden_states",
     "load_config": "mjax.config:load_config",
+    "log_probs": "mjax.generation.text:compute_log_probs",
     "logits": "mjax.generation.text:compute_logits",
     "make_mesh": "mjax.parallel.mesh:make_mesh",
     "open_run": "mjax.generation.inference:open_run",
@@ -59,23 +71,10 @@ _LAZY_IMPORTS = {
 }
 
 __all__ = [
-    "Callback",
-    "Config",
-    "EvaluateWithHarness",
-    "KeepBestCheckpoint",
-    "Trainer",
-    "__version__",
-    "build_program",
-    "evaluate",
-    "generate",
-    "load_config",
-    "logits",
-    "make_mesh",
-    "open_run",
-    "plan",
-    "simulate",
-    "validate",
-]
+    "Callback", "Config", "EvaluateWithHarness", "KeepBestCheckpoint", "Trainer", "__version__", "attention_weights",
+    "build_program", "evaluate", "generate", "gradients", "hidden_states", "load_config", "log_probs", "logits",
+    "make_mesh", "open_run", "plan", "simulate", "validate",
+]  # fmt: skip
 
 
 def __getattr__(name: str):

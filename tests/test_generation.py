@@ -228,7 +228,7 @@ def test_cache_holds_prompts_that_are_padded_beyond_the_end():
     model = generator.prepare(placed(generator, lambda: lively(config)))
     prompt = list(range(1, 34))
     (found,) = tokens_of(generator.generate(model, [prompt], replace(GREEDY, tokens=2), eod=-1))
-    (logits,) = generator.logits(model, [prompt + found[:1]])
+    (logits,) = generator.read("logits", model, [prompt + found[:1]])
     assert found == logits[32:].argmax(-1).tolist()
 
 

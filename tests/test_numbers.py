@@ -1,4 +1,4 @@
-"""README and results show the numbers of docs/numbers.toml, and no others."""
+"""README and results show the numbers of docs/numbers.toml, and no other number."""
 
 import subprocess
 import sys

@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 from tests.test_runs_command import make_run
 
 PALM = re.search(
-    r"```python\n(# palm\.py.*?)```", (ROOT / "docs" / "how-to" / "add-a-model.md").read_text(), re.DOTALL
+    r"```python\n(# palm\.py.*?)```", (ROOT / "docs" / "extend" / "add-a-model.md").read_text(), re.DOTALL
 )[1]
 TRAIN = """train --data.path data/corpus --data.split 80,20,0 --name 'my palm' --mesh.data 1 --train.eval-interval 2
 --train.eval-batches 1 --optimizer.warmup-steps 0 --optimizer.decay-steps 4

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 
 import mjax
+from mjax.checkpoint.arrays import leaves_by_path
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.config import MeshConfig, read_config, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.models.build import build_model
 from mjax.parallel.weights import leaf_name
+from tests import reference
 from tests.conftest import ROOT
-from tests.small import batch_of, program_of, small_config
+from tests.small import batch_of, named, program_of, small_config, weights_of
 
 CONFIG = small_config(layers=4, heads=4, vocabulary=257, dropout=0.0)
 TEXTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13]]
@@ -75,6 +77,135 @@ def test_logits_are_those_of_one_forward_pass(mesh, run):
         whole = np.asarray(forward(opened.weights, text))[0, :, :257]
         assert logits.dtype == np.float32
         np.testing.assert_allclose(logits, whole, atol=1e-4)
+
+
+# --- Inside a model ---------------------------------------------------------------------------------------------------
+
+INSIDE = (mjax.hidden_states, mjax.attention_weights, mjax.log_probs, mjax.gradients)
+KINDS = {
+    "gpt": {"positions": "learned"},
+    "llama": {"kind": "llama", "kv_heads": 2, "window": 4},
+    "mixture": {"kind": "mixture", "kv_heads": 2, "experts": 4, "z_loss": 0.1},
+    "gemma3": {"kind": "gemma3", "kv_heads": 2, "window": 4, "global_attention_interval": 2},
+    "bert": {"kind": "bert"},
+}
+FSDP, SEQUENCE_PARALLEL = {"data": 2, "model": 2, "zero": 3}, {"model": 4, "sequence_parallel": True}
+ALLGATHER = {"context": 2, "context_attention": "allgather", "data": 2}
+MESHES = [
+    ("gpt", SEQUENCE_PARALLEL), ("gpt", {"context": 2, "model": 2}), ("gpt", ALLGATHER), ("llama", {"model": 4}),
+    ("llama", ALLGATHER), ("mixture", FSDP), ("mixture", {"data": 2, "expert": 2}), ("gemma3", SEQUENCE_PARALLEL),
+    ("bert", FSDP), ("bert", {"context": 2, "model": 2}),
+]  # fmt: skip
+MESHES = [("gpt", FSDP), *(pytest.param(kind, mesh, marks=pytest.mark.ci) for kind, mesh in MESHES)]
+
+
+def run_of(config, folder):
+    """A run folder with the weights of `weights_of`."""
+    save_config(config, folder / "config.json")
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        checkpoints.save(1, {"model": jax.tree.map(jnp.asarray, weights_of(config))})
+    return folder
+
+
+def inside_of_twin(config, text, monkeypatch):
+    """Hidden states and attention weights of a text by the serial reference."""
+    model, weights, heads = config.model, named(weights_of(config)), []
+    batch = {name: np.array([text]) * (name == "tokens") for name in ("tokens", "token_types")}
+
+    def record(p, rate, masks, place):
+        if p.ndim == 4:
+            heads.append(np.asarray(p)[0])
+        return p
+
+    monkeypatch.setattr(reference, "drop", record)
+    body = {name: array for name, array in weights.items() if not name.startswith("final_norm")}
+    layers = reference.layers_of(weights)
+    states = []
+    for depth in range(len(layers) + 1):
+        heads.clear()
+        monkeypatch.setattr(reference, "layers_of", lambda _, depth=depth: layers[:depth])
+        states.append(np.asarray(reference.encoded(body, model, batch)[0][0]))
+    return np.stack(states), np.stack(heads)
+
+
+@pytest.mark.parametrize(("kind", "mesh"), MESHES)
+def test_inside_of_model_equals_float64_twin(kind, mesh, tmp_path, monkeypatch):
+    """Hidden states, attention weights, log-probabilities and gradients of texts of several lengths."""
+    config = small_config(layers=2, heads=4, dropout=0.0, **KINDS[kind])
+    run = mjax.open_run(run_of(config, tmp_path), mesh=mesh)
+    states, heads = mjax.hidden_states(run, TEXTS), mjax.attention_weights(run, TEXTS)
+    texts = [np.array(text) for text in TEXTS]
+    with jax.enable_x64(True):
+        for text, state, weights in zip(texts, states, heads, strict=True):
+            expected = inside_of_twin(config, text, monkeypatch)
+            for found, one in zip((state, weights), expected, strict=True):
+                assert found.dtype == np.float32
+                np.testing.assert_allclose(found, one, atol=2e-5 * np.abs(one).max())
+    monkeypatch.undo()
+    if kind == "bert":
+        return
+    rows = np.zeros((len(TEXTS), config.model.sequence + 1), int)
+    for row, text in zip(rows, TEXTS, strict=True):
+        row[: len(text)] = text
+    counted = np.arange(config.model.sequence) < np.array([[len(text) - 1] for text in TEXTS])
+    batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:], "loss_mask": counted}
+    with jax.enable_x64(True):
+        weights = {name: np.float64(weight) for name, weight in named(weights_of(config)).items()}
+        scores = jax.nn.log_softmax(reference.scores(weights, config.model, batch), -1)
+        model = replace(config.model, aux_loss_coef=0.0, z_loss=0.0) if kind == "mixture" else config.model
+        figures, expected = reference.loss_and_gradients(weights, model, batch)
+    loss, gradients = mjax.gradients(run, TEXTS)
+    assert loss == pytest.approx(float(np.ravel(figures)[0]), rel=1e-6)
+    for name, gradient in gradients.items():
+        weight, scale = leaves_by_path(run.weights)[name], np.abs(expected[name]).max()
+        assert gradient.sharding.is_equivalent_to(weight.sharding, weight.ndim)
+        np.testing.assert_allclose(np.asarray(gradient), expected[name], atol=3e-5 * scale, err_msg=name)
+    for row, text, found in zip(scores, TEXTS, mjax.log_probs(run, TEXTS), strict=True):
+        assert found.shape == (len(text) - 1,)
+        np.testing.assert_allclose(found, [row[i, token] for i, token in enumerate(text[1:])], atol=1e-5)
+
+
+def test_inside_of_model_in_bf16_is_near_float32(run, tmp_path):
+    """bf16 is the default of training: every function reads such a run."""
+    config = replace(CONFIG, precision=replace(CONFIG.precision, compute="bf16"))
+    shutil.copytree(run, tmp_path / "run")
+    save_config(config, tmp_path / "run" / "config.json")
+    for function in INSIDE[:3]:
+        for found, exact in zip(function(tmp_path / "run", TEXTS), function(run, TEXTS), strict=True):
+            assert found.dtype == np.float32
+            np.testing.assert_allclose(found, exact, atol=0.2 * np.abs(exact).max(initial=1))
+    loss, gradients = mjax.gradients(tmp_path / "run", TEXTS)
+    exact, _ = mjax.gradients(run, TEXTS)
+    assert loss == pytest.approx(exact, rel=0.1)
+    assert all(np.isfinite(np.asarray(gradient)).all() for gradient in gradients.values())
+
+
+def test_inside_of_model_of_pipeline(run):
+    """Log-probabilities and gradients work; the functions that read single layers say what to use."""
+    opened, alone = mjax.open_run(run, mesh={"pipe": 2, "data": 2}), mjax.open_run(run)
+    for function in INSIDE[:2]:
+        with pytest.raises(UsageError, match=rf"^mjax.{function.__name__[8:]} is not supported with mesh.pipe 2; use"):
+            function(opened, TEXTS)
+    for found, expected in zip(mjax.log_probs(opened, TEXTS), mjax.log_probs(alone, TEXTS), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    (loss, gradients), (alone, expected) = mjax.gradients(opened, TEXTS), mjax.gradients(alone, TEXTS)
+    assert loss == pytest.approx(alone, rel=1e-5)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(np.asarray(gradient), np.asarray(expected[name]), rtol=1e-3, atol=1e-4)
+
+
+def test_impossible_inside_of_model_is_one_sentence(run, tmp_path):
+    with pytest.raises(UsageError, match="no text has two tokens; give at least one"):
+        mjax.gradients(run, [[1], [2]])
+    with pytest.raises(UsageError, match='gradients in fp16 need a loss scale; add compute="fp32"'):
+        mjax.gradients(run, TEXTS, compute="fp16")
+    bert = run_of(small_config(heads=4, kind="bert"), tmp_path)
+    for function in (mjax.log_probs, mjax.gradients):
+        with pytest.raises(UsageError, match="holds a BERT, which predicts no next token"):
+            function(bert, TEXTS)
+    for function in INSIDE:
+        with pytest.raises(UsageError, match="token ids from 300 to 300"):
+            function(run, [[300]])
 
 
 def test_weights_fit_a_program_of_another_kernel_and_sequence(run):

@@ -256,7 +256,8 @@ def _print_next_steps(arguments: ImportArguments, rope: str, config: Config, tok
         print(f"your text    mjax prepare corpus.jsonl --output data/corpus {flags}")
     faster = " --precision.compute bf16" if config.precision.compute == "fp32" else ""
     config_file = shlex.quote(f"{arguments.output}/config.json")
-    print(f"train on     mjax train --config {config_file} --init {run} --name NEW --data.path data/corpus{faster}")
+    start = f"python train.py --config {config_file} --init {run} --name NEW"
+    print(f"train on     {start} --data.path data/corpus{faster}")
     if causal and tokenizer is not None:
         print(f"on chats     mjax sft --data chat.jsonl --init {run} --name NEW")
 
@@ -305,13 +306,9 @@ def to_hf(arguments: ToHfArguments) -> int:
         ids = {name: generation.get(name) for name in ("bos_token_id", "eos_token_id")}
     with model_folder.new_folder(output) as folder:
         values = {
-            "architectures": [family.model],
-            "model_type": family.model_type,
-            **config_values(family, model),
-            **ids,
-            **models.label_settings(config.model),
-            "torch_dtype": torch_name,
-        }
+            "architectures": [family.model], "model_type": family.model_type, **config_values(family, model),
+            **ids, **models.label_settings(config.model), "torch_dtype": torch_name,
+        }  # fmt: skip
         model_folder.write_object(folder / "config.json", values)
         if family.generates:
             model_folder.write_object(folder / tokenizer_files.GENERATION_CONFIG, generation)

@@ -68,7 +68,7 @@ class PlanArguments:
     tokens_per_parameter: Positive = 20.0
     """With --days: training tokens per parameter. 20 is compute-optimal (arXiv 2203.15556)."""
     write: Path | None = None
-    """Write the fastest config into this new .py file for `mjax train`."""
+    """Write the fastest config into this new .py file for `python train.py`."""
     without: ClassVar = UNPLANNED
     usual: ClassVar = {
         "the run": ("config", "run", "mesh.data", "mesh.model", "mesh.pipe", "mesh.zero", "train.recompute"),

@@ -210,19 +210,13 @@ class PrepareJob(tasks.Job):
         if not counts["tokens"]:
             raise UsageError(f"there is no text in {', '.join(self.corpus.names)}; give files with text")
         metadata = DatasetMetadata(
-            tokenizer=tokenizer.scheme,
-            vocabulary=tokenizer.vocabulary,
-            eod=tokenizer.eod,
-            append_eod=arguments.append_eod and not arguments.chat,
-            bos=tokenizer.bos,
-            inputs=self.corpus.names,
-            mjax_version=__version__,
-            sentences=arguments.language if arguments.split_sentences else None,
-            malformed=malformed.count,
-            malformed_examples=malformed.examples,
+            tokenizer=tokenizer.scheme, vocabulary=tokenizer.vocabulary, eod=tokenizer.eod,
+            append_eod=arguments.append_eod and not arguments.chat, bos=tokenizer.bos, inputs=self.corpus.names,
+            mjax_version=__version__, sentences=arguments.language if arguments.split_sentences else None,
+            malformed=malformed.count, malformed_examples=malformed.examples,
             trained=counts["trained"] if arguments.chat else None,
             **{name: counts[name] for name in ("documents", "tokens", "text_bytes", "sequences")},
-        )
+        )  # fmt: skip
         self.copies_to_store = isinstance(token_file(prefix), RemoteFile)
         if (self.folder / "idx").exists():  # else a run that was killed just before its end has put all
             shutil.rmtree(indexed.temporary_tokenizer(prefix), ignore_errors=True)
@@ -547,7 +541,7 @@ def _following(arguments: PrepareArguments, metadata: DatasetMetadata, for_bert:
         config, more = ("bert_demo", "") if arguments.demo else ("bert_336m", " --mesh.data 1")
     if (arguments.tokenizer or "").startswith("run:"):  # of a model, which the text is for
         config, more = f"{run}/config.json", f" --init {shlex.quote(run)} --name NEW"
-    command = f"mjax sft{more}" if arguments.chat else f"mjax train --config {shlex.quote(config)}{more}"
+    command = f"mjax sft{more}" if arguments.chat else f"python train.py --config {shlex.quote(config)}{more}"
     command += f" --data.path {shlex.quote(arguments.output)}"
     if not split_sequences(DataConfig.split, metadata.documents)[1]:  # there is no validation
         one = metadata.documents == 1

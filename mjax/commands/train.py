@@ -76,9 +76,9 @@ class TrainArguments:
         "checkpoints and validation": ("checkpoint.interval", "train.eval-interval"),
     }
     examples: ClassVar = (
-        "mjax train --config gpt_demo --data.path data/corpus --name first --train.steps 500",
-        "mjax train --run runs/first --train.steps 1000            # and longer",
-        "mjax train --config gpt_demo --data.mock --simulate 4 --mesh.data 2 --mesh.model 2",
+        "python train.py --config gpt_demo --data.path data/corpus --name first --train.steps 500",
+        "python train.py --run runs/first --train.steps 1000            # and longer",
+        "python train.py --config gpt_demo --data.mock --simulate 4 --mesh.data 2 --mesh.model 2",
     )
 
     distributed: Distributed = field(default_factory=Distributed)
@@ -88,8 +88,8 @@ class TrainArguments:
 ChooseDefaults = Callable[[Sequence[str]], TrainArguments]
 
 
-def train(argv: Sequence[str], choose: ChooseDefaults | None = None, prog: str = "mjax train") -> int:
-    """`mjax train`; returns the exit code. `choose` gives the defaults of the flags, instead of `choose_config`."""
+def train(argv: Sequence[str], choose: ChooseDefaults | None = None, prog: str = "python train.py") -> int:
+    """Train and return the exit code. `choose` sets the default flags, instead of `choose_config`."""
     try:
         argv = localize_arguments(argv, trains=True)
         arguments, label, origin, changes = _train_arguments(argv, choose or choose_config, prog)
@@ -266,7 +266,7 @@ def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> N
     words = [f"--{name}={value}" for name, value in typed if value and name.startswith(("distributed.", "simulate"))]
     if not words and launch.find_launcher() is None:
         return
-    arguments = parse(TrainArguments, words, "mjax train", TrainArguments())
+    arguments = parse(TrainArguments, words, "python train.py", TrainArguments())
     if not arguments.distributed.is_multiprocess:
         return
     explain(error)  # at once: the others may start late

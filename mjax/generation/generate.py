@@ -33,7 +33,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from mjax.config import Config
 from mjax.config.axes import CONTEXT, MODEL, PIPE
@@ -42,12 +42,16 @@ from mjax.config.kernels import SLOTS, pad_width
 from mjax.errors import UsageError
 from mjax.generation import Sampling
 from mjax.models import decoding
+from mjax.models.block import Block, split_sums
 from mjax.models.causal import CausalModel
 from mjax.models.decoding import Cache, Layers
+from mjax.models.parts.attention import Attention
 from mjax.models.protocol import ForwardContext
 from mjax.models.stack import iterate_runs, map_stacks
 from mjax.parallel import mappings
+from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.pipeline import pipeline_decode
+from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.zero import Storage, gather_for_inference, layer_gather
 from mjax.step.layout import Layout, build_layout
 from mjax.step.precision import COMPUTE_TYPES
@@ -308,6 +312,64 @@ def _decode(
     return jax.lax.while_loop(lambda carry: ~carry[0].ended.all() & (carry[2] > 0), step, start)[:2]
 
 
+Program = Literal["logits", "log_probs", "hidden_states", "attention_weights"]
+
+
+def _read(
+    config: Config, layout: Layout, program: Program, weights: CausalModel, ids: Array, lengths: Array
+) -> Float[Array, "b s ..."]:
+    """Inside `shard_map`: an array of whole texts, replicated; of single layers without a pipeline.
+
+    logits [b, s, v]; log_probs of the next id [b, s]; hidden_states before the first layer and after each
+    [b, s, l + 1, h]; attention_weights of each layer's heads [b, s, l, n, s].
+
+    Raises:
+      UsageError: a layer has no `Attention`.
+    """
+    layers, model = list_layers(config, layout, weights), config.model
+    if program in ("logits", "log_probs"):
+        whole = jnp.full(len(ids), ids.shape[1])
+        x, tokens, _ = decoding.run_layers(weights, ids, whole, ids.shape[1], layers, config.context_attention)
+        rows = weights.logits(x, tokens)
+        if program == "log_probs":
+            labels = jnp.roll(ids, -1, axis=1)[:, tokens.position_ids()]
+            return _gather_texts(-vocab_parallel_cross_entropy(rows, labels.reshape(-1)), tokens)
+        return _gather_texts(mappings.all_gather_invariant(rows, MODEL, -1), tokens)[..., : model.vocabulary]
+    padding = None if model.causal else (jnp.arange(ids.shape[1]) >= lengths[:, None]).astype(jnp.int32)
+    x, context = decoding.embed_texts(weights, ids, config.context_attention, padding)
+    arrays = [x] if program == "hidden_states" else []
+    for layer, (_, _, gather, kind) in zip(layers.layers, layers.slices, strict=True):
+        block, of_layer = layer if gather is None else gather(layer), replace(context, kind=kind)
+        if program == "hidden_states":
+            x, _ = split_sums(block(x, of_layer))
+            arrays.append(x)
+            continue
+        if not (isinstance(block, Block) and isinstance(block.attention, Attention)):
+            layer = f"{type(block).__name__} of {model.title} is none; use mjax.hidden_states"
+            raise UsageError(f"mjax.attention_weights needs layers of the class Block with an Attention; {layer}")
+        attend = partial(_attend_and_record, arrays, block.attention)
+        x, _ = split_sums(block(x, of_layer, attend))
+    rows = jnp.stack(arrays, 1)
+    if program == "attention_weights":
+        rows = mappings.all_gather_invariant(rows, MODEL, 2)
+    return _gather_texts(rows, context.tokens)
+
+
+def _gather_texts(rows: Shaped[Array, " bs *dims"], tokens: TokenLayout) -> Shaped[Array, "b S *dims"]:
+    """The rows of whole texts, replicated over `context`, from this rank's positions."""
+    rows = tokens.split_sequences(rows)
+    if tokens.context_attention is None:
+        return rows
+    every = jnp.zeros((len(rows), tokens.global_positions, *rows.shape[2:]), rows.dtype)
+    every = mappings.vary(every, mappings.varying_axes(rows)).at[:, tokens.position_ids()].set(rows)
+    return mappings.psum(every, frozenset({CONTEXT}))
+
+
+def _attend_and_record(arrays: list[Array], attention: Attention, x: Array, context: ForwardContext) -> Array:
+    arrays.append(attention.probabilities(x, context))
+    return attention(x, context)
+
+
 @dataclass(frozen=True)
 class Continuation:
     """The continuation of a prompt.
@@ -336,6 +398,8 @@ class Generator:
     """The compiled program that continues prompts, with any weights of one config.
 
     Attributes:
+      config: as it was given.
+      layout: of the weights on the mesh.
       abstract_model: the model of ShapeDtypeStructs with shardings: the target for restoring weights.
     """
 
@@ -347,7 +411,7 @@ class Generator:
           mesh: of the shape `config.mesh`.
         """
         self.config = config
-        layout = build_layout(config, mesh)
+        self.layout = layout = build_layout(config, mesh)
         self.abstract_model = layout.abstract_model
 
         on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
@@ -360,15 +424,16 @@ class Generator:
             work = partial(_prefill, config, layout, slots)
             return on_mesh(work, in_specs=(weights, P(), P()), out_specs=state)(*arguments)
 
-        def all_logits(weights: CausalModel, ids: Array):
-            return decoding.all_logits(weights, ids, list_layers(config, layout, weights), config.context_attention)
+        def read_texts(program: Program, *arguments) -> Array:
+            work = partial(_read, config, layout, program)
+            return on_mesh(work, in_specs=(weights, P(), P()), out_specs=P())(*arguments)
 
         convert, write = partial(inference_weights, config, layout), partial(_decode, config, layout)
         write = on_mesh(write, in_specs=(weights, P(), state, P()), out_specs=(state, P()))
         self._weights = jax.jit(on_mesh(convert, in_specs=(layout.specs,), out_specs=weights))
         self._read = jax.jit(read, static_argnums=0)
         self._write = jax.jit(write, donate_argnums=2)
-        self._all_logits = jax.jit(on_mesh(all_logits, in_specs=(weights, P()), out_specs=P()))
+        self._read_texts = jax.jit(read_texts, static_argnums=0)
 
     def prepare(self, model: CausalModel) -> PreparedWeights:
         """Convert master weights, as in `TrainState.model`, once for several calls."""
@@ -416,7 +481,7 @@ class Generator:
             "streams": np.asarray(range(len(prompts)) if streams is None else streams, np.uint32),
         }
         weights = self._prepare(model)
-        rows = self._pad(prompts)
+        rows = self.pad(prompts)
         slots = max(pad_width(self.config, limits.max(), MIN_WIDTH, widths=SLOTS), rows.shape[1])
         state = self._read(slots, weights, rows, lengths)
         if listener is None:
@@ -431,20 +496,22 @@ class Generator:
             continuations.append(Continuation(written, "eod" if at_eod else complete))
         return continuations
 
-    def logits(self, model: CausalModel | PreparedWeights, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """The logits of the next token after every position of each of `texts`, float32 [tokens, vocabulary].
+    def read(
+        self, program: Program, model: CausalModel | PreparedWeights, texts: Sequence[Sequence[int]]
+    ) -> list[np.ndarray]:
+        """The arrays of each of `texts`, float32 [tokens, …].
 
         Args:
+          program: which arrays (`_read`).
           model: as for `generate`.
           texts: token ids; lengths may differ.
 
         Raises:
           UsageError: there is no text, or one is empty, too long, or has an invalid id.
         """
-        self._check_prompts(texts, most=self.config.model.sequence)
-        logits = np.asarray(self._all_logits(self._prepare(model), self._pad(texts)))
-        logits = logits[..., : self.config.model.vocabulary].astype(np.float32)
-        return [row[: len(text)] for row, text in zip(logits, texts, strict=True)]
+        lengths = np.array(list(map(len, texts)), np.int32)
+        rows = np.asarray(self._read_texts(program, self._prepare(model), self.pad(texts), lengths))
+        return [row[:length].astype(np.float32) for row, length in zip(rows, lengths, strict=True)]
 
     def _generate_streaming(
         self, weights: CausalModel, request: dict, state: _State, positions: list[int], listener: TokenCallback
@@ -462,8 +529,13 @@ class Generator:
                 return state
             last = written
 
-    def _pad(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Texts in rows of one width, padded with zeros, which no token attends to."""
+    def pad(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Texts in rows of one width, padded with zeros, which no token attends to.
+
+        Raises:
+          UsageError: there is no text, or one is empty, too long, or has an invalid id.
+        """
+        self._check_prompts(texts, most=self.config.model.sequence)
         rows = np.zeros((len(texts), pad_width(self.config, max(map(len, texts)), MIN_WIDTH)), np.int32)
         for row, text in zip(rows, texts, strict=True):
             row[: len(text)] = text
@@ -472,7 +544,7 @@ class Generator:
     def _check_prompts(self, prompts: Sequence[Sequence[int]], most: int | None = None) -> None:
         model = self.config.model
         most = most or model.sequence - 1
-        if not prompts:
+        if len(prompts) == 0:
             raise UsageError("there is no prompt; give one or more")
         for number, prompt in enumerate(prompts, start=1):
             which = f"prompt {number}" if len(prompts) > 1 else "the prompt"

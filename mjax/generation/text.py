@@ -7,19 +7,30 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from mjax.checkpoint.arrays import leaves_by_path
 from mjax.config import MeshConfig
+from mjax.config.batch_size import with_batch_size
 from mjax.data.tokenizers import stop_token_ids
 from mjax.errors import UsageError, check_options, name_arguments
 from mjax.generation import Sampling
 from mjax.generation.generate import Continuation, Generator, PreparedWeights
 from mjax.generation.inference import OpenRun, inference_config, open_run, read_run, run_tokenizer
 from mjax.models.causal import CausalModel
+from mjax.parallel.mesh import batch_specs
+from mjax.parallel.weights import trainable_only
+from mjax.step.layout import with_sequence_length
+from mjax.step.step import loss_and_gradients
 
 Decode = Callable[[list[int]], str]
 PREFIX_IDS = 16  # the text of a token depends on the few before it
+Run = str | Path | OpenRun
+Texts = Sequence[Sequence[int]]
+MeshShape = MeshConfig | dict[str, int] | None
 REPLACEMENT = "\ufffd"  # the text of bytes that are no whole character
 
 
@@ -163,13 +174,13 @@ def continue_ids(
 
 @name_arguments("step", *(field.name for field in fields(Sampling)))
 def generate_texts(
-    run: str | Path | OpenRun,
+    run: Run,
     prompts: str | Sequence[str] | None = None,
     *,
-    ids: Sequence[Sequence[int]] | None = None,
+    ids: Texts | None = None,
     num_samples: int = 1,
     step: int | None = None,
-    mesh: MeshConfig | dict[str, int] | None = None,
+    mesh: MeshShape = None,
     tokenizer: str | None = None,
     compute: str | None = None,
     **sampling,
@@ -183,7 +194,7 @@ def generate_texts(
       num_samples: continuations of each.
       step: checkpoint of the folder; by default the newest intact one.
       mesh: for a folder; by default one device.
-      tokenizer: KIND:FILES, if the run has none.
+      tokenizer: KIND:FILES, for a run without a tokenizer.
       compute: dtype of activations and matmuls; by default as in training.
       sampling: fields of `Sampling`, such as `tokens` and `temperature`.
 
@@ -215,19 +226,14 @@ def generate_texts(
 
 @name_arguments("step")
 def compute_logits(
-    run: str | Path | OpenRun,
-    ids: Sequence[Sequence[int]],
-    *,
-    step: int | None = None,
-    mesh: MeshConfig | dict[str, int] | None = None,
-    compute: str | None = None,
+    run: Run, ids: Texts, *, step: int | None = None, mesh: MeshShape = None, compute: str | None = None
 ) -> list[np.ndarray]:
     """The logits of the next token after every position of texts, on any mesh: `mjax.logits`.
 
     Args:
       run: its folder, or what `open_run` returned.
       ids: token ids, a list for each text; at most as many as the model has positions.
-      step, mesh, compute: as for `generate_texts`.
+      step, mesh, compute: as for `mjax.generate`.
 
     Returns:
       For each text float32 [tokens, vocabulary].
@@ -236,16 +242,136 @@ def compute_logits(
       UsageError: the run has no model that predicts the next token, or it does not take these ids.
     """
     _, generator, weights = _open_generator(run, step, mesh, compute)
-    return generator.logits(weights, [list(map(int, text)) for text in ids])
+    return generator.read("logits", weights, ids)
+
+
+@name_arguments("step")
+def compute_log_probs(
+    run: Run, ids: Texts, *, step: int | None = None, mesh: MeshShape = None, compute: str | None = None
+) -> list[np.ndarray]:
+    """The log-probability of each token of a text after the tokens before it, on any mesh: `mjax.log_probs`.
+
+    The vocabulary stays split over `model`: no device ever has all logits of a token.
+
+    Args:
+      run, ids, step, mesh, compute: as for `mjax.logits`.
+
+    Returns:
+      For each text float32 [tokens - 1], in nats: element i belongs to token i + 1. The first token has no probability.
+
+    Raises:
+      UsageError: as for `mjax.logits`.
+    """
+    _, generator, weights = _open_generator(run, step, mesh, compute)
+    return [row[:-1] for row in generator.read("log_probs", weights, ids)]
+
+
+@name_arguments("step")
+def compute_hidden_states(
+    run: Run, ids: Texts, *, step: int | None = None, mesh: MeshShape = None, compute: str | None = None
+) -> list[np.ndarray]:
+    """The residual stream before the first layer and after each layer: `mjax.hidden_states`.
+
+    These are the `hidden_states` of `transformers`, except the last of a model with a final norm: here it is the
+    stream before that norm. A BERT reads each text as one segment.
+
+    Args:
+      run, ids, step, mesh, compute: as for `mjax.logits`; the run may be a BERT. Any mesh without a pipeline.
+
+    Returns:
+      For each text float32 [layers + 1, tokens, hidden], the same on every process.
+
+    Raises:
+      UsageError: as for `mjax.logits`, or the mesh has a pipeline.
+    """
+    _, generator, weights = _open_generator(run, step, mesh, compute, "mjax.hidden_states")
+    return [text.swapaxes(0, 1) for text in generator.read("hidden_states", weights, ids)]
+
+
+@name_arguments("step")
+def compute_attention_weights(
+    run: Run, ids: Texts, *, step: int | None = None, mesh: MeshShape = None, compute: str | None = None
+) -> list[np.ndarray]:
+    """The attention weights of every head, after the softmax: `mjax.attention_weights`.
+
+    Args:
+      run, ids, step, mesh, compute: as for `mjax.hidden_states`.
+
+    Returns:
+      For each text float32 [layers, heads, tokens, tokens], the same on every process: `[l, n, i, j]` is the weight
+      with which head n of layer l attends from token i to token j. The last dim sums to 1.
+
+    Raises:
+      UsageError: as for `mjax.hidden_states`, or a layer has no attention.
+    """
+    _, generator, weights = _open_generator(run, step, mesh, compute, "mjax.attention_weights")
+    texts = generator.read("attention_weights", weights, ids)
+    return [text.transpose(1, 2, 0, 3)[..., : len(text)] for text in texts]
+
+
+@name_arguments("step")
+def compute_gradients(
+    run: Run, ids: Texts, *, step: int | None = None, mesh: MeshShape = None, compute: str | None = None
+) -> tuple[float, dict[str, jax.Array]]:
+    """The loss of texts, and its gradient for every trained weight, without dropout: `mjax.gradients`.
+
+    The loss is the mean cross entropy of all tokens that have a token before them, over all texts together, without the
+    auxiliary losses of a mixture.
+
+    Args:
+      run, ids, step, mesh, compute: as for `mjax.logits`; pipelines work too.
+
+    Returns:
+      The cross entropy in nats, and the gradients by the weight's name, such as `blocks.mlp.up.kernel`. Each has the
+      shape and the sharding of the weight in `OpenRun.weights`: layers are stacked along the first dim.
+
+    Raises:
+      UsageError: as for `mjax.logits`, no text has two tokens, or the compute type is fp16, whose gradients need a
+        loss scale.
+    """
+    opened, generator, weights = _open_generator(run, step, mesh, compute)
+    config, texts = inference_config(generator.config, opened.shape, micro_batch=1), list(ids)
+    if config.precision.compute == "fp16":
+        raise UsageError('gradients in fp16 need a loss scale; add compute="fp32"')
+    rows = generator.pad(texts)
+    rows = np.pad(rows, [(0, -len(rows) % config.train.global_batch), (0, 0)])
+    labels = np.array([len(text) - 1 for text in texts] + [0] * (len(rows) - len(texts)))
+    if not labels.any():
+        raise UsageError("no text has two tokens; give at least one that has a next token")
+    mask = np.arange(rows.shape[1]) < labels[:, None]
+    batch = {"tokens": rows, "labels": np.roll(rows, -1, axis=1), "loss_mask": mask}
+    config = with_sequence_length(with_batch_size(config, len(rows)), batch)
+    layout, specs = generator.layout, batch_specs(dict.fromkeys(batch, (rows.shape[1:], "")), rows.shape[1])
+
+    for tree in (weights, layout.plan, layout.specs):  # the auxiliary losses of a mixture would count padding
+        tree.loss_weights = {name: float(name == "loss") for name in tree.loss_weights}
+
+    def on_device(model: CausalModel, batch: dict[str, jax.Array]):
+        means, gradients = loss_and_gradients(config, layout.plan, model, batch, jnp.int32(0), jnp.float32(1))
+        return means["loss"], gradients
+
+    results = jax.P(), trainable_only(layout.specs)
+    program = jax.shard_map(on_device, mesh=opened.mesh, in_specs=(layout.specs, specs), out_specs=results)
+    loss, gradients = jax.jit(program)(weights, batch)
+    return float(loss), leaves_by_path(gradients)
 
 
 def _open_generator(
-    run: str | Path | OpenRun, step: int | None, mesh: MeshConfig | dict[str, int] | None, compute: str | None
+    run: Run, step: int | None, mesh: MeshShape, compute: str | None, layers_for: str = ""
 ) -> tuple[OpenRun, Generator, CausalModel]:
-    """A run, what reads and continues texts with it, and its weights for that."""
+    """A run, what reads and continues texts with it, and its weights for that.
+
+    Args:
+      layers_for: the function that reads single layers, of a BERT too, but not of a pipeline.
+    """
     if isinstance(run, OpenRun) and (step is not None or mesh is not None):
         raise UsageError("step and mesh are already set for an opened run; pass them to open_run")
-    read_run(run.folder if isinstance(run, OpenRun) else Path(run), True, "which predicts no next token")
+    if not layers_for:
+        read_run(run.folder if isinstance(run, OpenRun) else Path(run), True, "which predicts no next token")
     opened = run if isinstance(run, OpenRun) else open_run(run, step, mesh)
+    if layers_for and opened.shape.pipe > 1:
+        raise UsageError(
+            f"{layers_for} is not supported with --mesh.pipe {opened.shape.pipe}; use --mesh.model instead"
+        )
     generator = Generator(inference_config(opened.config, opened.shape, compute=compute), opened.mesh)
     return opened, generator, opened.weights_for(generator.abstract_model)

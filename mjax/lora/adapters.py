@@ -119,7 +119,7 @@ def add_adapters(model: nnx.Module, key: Array, dtype) -> nnx.Module:
             make = _column_adapter if isinstance(layer, ColumnParallelLinear) else _row_adapter
             layer.adapter = make(layer_key, layer, config, parts, dtype)
     if unknown := sorted(wanted - known - {"all"}):
-        raise UsageError(f"--lora.targets {unknown[0]}: the layers of {config.title} are {', '.join(sorted(known))}")
+        raise UsageError(f"--lora.targets {unknown[0]} is not a layer of {config.title}; use {' '.join(sorted(known))}")
     return model
 
 

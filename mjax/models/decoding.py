@@ -1,6 +1,5 @@
 """Generation with a cache: reading whole prompts, and one more token of each sequence.
 
-    all_logits   whole texts                 → logits after every position
     prefill      prompts, in one forward     → logits after each prompt, and the cache
     decode       one token of each sequence  → logits after it, and the cache with one more slot
 
@@ -18,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
-from mjax.models.protocol import ForwardContext
+from mjax.models.protocol import ForwardContext, Model
 from mjax.parallel import mappings
 from mjax.parallel.reductions import accumulation_dtype
 from mjax.parallel.token_layout import ContextAttention, TokenLayout
@@ -48,20 +47,6 @@ class Cache(NamedTuple):
     slots: Int[Array, " S"]
 
 
-def all_logits(
-    model: CausalModel, ids: Int[Array, "b s"], layers: Layers, context_attention: ContextAttention | None = None
-) -> Float[Array, "b s v"]:
-    """Logits of the next token after every position of whole texts, as `prefill` reads them; replicated over
-    `model` and `context`."""
-    x, tokens, _ = _run_layers(model, ids, jnp.full(len(ids), ids.shape[1]), ids.shape[1], layers, context_attention)
-    logits = tokens.split_sequences(mappings.all_gather_invariant(model.logits(x, tokens), MODEL, -1))
-    if context_attention:  # each rank has some of the positions
-        all_rows = jnp.zeros((*ids.shape, logits.shape[-1]), logits.dtype)
-        all_rows = mappings.vary(all_rows, mappings.varying_axes(logits)).at[:, tokens.position_ids()].set(logits)
-        logits = mappings.psum(all_rows, frozenset({CONTEXT}))
-    return logits
-
-
 def prefill(
     model: CausalModel,
     prompts: Int[Array, "b s"],
@@ -86,7 +71,7 @@ def prefill(
     Returns:
       Logits of the token after each prompt, replicated over `model` and `context`, and the cache.
     """
-    x, tokens, cached = _run_layers(model, prompts, lengths, slots, layers, context_attention)
+    x, tokens, cached = run_layers(model, prompts, lengths, slots, layers, context_attention)
     position_ids, more = tokens.position_ids(), (slots - prompts.shape[1]) * tokens.positions // prompts.shape[1]
     first = prompts.shape[1] + (more * mappings.rank(CONTEXT) if context_attention else 0)
     is_last = position_ids == (lengths - 1)[:, None]
@@ -97,7 +82,7 @@ def prefill(
     return _token_logits(model, last), Cache(cached, slot_positions)
 
 
-def _run_layers(
+def run_layers(
     model: CausalModel,
     ids: Int[Array, "b s"],
     lengths: Int[Array, " b"],
@@ -106,11 +91,21 @@ def _run_layers(
     context_attention: ContextAttention | None,
 ) -> tuple[Float[Array, "t h"], TokenLayout, Any]:
     """This rank's rows of whole texts after the layers, their layout, and the cache with them."""
-    ranks = mappings.size(CONTEXT) if context_attention else 1
-    context = ForwardContext(TokenLayout(ids.shape[0], ids.shape[1] // ranks, context_attention=context_attention))
-    x = model.embed({"tokens": ids[:, context.tokens.position_ids()]}, context)
-    x, cached = layers.decode(x, context, layers.empty_cache(len(ids), slots // ranks, x.dtype), lengths)
+    x, context = embed_texts(model, ids, context_attention)
+    slots = slots * context.tokens.positions // ids.shape[1]
+    x, cached = layers.decode(x, context, layers.empty_cache(len(ids), slots, x.dtype), lengths)
     return x, context.tokens, cached
+
+
+def embed_texts(
+    model: Model, ids: Int[Array, "b s"], context_attention: ContextAttention | None, documents: Array | None = None
+) -> tuple[Float[Array, "t h"], ForwardContext]:
+    """This rank's rows of whole texts before the first layer, and their context."""
+    ranks = mappings.size(CONTEXT) if context_attention else 1
+    tokens = TokenLayout(ids.shape[0], ids.shape[1] // ranks, context_attention=context_attention)
+    context = ForwardContext(tokens, documents=documents)
+    ids = ids[:, tokens.position_ids()]
+    return model.embed({"tokens": ids, "token_types": jnp.zeros_like(ids)}, context), context
 
 
 def decode(

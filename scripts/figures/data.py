@@ -13,6 +13,36 @@ COLORS = ("blue", "orange", "green")
 CELL = 44
 
 
+def data_pipeline() -> Drawing:
+    """Text, clean text, tokens, samples and batches, each with an example and the command that makes it."""
+    drawing = Drawing(640, 376, "From text to batches: dedup and clean, prepare, shuffle and cut, train")
+    stages = (
+        ("text", "grey", ""),
+        ("clean text", "grey", "mjax dedup, mjax clean"),
+        ("tokens", "blue", "mjax prepare"),
+        ("samples", "green", "train.py: shuffle, cut every s tokens"),
+        ("batch", "orange", "train.py: B samples per step"),
+    )
+    for row, (name, color, command) in enumerate(stages):
+        top = 8 + row * 78
+        drawing.box(8, top, 120, 44, name, color, bold=True)
+        if command:
+            drawing.arrow((68, top - 34), (68, top - 2))
+            drawing.text(84, top - 18, command, size=15, italic=True)
+    drawing.text(152, 30, "It doesnâ€™t matter.  /  It doesnâ€™t matter.")
+    drawing.text(152, 108, "It doesn't matter.")
+    for place, token in enumerate((10, 11, 12, 99, 30, 31, 32, 33, 99)):
+        drawing.box(152 + place * 52, 164, 48, 44, str(token), "blue", fill="strong" if token == 99 else "tint")
+    for row, tokens in enumerate(((10, 11, 12, 99), (11, 12, 99, 30))):
+        left = 152 + row * 240
+        for place, token in enumerate(tokens):
+            drawing.box(left + place * 40, 242, 38, 44, str(token), "green", fill="strong" if token == 99 else "tint")
+        drawing.text(left + 166, 264, ("tokens", "labels")[row], size=15)
+    drawing.grid(152, 320, 2, 8, 22, lambda row, column: "orange")
+    drawing.text(344, 342, "B sequences × s positions", size=15)
+    return drawing
+
+
 def indexed_dataset() -> Drawing:
     """The two files of a dataset of three documents: tokens in .bin, their lengths and places in .idx."""
     drawing = Drawing(640, 372, "corpus.bin holds the tokens of all documents, corpus.idx where each one begins")

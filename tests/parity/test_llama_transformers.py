@@ -9,6 +9,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+import mjax
+from mjax.checkpoint.arrays import leaves_by_path
 from mjax.config import Config, DataConfig, MeshConfig, OptimizerConfig, PrecisionConfig, TrainConfig
 from mjax.config.axes import MODEL
 from mjax.data.conversations import ConversationDataset
@@ -193,6 +195,38 @@ def test_model_equals_transformers(family, tmp_path):
         assert_gradients(gradients, gradients_of(peer, gradients, table_of(model), model), atol)
     again = exported(peer, tmp_path)
     assert torch.equal(outputs_of(again, batch)[0].logits, found.logits)
+
+
+INSIDE = ("gpt 2", "bloom", "llama 3.1", "mistral", "qwen 3", "olmo 2", "gemma 3", "olmoe")
+
+
+@pytest.mark.parametrize("family", INSIDE)
+def test_inside_of_model_equals_transformers(family, tmp_path):
+    """Hidden states by layer, attention weights, log-probabilities and gradients of a run on four devices."""
+    peer = peer_of(family)
+    config, weights = imported(peer, tmp_path)
+    peer, tokens = peer.double(), np.random.default_rng(0).integers(0, 97, (3, 20))
+    ids = torch.tensor(tokens)
+    out = peer(ids, labels=ids, output_hidden_states=True, output_attentions=True)
+    out.loss.backward()
+    run = mjax.open_run(tmp_path / "run", mesh=FSDP)
+    states = torch.tensor(np.stack(mjax.hidden_states(run, tokens, compute="fp32"), 1), dtype=torch.float64)
+    *states, last = states
+    base = peer.base_model
+    states.append((base.norm if hasattr(base, "norm") else base.ln_f)(last))
+    assert len(states) == len(out.hidden_states)
+    for found, expected in zip(states, out.hidden_states, strict=True):
+        np.testing.assert_allclose(*(part.detach().numpy() for part in (found, expected)), atol=1e-4)
+    heads = np.stack(mjax.attention_weights(run, tokens, compute="fp32"), 1)
+    for found, expected in zip(heads, out.attentions, strict=True):
+        np.testing.assert_allclose(found, expected.detach().numpy(), atol=1e-5)
+    every = torch.log_softmax(out.logits, -1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    np.testing.assert_allclose(mjax.log_probs(run, tokens, compute="fp32"), every.detach().numpy(), atol=1e-4)
+    loss, gradients = mjax.gradients(run, tokens, compute="fp32")
+    assert loss == pytest.approx(out.loss.item(), abs=1e-5)
+    expected = leaves_by_path(gradients_of(peer, jax.device_get(weights), table_of(config.model), config.model))
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(np.asarray(gradient), expected[name], atol=1e-4, err_msg=name)
 
 
 CHATS = [

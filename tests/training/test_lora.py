@@ -281,8 +281,8 @@ def test_settings_that_do_not_go_together(changes, words):
     [
         ({"lora_rank": 17}, r"--lora.rank 17 is above the maximum for 32 × 16 matrices; use at most 16"),
         (
-            {"lora_rank": 2, "lora_targets": ("q", "w")},
-            "--lora.targets w: the layers of a Llama are down, gate, k, out",
+            {"lora_rank": 2, "lora_targets": ("q,v",)},
+            "--lora.targets q,v is not a layer of a Llama; use down gate k out q up v",
         ),
     ],
 )

@@ -59,7 +59,7 @@ class BERTConfig(EncoderConfig):
             "order_accuracy",
             "sop accuracy {value:.0%}",
             verdict="sop accuracy {value:.1%} ± {error:.1%} on {sequences:,} pairs; by chance {guess:.0%}",
-            axis="share of pairs with the right order",
+            axis="sentence-order accuracy",
             title="sentence order",
             guess=0.5,
             guess_label="by chance, {guess:.0%}",

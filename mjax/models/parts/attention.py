@@ -74,6 +74,17 @@ class Attention(nnx.Module):
         attended = attended.reshape(context.tokens.num_tokens, *attended.shape[2:])
         return self.out(checkpoint_name(attended, "attended"), context.tokens, context.layer_key(random.LORA_OUT))
 
+    def probabilities(self, x: Float[Array, "t h"], context: ForwardContext) -> Float[Array, "bs n S"]:
+        """The weights with which this rank's heads attend from this rank's positions to those of all ranks."""
+        tokens = context.tokens
+        q, k, _ = self._split_heads(apply_column_parallel(x, tokens, *self._projections()), context)
+        # Attention is linear in the values: with one-hot values its output is the weights, over any mesh.
+        one_hot = jax.nn.one_hot(tokens.position_ids(), tokens.global_positions, dtype=q.dtype)[None, :, None]
+        v = jnp.broadcast_to(one_hot, (*k.shape[:3], one_hot.shape[-1]))
+        v = mappings.vary(v, mappings.varying_axes(k))
+        weights = attend_over_context(q, k, v, self._mask(context), "xla", tokens)
+        return weights.reshape(tokens.num_tokens, *weights.shape[2:])
+
     def empty_cache(self, sequences: int, slots: int, dtype) -> KeyValues:
         """Like `Block.empty_cache`, for attention alone."""
         heads = max(self.kv_heads // mappings.size(MODEL), 1)
