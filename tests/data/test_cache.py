@@ -107,7 +107,7 @@ def test_failing_disk_does_not_stop_a_run(tmp_path, monkeypatch):
 
 
 def test_sweep_removes_only_abandoned_temporary_files(tmp_path):
-    """The folder may be the user's: an old file of theirs stays, and so does one that a process still writes."""
+    """The folder may be the user's: an old file of theirs stays, as does a file that a process still writes."""
     key = "0" * 32
     abandoned, written, *foreign = (
         tmp_path / name

@@ -11,7 +11,7 @@ THEIRS = "---\nlicense: apache-2.0\n---\n# Tiny\n\nA card --- of someone else.\n
 
 @pytest.fixture
 def convert(tmp_path):
-    """A function that converts by the names of folders, of which `tiny` has a model; returns the card."""
+    """A function that converts by the names of folders (`tiny` has the models) and returns the card."""
     write_folder(tmp_path / "tiny", LLAMA, tensors_of(LLAMA))
 
     def convert(command, source, output, *flags):

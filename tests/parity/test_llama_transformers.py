@@ -243,7 +243,7 @@ CHATS = [
 
 @pytest.mark.parametrize(("family", "meshes"), [("llama 2", 7), ("qwen 3", 2), ("olmoe", 2)])
 def test_packed_conversations_equal_transformers(family, meshes, tmp_path):
-    """Side by side here; there one by one, with labels of -100 for what is not trained."""
+    """Packed into a sequence here; one by one in transformers, with labels of -100 for untrained tokens."""
     random = np.random.default_rng(0)
     with IndexedDatasetWriter(tmp_path / "chats", SMALL["vocab_size"]) as writer:
         for length in random.integers(2, 22, 12):

@@ -90,8 +90,8 @@ def test_rates_in_code_are_those_fitted(calibration, runs, names):
 @pytest.mark.ci
 @pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 2)], ids=str)
 def test_error_bars_hold_on_published_runs(monkeypatch, version):
-    """Times of mjax, compiled by either jax, against the times of other programs: no rate was fitted to it, but
-    those of the A100 to Megatron-LM's own program."""
+    """Times of mjax, compiled by either jax, against the times of other programs: no rate was fitted to it, except the
+    A100 rates to Megatron-LM's program."""
     monkeypatch.setattr(jax, "__version_info__", version)
     weak_scaling = tuple(run for run in v100_scaling() if run.source.endswith("figure 5"))
     compared = {"a100": table_1() + table_5(), "h100": (), "v100-dgx2h": weak_scaling}

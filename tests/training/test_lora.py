@@ -79,7 +79,7 @@ def test_initial_a_is_uniform_as_pefts_and_never_repeats():
 
 
 def test_plan_and_flops_count_what_is_trained():
-    """A frozen weight costs the gradient of its input and no other; the first layer's too, which nobody needs."""
+    """A frozen weight costs the gradient of its input and no other; the first layer's too, although it has no use."""
     mesh = MeshConfig(data=4, model=2, zero=3)
     whole, own = (device_weights(ADAPTED.model, mesh, trained=trained).stored for trained in (False, True))
     base = device_weights(CONFIG.model, mesh).stored
