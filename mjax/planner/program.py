@@ -1,7 +1,7 @@
 """A traced program as one list of operations, and its matmuls.
 
 A jaxpr nests: calls within calls, and views of views. Here calls are inlined, views and barriers resolved and dead code
-removed, so that products, arrays and collectives can be counted on one list.
+removed, so that matmuls, arrays and collectives can be counted on one list.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RESTORING = {"bitcast_convert_type", "convert_element_type", "mul"}
 
 class Operation(NamedTuple):
     """One equation: its name, its inputs and outputs as numbers of values (None is a constant), the mesh axes that it
-    names, and its product, if it is one."""
+    names, and its matmul, if it is one."""
 
     name: str
     inputs: tuple[int | None, ...]
@@ -160,8 +160,8 @@ def array_bytes(value) -> int:
 class Product(NamedTuple):
     """[m, k] × [k, n], `batch` times.
 
-    `has_weight` is True for a product with a weight, `grouped` for one of experts (`grouped.STAND_IN`): m rows for each
-    of `batch` weights. Of other products with a weight there is one. `trained` is False if the weight is frozen.
+    `has_weight` is True for a matmul with a weight, `grouped` for one of experts (`grouped.STAND_IN`): m rows for each
+    of `batch` weights. Of other matmuls with a weight there is one. `trained` is False if the weight is frozen.
     """
 
     m: int
@@ -179,7 +179,7 @@ class Product(NamedTuple):
 
 
 def read_product(equation) -> Product:
-    """The product of a `dot_general`."""
+    """The matmul of a `dot_general`."""
     (contracting, _), (batch, _) = equation.params["dimension_numbers"]
     left, right = (variable.aval.shape for variable in equation.invars)
     k, times = (math.prod(left[dim] for dim in dims) for dims in (contracting, batch))
