@@ -242,7 +242,7 @@ def layer_kinds(config: Config) -> list[tuple[int, TraceSpec]]:
 def layer_forward(spec: TraceSpec) -> Layer:
     """The forward pass of a layer, with attention written out.
 
-    Float8 has the matmuls of bf16, and those are traced, without what rounds their operands."""
+    Float8 has the same matmuls as bf16, so the bf16 layer is traced, without the rounding of operands."""
     return _record(replace(spec, compute="bf16" if spec.compute == "fp8" else spec.compute), Layer)
 
 

@@ -17,7 +17,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from mjax.parallel.named_scopes import GROUPED
 
-# The same bytes under another shape or name: a compiler moves nothing for them, or folds them into the next product.
+# The same bytes under another shape or name: a compiler moves nothing for them, or folds them into the next matmul.
 # A copy between device and host is not a kernel either: a copy engine makes it.
 VIEWS = {
     "reshape", "squeeze", "expand_dims", "transpose", "pvary", "name", "copy", "stop_gradient", "reduce_precision",
@@ -25,7 +25,7 @@ VIEWS = {
 }  # fmt: skip
 NO_COMMUNICATION = {"pvary", "axis_index", "pcast", "shard_map"}  # they name a mesh axis but send nothing
 STAND_IN = "pure_callback"  # for a kernel that exists only on a GPU (`models/parts/flash.py`)
-# Besides products and collectives, these read and write whole arrays; all other operations fuse.
+# In addition to matmuls and collectives, these read and write whole arrays; all other operations fuse.
 KERNELS = {"dot_general", STAND_IN, "scatter", "scatter-add", "sort", "cumsum", "scan", "while", "cond"}
 # These return their input unchanged if the number of elements is the same, such as a broadcast of a dim of 1 to 1.
 RESIZING = {"broadcast_in_dim", "pad", "reduce_sum", "slice"}

@@ -71,7 +71,7 @@ from mjax.step.precision import uses_float8
 from mjax.utils.figures import format_rows, format_table
 from mjax.utils.files import read_json, write_whole
 
-# Rows of a tile of experts' products.
+# Rows in a tile of the experts' matmuls.
 TILE = TILE_ROWS["pallas"]
 
 
@@ -161,7 +161,7 @@ A100 = Calibration(
     source=f"43 runs of Megatron-LM and llm-foundry, 0.12 to 1,008 billion parameters on 8 to 3,072 GPUs; {_NOT_MJAX}",
 )  # fmt: skip
 
-# `matmul` is 798 TFLOP/s in a product of 8192³ random numbers on one H100. The others are assumed, as those of the
+# `matmul` is 798 TFLOP/s in a matmul of 8192³ random numbers on one H100. The others are assumed, as those of the
 # roofline of compiled programs (`benchmarks/aot/roofline.py`).
 H100 = Calibration(
     gpu="h100", matmul=0.832, inner=180.0, attention=((128, 1024, 0.425, 0.334),), memory=0.85, launch=1.2e-6, node=0.8,
@@ -211,7 +211,7 @@ def read_calibration(file: Path) -> Calibration:
 # --- Seconds of a kernel or a collective on a GPU: the data sheet times the calibration -------------------------------
 
 
-# Tiles of cuBLAS's products, rows × columns of the result, and the rate of each against the largest.
+# Tiles of cuBLAS's matmuls, rows × columns of the result, and the rate of each against the largest.
 TILES = (
     (128, 256, 1.0), (256, 128, 1.0), (192, 128, 1.0), (128, 192, 1.0), (256, 192, 1.0), (192, 256, 1.0),
     (128, 128, 0.92), (64, 256, 0.88), (64, 128, 0.75),
@@ -676,7 +676,7 @@ NAMES = {
     "host": "activation offload (exposed)",
     "optimizer": "optimizer and gradient accumulation",
 }
-# Launches for each chunk of the loss: running sums, the gradient of its logits, and its products.
+# Launches for each chunk of the loss: running sums, the gradient of its logits, and its matmuls.
 CHUNK_LAUNCHES = 10
 
 
@@ -957,7 +957,7 @@ class _StepTime:
         moved = self.software.optimizer_bytes * trained.stored + self.software.accumulate_bytes * added
         if self.config.optimizer.name == "adamw":
             return self.rates.traffic(moved, 20)
-        # No second moment is read and written, 8 bytes; momentum and result are, before and after the products.
+        # No second moment is read and written, 8 bytes; momentum and result are, before and after the matmuls.
         moved += (4 * muon_width(self.config) - 8) * self.weights.matrices
         return self.rates.traffic(moved, 20) + muon_iteration_seconds(self.config, self.rates)
 

@@ -63,7 +63,7 @@ class Trainer:
           optimizer: an optax transform that gives the direction of a step, such as `optax.scale_by_lion()`; the step
             subtracts learning rate × direction, with the config's schedule. By default the config's optimizer.
           init: folder of a run from whose weights alone a new run starts, as with `train.py --init`.
-          allow_change: continue a run even if a setting that changes what it learns is different.
+          allow_change: continue a run even if a setting that changes its training is different.
           show: print progress, as `train.py` does.
 
         Raises:
