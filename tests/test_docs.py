@@ -38,7 +38,7 @@ PAGES = {str(file.relative_to(ROOT)): file.read_text() for file in sorted(FILES)
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Pages train or plan for seconds; what train-from-python.md trains, notebook 07 does too.
 MARKS = {page: pytest.mark.ci for page in PAGES if page.startswith("docs/")}
-MARKS |= {"docs/extend/python-tour.md": pytest.mark.all}
+MARKS |= dict.fromkeys(("docs/extend/python-tour.md", "docs/guides/inspect-a-model.md"), pytest.mark.all)
 MARK = "===== end of block ====="
 
 

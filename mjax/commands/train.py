@@ -44,7 +44,7 @@ class TrainArguments:
     """Name of a file in configs/, or path to a .py file that defines `config`. With --run: the file that defines the
     run's model, if it is yours."""
     name: Annotated[str | None, Synonyms("run-name wandb-run-name wandb-exp-name")] = None
-    """Name of the run, whose folder is RUNS/NAME; by default that of the config. An existing run is continued."""
+    """Name of the run, whose folder is RUNS/NAME; by default the config's name. An existing run is continued."""
     runs: Annotated[Path, Synonyms("save~ output-dir~ out-dir~ save-dir~ dump-folder~")] = Path("runs")
     """Folder that contains the run folders."""
     run: Annotated[Path | None, RUN_SYNONYMS] = None
@@ -63,8 +63,8 @@ class TrainArguments:
     force: bool = False
     """Train even if the run is predicted not to fit into GPU memory."""
     deterministic: bool = False
-    """On GPUs: use only kernels that repeat to the last bit, and the same ones at every start, so that a run can be
-    repeated, or killed and continued, with the same losses; slower. CPUs do so without it."""
+    """Repeat a run on GPUs to the last bit: use only deterministic kernels, and the same ones at every start; slower.
+    CPUs do so without it."""
     profile: str | None = None
     """START:END: profile the steps from START up to END - 1, as in a Python slice. Prints where their time went and
     writes a trace into RUN/profile."""

@@ -130,7 +130,7 @@ class DataConfig:
     custom: Annotated[bool, FILE_ONLY] = False
     """Batches come from the caller of `mjax.Trainer`, which sets this field."""
     train_samples: Count | None = None
-    """Training samples in the drawn order; by default those of all steps. Megatron's sample order depends on this
+    """Training samples in the drawn order; by default as the steps need. Megatron's sample order depends on this
     number, so set it to lengthen a run later without changing the order. The last batch of conversations is padded."""
     reset_positions: Annotated[bool, PLANNED, TEXT, Synonyms("reset-position-ids")] = False
     """Restart positions at 0 after each end of document."""
@@ -235,7 +235,7 @@ class TrainConfig:
     """Instead of steps: training tokens, such as 300B or 1.5T (K, M, B, T: thousands to trillions), rounded up to whole
     steps of the global batch with its ramp-up. The run's config.json has the steps."""
     global_batch: Annotated[Count, Synonyms("batch global-batch gradient-accumulation-steps~")] = 512
-    """Sequences per step over all devices; with a ramp-up, those of the last steps."""
+    """Sequences per step over all devices; with a ramp-up, the final number."""
     batch_rampup: Annotated[
         tuple[int, int, int] | None, tyro.conf.arg(metavar="START INCREMENT SAMPLES"), Synonyms("rampup-batch")
     ] = None
@@ -253,8 +253,8 @@ class TrainConfig:
     """Compile the layers without a loop: faster on a GPU, longer to compile. auto: on GPUs if the step fits into
     memory; not in a pipeline, with FSDP or beyond 80 layers."""
     loss_chunks: Annotated[int, Bounds(ge=1, le=64), FREE, SEARCHED] = 1
-    """Chunks of the vocabulary for logits and loss, computed one after the other: above 1 the logits of all tokens are
-    never in memory, for one more matmul of the output layer in the backward pass."""
+    """Chunks of the vocabulary in which logits and loss are computed. Above 1 the full logits are never in memory, for
+    one more output matmul in the backward pass."""
     seed: Annotated[Seed, UNPLANNED, Synonyms("random-seed")] = 1234
     """Determines initial weights, sample order and dropout, on any mesh."""
     eval_interval: Annotated[CountOrZero, FREE, UNPLANNED, Synonyms("eval-steps~ eval-every")] = 1000

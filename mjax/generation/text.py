@@ -194,7 +194,7 @@ def generate_texts(
       num_samples: continuations of each.
       step: checkpoint of the folder; by default the newest intact one.
       mesh: for a folder; by default one device.
-      tokenizer: KIND:FILES, if the run has none.
+      tokenizer: KIND:FILES, for a run without a tokenizer.
       compute: dtype of activations and matmuls; by default as in training.
       sampling: fields of `Sampling`, such as `tokens` and `temperature`.
 

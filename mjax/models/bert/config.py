@@ -36,7 +36,7 @@ class BERTConfig(EncoderConfig):
     kind: Literal["bert"] = "bert"
     """Architecture of the model."""
     mlm_activation: Annotated[Gelu | None, TUNING, By("activation"), ANY_FAMILY] = None
-    """GELU of the MLM head; by default that of the MLP. Megatron's fused kernel is for the MLP only; its head uses the
+    """GELU of the MLM head; by default the MLP's. Megatron's fused kernel is for the MLP only; its head uses the
     exact form."""
 
     title: ClassVar[str] = "a BERT"
