@@ -93,7 +93,7 @@ reference: $(VENV)/installed
 	JAX_PLATFORMS=cpu $(VENV)/bin/python scripts/make_reference.py
 
 docs: .venv-docs/installed
-	.venv-docs/bin/mkdocs build --strict
+	.venv-docs/bin/python scripts/make_site.py
 
 .venv-docs/installed: requirements-docs.txt
 	$(PYTHON) -m venv .venv-docs
@@ -105,7 +105,7 @@ format: $(VENV)/installed-dev
 	$(VENV)/bin/ruff format .
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("mjax needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is %d.%d; install one (on Ubuntu 22.04: apt install python3.11-venv) and run: make test PYTHON=python3.11" % sys.version_info[:2])'
+	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or sys.exit("mjax needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is %d.%d; install one (on Ubuntu 22.04: apt install python3.11-venv) and run: make test PYTHON=python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: requirements.txt pyproject.toml | $(VENV)/bin/python

@@ -16,10 +16,12 @@ ROOT = Path(__file__).resolve().parents[1]
 COPY = ROOT / "build" / "docs"
 FENCE = re.compile(r"^( *)(```+)\w*\n.*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(!?)(\[[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*\])\(([^)\s]+)\)")
+TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
+CODE = re.compile(r"`[^`\n]+`")
 SERVED = {".md", ".svg", ".png"}  # what the site has of docs/
 
 
-def repository_link(page: str, target: str, repository: str, image: bool = False, served: bool = True) -> str:
+def repository_link(page: str, target: str, repository: str, image: bool = False) -> str:
     """The link of a page, absolute if the site lacks the file.
 
     Args:
@@ -27,7 +29,6 @@ def repository_link(page: str, target: str, repository: str, image: bool = False
       target: Link as the page has it.
       repository: Its address.
       image: True for the file itself instead of GitHub's page about it.
-      served: False to make every link absolute, for a page that is not on the site.
 
     Raises:
       FileNotFoundError: The repository has no such file.
@@ -38,36 +39,36 @@ def repository_link(page: str, target: str, repository: str, image: bool = False
     file = os.path.normpath(os.path.join(os.path.dirname(page), path))
     if file.startswith("..") or not (ROOT / file).exists():
         raise FileNotFoundError(f"{page} links to {target}, which does not exist")
-    if served and file.startswith("docs/") and Path(file).suffix in SERVED:
+    if file.startswith("docs/") and Path(file).suffix in SERVED:
         return target
     kind = "raw" if image else "tree" if (ROOT / file).is_dir() else "blob"
     return f"{repository}/{kind}/main/{file}" + ("#" + anchor if anchor else "")
 
 
-def convert(text: str, page: str, repository: str, served: bool = True) -> str:
-    """Change a page from GitHub's Markdown to that of the site, or of another one if not `served`."""
+def convert(text: str, page: str, repository: str) -> str:
+    """Change a page from GitHub's Markdown to that of the site, whose tables show the backslash of `\\|` in code."""
 
     def link(found: re.Match[str]) -> str:
         image, label, target = found.groups()
         label = LINK.sub(link, label)  # a picture that is a link
-        return f"{image}{label}({repository_link(page, target, repository, bool(image), served)})"
+        return f"{image}{label}({repository_link(page, target, repository, bool(image))})"
 
     def prose(part: str) -> str:
         part = re.sub(r"<!--.*?-->\n?(?=\n)|<!--.*?-->", "", part, flags=re.DOTALL)
-        part = part.replace("<details>", '<details markdown="1">') if served else part
-        return LINK.sub(link, part)
+        part = TABLE_ROW.sub(lambda row: CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), part)
+        return LINK.sub(link, part.replace("<details>", '<details markdown="1">'))
 
     parts, end = [], 0
     for fence in FENCE.finditer(text):
-        wide = served and re.match(r"```mermaid\nflowchart (LR|RL)", fence[0])
-        block = f'<div class="flow" markdown="1">\n\n{fence[0]}\n\n</div>' if wide else fence[0]
+        diagram = fence[0].startswith("```mermaid")
+        block = f'<div class="flow" markdown="1">\n\n{fence[0]}\n\n</div>' if diagram else fence[0]
         parts += [prose(text[end : fence.start()]), block]
         end = fence.end()
     return "".join([*parts, prose(text[end:])])
 
 
 def copy_pages() -> None:
-    """Write build/docs anew."""
+    """Write build/docs from docs/."""
     repository = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["repo_url"]
     shutil.rmtree(COPY, ignore_errors=True)
     shutil.copytree(ROOT / "docs", COPY, ignore=shutil.ignore_patterns("*.toml"))

@@ -160,7 +160,7 @@ MISTAKES = {
     "train --config gpt_8c": "no config gpt_8c; did you mean gpt_8b? `mjax configs` lists all",
     "train --config mine.py": "there is no config file mine.py",
     "train --config runs/done": "runs/done is a run folder; type --run runs/done, or --config runs/done/config.json",
-    "--config gpt_demo": "--config follows a command; type `mjax train --config gpt_demo`",
+    "--config gpt_demo": "--config follows a command; type `python train.py --config gpt_demo`",
     "trian": "no command 'trian'; did you mean `mjax train`?",
     "convert to-megatron runs/done out": "no command 'to-megatron'; `mjax convert --help` lists them",
     f"{NEW} --train.steps many": "many",

@@ -209,7 +209,7 @@ def test_flag_text_parses_back():
     )
     flags = [to_flag(name, value) for name, (value, _) in differing_fields(config, Config()).items()]
     assert len(flags) == 4
-    assert parse(TrainArguments, shlex.split(" ".join(flags)), "mjax train").settings == config
+    assert parse(TrainArguments, shlex.split(" ".join(flags)), "python train.py").settings == config
 
 
 def test_differences_name_fields_of_both_models():

@@ -132,7 +132,7 @@ def test_processes_are_told_where_they_meet(name, tmp_path):
         Distributed(address, 2, 0),
         Distributed(address, 2, 1),
     ]
-    said = f"{launcher} started 2 processes: mjax train joins them at {address}, this command checks one host"
+    said = f"{launcher} started 2 processes: train.py joins them at {address}, this command checks one host"
     finding = check_processes(MachineInfo(environment=found[1]))
     assert (finding.status, finding.message) == (GREEN, said)
 

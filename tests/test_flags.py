@@ -25,10 +25,10 @@ def flags_of(cls, default=None):
 
 
 TYPED = {
-    "train --lr 3e-4": "mjax train has no --lr; type --optimizer.learning-rate 3e-4",
+    "train --lr 3e-4": "python train.py has no --lr; type --optimizer.learning-rate 3e-4",
     "train --train.learning-rate 3e-4": "type --optimizer.learning-rate 3e-4",
     "train --batch-size 32": "type --train.global-batch 32 (sequences per step over all devices)",
-    "train --num_train_epochs 3": "type --train.steps (optimizer steps; an epoch is",
+    "train --num_train_epochs 3": "type --train.steps (optimizer steps, an epoch being",
     "train --config moe_demo --num-experts 8": "type --model.experts 8",
     "train --num-experts 8": "mjax: error: --model.experts is an option of mixture",
     "plan --config llama3_8b --model.positions alibi": "mjax: error: --model.positions is an option of gpt",
@@ -36,12 +36,12 @@ TYPED = {
     "train --data.mock True": "--data.mock True: it takes no value; type --data.mock or --data.no-mock",
     "plan --json false --compile": "--json false: it takes no value; type --json or --no-json",
     "train --fp16 --train.steps 3": "type --precision.compute fp16",
-    "train --adam-beta1 0.8": "mjax train has no --adam-beta1; set optimizer.beta1 in a config file",
-    "train --mesh.schedule gpipe": "mjax train has no --mesh.schedule; set mesh.schedule in a config file",
-    "train --log.no-tensorboard": "mjax train has no --log.no-tensorboard; set log.tensorboard in a config file",
+    "train --adam-beta1 0.8": "python train.py has no --adam-beta1; set optimizer.beta1 in a config file",
+    "train --mesh.schedule gpipe": "python train.py has no --mesh.schedule; set mesh.schedule in a config file",
+    "train --log.no-tensorboard": "python train.py has no --log.no-tensorboard; set log.tensorboard in a config file",
     "plan --log.wandb x": "mjax plan has no --log.wandb; no result depends on log: remove it",
-    "train --mesh.dta 2": "mjax train has no --mesh.dta; did you mean --mesh.data?",
-    "train --zzz": "mjax train has no --zzz; `mjax train --help` lists its flags",
+    "train --mesh.dta 2": "python train.py has no --mesh.dta; did you mean --mesh.data?",
+    "train --zzz": "python train.py has no --zzz; `python train.py --help` lists its flags",
     "generate --max-new-tokens 5": "mjax generate has no --max-new-tokens; type --tokens 5",
     "finetune --num-train-epochs 3": "type --epochs 3",
     "train --health.spike announce": "--health.spike announce has a new name; type --health.spike warn\n",
@@ -55,7 +55,7 @@ TYPED = {
     "train --lora_target_modules q v": "type --lora.targets q v\n",
     "train --activation_checkpoint.mode full": "type --train.recompute full\n",
     "train --tokenizer-type GPT2": "the data have a tokenizer, that of `mjax prepare --tokenizer`",
-    "train --overlap-grad-reduce": "mjax train has no --overlap-grad-reduce; remove it\n",
+    "train --overlap-grad-reduce": "python train.py has no --overlap-grad-reduce; remove it\n",
     "train --mesh.tp 3 --data.mock": "--mesh.model 3 does not divide heads",
     "plan --mesh.pp=5": "--mesh.pipe 5 does not divide 4 layers",
     "prepare --input a": "mjax prepare has no --input; give FILES … by its place, without a flag",
@@ -90,7 +90,7 @@ def test_old_flags_are_renamed_with_a_note(command, capsys):
 def test_old_fields_are_renamed_with_a_note_and_short_axes_without(capsys):
     typed = ["--mesh.chunks", "2", "--model.no-tied", "--model.balance_loss=0.1", "--mesh.tp=2", "--mesh.dp", "4"]
     now = ["--mesh.virtual-stages", "2", "--model.no-tie-embeddings", "--model.aux-loss-coef=0.1", "--mesh.model=2"]
-    assert rename_old_flags(typed, "mjax train") == [*now, "--mesh.data", "4"]
+    assert rename_old_flags(typed, "python train.py") == [*now, "--mesh.data", "4"]
     notes = capsys.readouterr().err.splitlines()
     assert (
         notes[1] == "note: --model.no-tied is now --model.no-tie-embeddings; mjax 0.4 will not accept --model.no-tied"
@@ -136,8 +136,8 @@ def test_old_flag_names_a_flag_of_today():
         ("--precision.compute float16", "float16 is not a value of --precision.compute; did you mean fp16?"),
         ("--optimizer.name adam", "adam is not a value of --optimizer.name; did you mean adamw?"),
         ("--step x", "--step x is not a whole number; write --step N"),
-        ("gpt_demo", "gpt_demo belongs to no flag of mjax train; type --config gpt_demo"),
-        ("-n 1", "-n belongs to no flag of mjax train; `mjax train --help` lists its flags"),
+        ("gpt_demo", "gpt_demo belongs to no flag of python train.py; type --config gpt_demo"),
+        ("-n 1", "-n belongs to no flag of python train.py; `python train.py --help` lists its flags"),
     ],
 )
 def test_value_of_another_kind_is_one_sentence(flags, words, capsys):
@@ -219,7 +219,8 @@ def test_help_is_a_screen_and_help_all_has_every_flag(command, capsys):
         assert stop.value.code == 0
         said[flag] = capsys.readouterr().out
     assert said["--help"].count("\n") < 70
-    assert {"train": "mjax train --run runs/first", "plan": "mjax plan --config llama3_8b"}[command] in said["--help"]
+    example = {"train": "python train.py --run runs/first", "plan": "mjax plan --config llama3_8b"}[command]
+    assert example in said["--help"]
     assert "--help-all" in said["--help"]
     train = [flag for flag in flags_of(TrainArguments, TrainArguments()) if "." in flag]
     assert command == "plan" or not [flag for flag in train if f"--{flag}" not in said["--help-all"]]

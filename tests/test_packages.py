@@ -11,8 +11,11 @@ import zipfile
 
 import pytest
 
+import mjax
 from mjax.utils import packages
 from tests.conftest import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_installed_packages_are_those_python_imports(tmp_path, monkeypatch):
@@ -62,7 +65,7 @@ def test_wheel_works_outside_repository(tmp_path):
     source, built, installed, elsewhere = (tmp_path / name for name in ("source", "built", "installed", "else where"))
     elsewhere.mkdir()
     source.mkdir()  # a copy: setuptools leaves folders, and takes what an earlier build left
-    for name in ("pyproject.toml", "requirements.txt", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "requirements.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("mjax", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -75,6 +78,13 @@ def test_wheel_works_outside_repository(tmp_path):
     names = {str(file if file.parts[0] == "mjax" else "mjax" / file) for file in files}
     assert names == {str(file.relative_to(installed)) for file in (installed / "mjax").rglob("*.*")}
     assert {path.suffix for path in installed.iterdir()} == {"", ".dist-info"}
+    [metadata] = installed.glob("*.dist-info/METADATA")
+    fields, _, description = metadata.read_text().partition("\n\n")
+    assert f"\nVersion: {mjax.__version__}\n" in fields
+    tag = f"{PROJECT['urls']['Source']}/blob/v{mjax.__version__}"
+    assert f"]({tag}/docs/get-started/install.md)" in description
+    assert f"]({tag.replace('/blob/', '/raw/')}/docs/images/mesh.svg)" in description
+    assert not re.search(r"\]\((?!#|https:)", description)
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     command = [sys.executable, "-m", "mjax", "plan", "--config", "gpt_8b", "--gpu", "h100"]
     done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=300)
@@ -84,9 +94,43 @@ def test_wheel_works_outside_repository(tmp_path):
     assert found.count(str(installed)) == 2
 
 
+def test_every_file_names_the_same_version_and_addresses():
+    site = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+    source, pages = PROJECT["urls"]["Source"], PROJECT["urls"]["Documentation"]
+    assert (site["repo_url"], site["site_url"]) == (source, pages)
+    assert site["copyright"].startswith(f"mjax {mjax.__version__},")
+    assert site["site_description"] == PROJECT["description"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    for line in (f"version: {mjax.__version__}", f"repository-code: {source}", f"url: {pages}"):
+        assert line in citation.splitlines()
+    for file in [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / ".github").rglob("*.yml"),
+        ROOT / "setup.py",
+    ]:
+        own = re.findall(r"https://github\.com/[\w-]+/mjax\b", file.read_text())
+        assert set(own) <= {source}, file
+    assert source in (ROOT / "README.md").read_text()
+
+
+def test_every_file_names_the_same_python_versions():
+    tested = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
+    oldest, newest = (int(version.split(".")[1]) for version in (tested[0], tested[-1]))
+    assert tested == [f"3.{minor}" for minor in range(oldest, newest + 1)]
+    assert PROJECT["requires-python"] == f">=3.{oldest},<3.{newest + 1}"
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"for version in {' '.join(tested)};" in makefile
+    assert f"(3, {oldest}) <= sys.version_info < (3, {newest + 1}) or" in makefile
+    nightly = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
+    assert set(re.findall(r"^ +(3\.\d+)$", nightly, re.MULTILINE)) == set(tested)
+    numbers = tomllib.loads((ROOT / "docs" / "numbers.toml").read_text())
+    assert numbers["python_versions"]["text"] == f"{tested[0]} to {tested[-1]}"
+
+
 def test_extra_of_gpus_has_bounds_of_requirements():
     """One line has the versions of jax: the extra, and the file for a source tree, name the build only."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = PROJECT["optional-dependencies"]
     lines = [line.partition("  #")[0] for line in (ROOT / "requirements-cuda.txt").read_text().splitlines()]
     assert set(extras["cuda"]) <= set(lines)
     assert "-r requirements.txt" in lines

@@ -34,9 +34,9 @@ def data(tmp_path, monkeypatch):
 
 def resolved(typed, file="", run="runs/it", settings=GPT):
     """The config and the lines of a command line, with a config file that holds `file` too."""
-    given = parse(TrainArguments, shlex.split(file), "mjax train", TrainArguments(settings=settings))
+    given = parse(TrainArguments, shlex.split(file), "python train.py", TrainArguments(settings=settings))
     argv = shlex.split(typed)
-    settings = parse(TrainArguments, argv, "mjax train", given).settings
+    settings = parse(TrainArguments, argv, "python train.py", given).settings
     return resolve(settings, given.settings, flag_names(argv), "gpt_345m", Path(run))
 
 

@@ -495,7 +495,7 @@ class Mirror:
             raise RunError(f"{self.address} is trained by {self.taken_by} now, so this process has stopped; {saved}")
         if missing:
             names = f"{', '.join(missing)} ({[*missing.values()][-1]})"
-            command = f"mjax train --run {self.address}"
+            command = f"python train.py --run {self.address}"
             raise RunError(f"{self.address} lacks {names}; this machine copies it with: {command}")
 
     # --- What is pending ----------------------------------------------------------------------------------------------

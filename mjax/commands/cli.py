@@ -145,7 +145,8 @@ def _find(group: str, commands: Commands, argv: Sequence[str]) -> tuple[Command,
         return None
     name, *rest = argv
     if name.startswith("-"):
-        raise UsageError(f"{name} follows a command; type `{group} {next(iter(commands))} {shlex.join(argv)}`")
+        first = "python train.py" if commands is COMMANDS else f"{group} {next(iter(commands))}"
+        raise UsageError(f"{name} follows a command; type `{first} {shlex.join(argv)}`")
     if name not in commands:
         same_way = [known for known in commands if known.partition("-")[0] == name.partition("-")[0]] or commands
         near = suggestion(name, same_way, f"`{group} --help` lists them", f"`{group} {{}}`")

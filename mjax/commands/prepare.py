@@ -541,7 +541,7 @@ def _following(arguments: PrepareArguments, metadata: DatasetMetadata, for_bert:
         config, more = ("bert_demo", "") if arguments.demo else ("bert_336m", " --mesh.data 1")
     if (arguments.tokenizer or "").startswith("run:"):  # of a model, which the text is for
         config, more = f"{run}/config.json", f" --init {shlex.quote(run)} --name NEW"
-    command = f"mjax sft{more}" if arguments.chat else f"mjax train --config {shlex.quote(config)}{more}"
+    command = f"mjax sft{more}" if arguments.chat else f"python train.py --config {shlex.quote(config)}{more}"
     command += f" --data.path {shlex.quote(arguments.output)}"
     if not split_sequences(DataConfig.split, metadata.documents)[1]:  # there is no validation
         one = metadata.documents == 1

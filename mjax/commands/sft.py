@@ -1,6 +1,6 @@
 """`mjax sft`: train a model further on conversations, so that it answers.
 
-It is `mjax train` with other defaults, which it prints, and takes its flags.
+It is `train.py` with other defaults, which it prints, and takes its flags.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ EVALUATIONS = 5
 
 @dataclass(frozen=True)
 class SftArguments(TrainArguments):
-    """Fine-tune a model on conversations; all flags of `mjax train` work."""
+    """Fine-tune a model on conversations; all flags of `train.py` work."""
 
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE|PREFIX"), Synonyms("dataset data-file")] = ()
-    """Conversations: a .jsonl or .parquet file, or prefixes of `mjax prepare --chat`; short for --data.path."""
+    """Conversations: a .jsonl or .parquet file, or prefixes of `mjax prepare --chat`. Short for --data.path."""
     name: str | None = None
-    """Name of the run, whose folder is RUNS/NAME. An existing run is continued."""
+    """Run name: the run folder is RUNS/NAME. An existing run is continued."""
     epochs: Annotated[float, Bounds(gt=0), Synonyms("epochs train-epochs")] = 3.0
-    """Times that every conversation is seen; --train.steps instead is exact."""
+    """Passes over the conversations. --train.steps sets an exact number of steps instead."""
     chat_template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
-    """Chat template for a file of conversations; by default that of the model, or else plain."""
+    """Chat template for a file of conversations (by default the model's, or else plain)."""
     train_on: Literal["all", "last"] = "all"
     """For a file of conversations: train on all turns of the assistant, or the last."""
     usual: ClassVar = {
@@ -109,7 +109,7 @@ def sft(argv: Sequence[str]) -> int:
 
 
 def _print_defaults(settings: Config, typed: Container[str]) -> None:
-    """Print, as flags, the settings of training that are neither typed nor the defaults of `mjax train`."""
+    """Print, as flags, the settings of training that are neither typed nor the defaults of `train.py`."""
     changed = differing_fields(settings, Config())
     names = [name for section in ("train.", "optimizer.") for name in changed if name.startswith(section)]
     shown = [name for name in names if name.replace("_", "-") not in typed]

@@ -41,10 +41,10 @@ class TrainArguments:
     """Train a model. Any config field is a flag, such as --mesh.data 8 or --train.steps 1000."""
 
     config: str = "gpt_demo"
-    """Name of a file in configs/, or path to a .py file that defines `config`. With --run: the file that defines the
-    run's model, if it is yours."""
+    """Config name in configs/, or path to a .py file that defines `config`. With --run: the file that defines the run's
+    model, if you wrote it."""
     name: Annotated[str | None, Synonyms("run-name wandb-run-name wandb-exp-name")] = None
-    """Name of the run, whose folder is RUNS/NAME; by default that of the config. An existing run is continued."""
+    """Run name: the run folder is RUNS/NAME (by default the config's name). An existing run is continued."""
     runs: Annotated[Path, Synonyms("save~ output-dir~ out-dir~ save-dir~ dump-folder~")] = Path("runs")
     """Folder that contains the run folders."""
     run: Annotated[Path | None, RUN_SYNONYMS] = None
@@ -53,8 +53,8 @@ class TrainArguments:
     """Start a new run from the weights alone of the run in this folder, trained or converted: optimizer, step and data
     order start from scratch. Once the new run has checkpoints the same command continues it."""
     step: int | None = None
-    """With --run: continue from this checkpoint and set later ones aside. With --init: the checkpoint whose weights
-    are loaded. By default the newest."""
+    """With --run: continue from this checkpoint and set later ones aside. With --init: load the weights of this
+    checkpoint. By default the newest."""
     simulate: int | None = None
     """Number of CPU devices to simulate, in each process."""
     allow_change: bool = False
@@ -63,8 +63,8 @@ class TrainArguments:
     force: bool = False
     """Train even if the run is predicted not to fit into GPU memory."""
     deterministic: bool = False
-    """On GPUs: use only kernels that repeat to the last bit, and the same ones at every start, so that a run can be
-    repeated, or killed and continued, with the same losses; slower. CPUs do so without it."""
+    """On GPUs: use only bit-reproducible kernels, the same at every start, so that a repeated or resumed run has the
+    same losses. Slower. CPUs need no flag."""
     profile: str | None = None
     """START:END: profile the steps from START up to END - 1, as in a Python slice. Prints where their time went and
     writes a trace into RUN/profile."""
@@ -76,9 +76,9 @@ class TrainArguments:
         "checkpoints and validation": ("checkpoint.interval", "train.eval-interval"),
     }
     examples: ClassVar = (
-        "mjax train --config gpt_demo --data.path data/corpus --name first --train.steps 500",
-        "mjax train --run runs/first --train.steps 1000            # and longer",
-        "mjax train --config gpt_demo --data.mock --simulate 4 --mesh.data 2 --mesh.model 2",
+        "python train.py --config gpt_demo --data.path data/corpus --name first --train.steps 500",
+        "python train.py --run runs/first --train.steps 1000            # and longer",
+        "python train.py --config gpt_demo --data.mock --simulate 4 --mesh.data 2 --mesh.model 2",
     )
 
     distributed: Distributed = field(default_factory=Distributed)
@@ -88,8 +88,8 @@ class TrainArguments:
 ChooseDefaults = Callable[[Sequence[str]], TrainArguments]
 
 
-def train(argv: Sequence[str], choose: ChooseDefaults | None = None, prog: str = "mjax train") -> int:
-    """`mjax train`; returns the exit code. `choose` gives the defaults of the flags, instead of `choose_config`."""
+def train(argv: Sequence[str], choose: ChooseDefaults | None = None, prog: str = "python train.py") -> int:
+    """Train and return the exit code. `choose` sets the default flags, instead of `choose_config`."""
     try:
         argv = localize_arguments(argv, trains=True)
         arguments, label, origin, changes = _train_arguments(argv, choose or choose_config, prog)
@@ -269,7 +269,7 @@ def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> N
     words = [f"--{name}={value}" for name, value in typed if value and name.startswith(("distributed.", "simulate"))]
     if not words and launch.find_launcher() is None:
         return
-    arguments = parse(TrainArguments, words, "mjax train", TrainArguments())
+    arguments = parse(TrainArguments, words, "python train.py", TrainArguments())
     if not arguments.distributed.is_multiprocess:
         return
     explain(error)  # at once: the others may start late

@@ -54,14 +54,14 @@ def check_processes(machine: MachineInfo) -> Finding:
     environment, launched = machine.environment, launch.find_launcher(machine.environment)
     nodes = environment.get("SLURM_JOB_NUM_NODES", "1") if "SLURM_JOB_ID" in environment else "1"
     if launched is None and nodes != "1":
-        return Finding(YELLOW, f"a Slurm job of {nodes} nodes: mjax train would run alone", "srun mjax train …")
+        return Finding(YELLOW, f"a Slurm job of {nodes} nodes: train.py would run alone", "srun python train.py …")
     if launched is None:
-        return Finding(GREEN, "no launcher: mjax train runs as one process")
+        return Finding(GREEN, "no launcher: train.py runs as one process")
     rendezvous = launch.Distributed().with_launcher(environment)
     platforms = [platform for sign, platform in SIGNS.items() if sign in environment and launched[0] == launch.JAX]
     processes = f"{launched[1]} processes" if launched[1] else "an indexed job"
     address = f" at {rendezvous.coordinator}" if rendezvous.coordinator else ""
-    text = f"{(platforms or launched)[0]} started {processes}: mjax train joins them{address}"
+    text = f"{(platforms or launched)[0]} started {processes}: train.py joins them{address}"
     return Finding(GREEN, f"{text}, this command checks one host")
 
 

@@ -194,7 +194,7 @@ def generate_texts(
       num_samples: continuations of each.
       step: checkpoint of the folder; by default the newest intact one.
       mesh: for a folder; by default one device.
-      tokenizer: KIND:FILES, if the run has none.
+      tokenizer: KIND:FILES, for a run without a tokenizer.
       compute: dtype of activations and matmuls; by default as in training.
       sampling: fields of `Sampling`, such as `tokens` and `temperature`.
 
@@ -365,7 +365,7 @@ def _open_generator(
       layers_for: the function that reads single layers, of a BERT too, but not of a pipeline.
     """
     if isinstance(run, OpenRun) and (step is not None or mesh is not None):
-        raise UsageError("step and mesh of an opened run are those of open_run; leave them out")
+        raise UsageError("step and mesh are already set for an opened run; pass them to open_run")
     if not layers_for:
         read_run(run.folder if isinstance(run, OpenRun) else Path(run), True, "which predicts no next token")
     opened = run if isinstance(run, OpenRun) else open_run(run, step, mesh)

@@ -49,7 +49,7 @@ class Callback:
         return False
 
     def on_step(self, run: Run, step: int, metrics: Record) -> None:
-        """The metrics of `step` are known; what a callback adds to them is logged.
+        """The metrics of `step` are known. Entries that a callback adds are logged.
 
         `metrics.val_loss` is the validation loss, or None if it was not measured after this step.
         """

@@ -454,7 +454,7 @@ class Guard(Callback):
         target = "the last good checkpoint" if good is not None else f"checkpoint {steps[0]} (none is known to be good)"
         flags = f"{run_flags(self.folder, self.config.model)} --step {steps[0] if good is None else good}"
         rate = self.config.optimizer.learning_rate / 2
-        command = f"mjax train {flags} --optimizer.learning-rate {rate:g} --allow-change"
+        command = f"python train.py {flags} --optimizer.learning-rate {rate:g} --allow-change"
         way_out = f"look at {self.folder / 'metrics.jsonl'}, then continue from {target}: {command}"
         if is_first():
             write_whole(self.folder / UNHEALTHY, json.dumps({"problem": problem, "way_out": way_out}, indent=1) + "\n")

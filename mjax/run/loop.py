@@ -110,7 +110,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
 
     Raises:
       UsageError: data, devices or an existing run do not fit the config; nothing was changed.
-      RunError: the run cannot continue; what was saved is intact.
+      RunError: the run cannot continue; its checkpoints are intact.
       UnhealthyError: too many of its steps were unhealthy, now or when it last ended.
     """
     options, goodput = options or Options(), Goodput()

@@ -67,12 +67,12 @@ class Record:
       unhealthy: problem of the step, as on the screen; absent otherwise.
       val_loss: mean cross entropy on the validation batches after this step, if it was measured; null in the record if
         it is not finite.
-      labels: number of labels of the batch that count, if some do not; absent otherwise.
+      labels: number of unmasked labels in the batch, if some are masked; absent otherwise.
       checkpoint_blocked_seconds: for how long the checkpoint before this step blocked the loop; absent without one.
       metrics, val_metrics: other means of the model, such as the parts of a BERT's loss; separate keys in the record,
-        those of an evaluation with the prefix val_.
+        with the prefix val_ in an evaluation.
       arrays: for a mixture its expert_shares [l, E], the share of each expert in the assignments of its layer. They are
-        too long for a line of each step: those of the last record are in experts.json.
+        too long for every line: experts.json has the newest ones.
     """
 
     step: int

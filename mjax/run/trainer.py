@@ -108,7 +108,7 @@ class Trainer:
 
         Raises:
           UsageError: data, devices or the run in the folder do not fit the config; nothing was changed.
-          RunError: the run cannot continue; what was saved is intact.
+          RunError: the run cannot continue; its checkpoints are intact.
           UnhealthyError: too many of its steps were unhealthy.
         """
         return loop.train(self.config, self.folder, self.options)

@@ -103,7 +103,7 @@ def build_program(
       mesh: of the shape `config.mesh`; an abstract one is enough for tracing.
       batch: global batch of a step; by default `config.train.global_batch`. The learning rate always follows the sizes
         of the whole run.
-      optimizer: computes the update of a step without the learning rate; by default that of the config.
+      optimizer: computes the update of a step without the learning rate; by default the config's.
       loss: (model, stream after the last layer, micro-batch, context) → sums by name, instead of `Model.loss`.
     """
     rate_after = partial(learning_rate, config, xp=jnp)

@@ -95,7 +95,7 @@ BELOW = {
 
 
 def model_parts() -> Drawing:
-    """What you write for a model, and what mjax derives from it."""
+    """The parts of a model that you write, and everything that mjax derives from it."""
     drawing = Drawing(640, 330, "A batch goes through embed, the stacked layers and output; mjax derives the rest")
     drawing.text(8, 16, "you write", bold=True)
     drawing.box(8, 34, 100, 84, "batch()\ntokens,\nlabels", "orange")

@@ -329,7 +329,7 @@ def test_names_lead_to_what_to_type(runs, tmp_path, monkeypatch, capsys):
     assert from_hf("gpt2", "my run") == 0
     said = capsys.readouterr().out
     assert "prepare corpus.jsonl --output data/corpus --tokenizer 'run:my run'\n" in said
-    assert "mjax train --config 'my run/config.json' --init 'my run' --name NEW --data.path data/corpus" in said
+    assert "python train.py --config 'my run/config.json' --init 'my run' --name NEW --data.path data/corpus" in said
     assert said.endswith("\non chats     mjax sft --data chat.jsonl --init 'my run' --name NEW\n")
     (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n' * 90)
     assert cli.main(["prepare", "text.jsonl", "--output", "data", "--tokenizer", "run:my run"]) == 0

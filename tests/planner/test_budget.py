@@ -97,7 +97,7 @@ def test_plan_is_of_largest_and_its_command(tmp_path, capsys):
     assert plan["run"]["parameters"] == best["parameters"]
     assert plan["search"]["best"][0]["days"] == pytest.approx(best["days"])
     words = shlex.split(plan["run"]["command"].replace("PREFIX", "data/x"))[2:]
-    typed = parse(TrainArguments, words, "mjax train", choose_config(words)).settings
+    typed = parse(TrainArguments, words, "python train.py", choose_config(words)).settings
     written = load_config(str(file))
     assert replace(typed, data=written.data) == written
     assert written.train.steps == best["steps"]

@@ -96,7 +96,7 @@ def test_poisoned_run_keeps_its_last_good_checkpoint(launcher, healthy, capfd):
     launcher.poisons = {12: weights(1e12)}
     assert launcher("--checkpoint.keep-last", "1") == 3
     captured = capfd.readouterr()
-    command = f"mjax train --run {launcher.run_folder} --step 8 --optimizer.learning-rate 0.005 --allow-change"
+    command = f"python train.py --run {launcher.run_folder} --step 8 --optimizer.learning-rate 0.005 --allow-change"
     assert captured.err.strip().endswith(f"then continue from the last good checkpoint: {command}")
     assert "checkpoint 12 is postponed until the run is healthy; the last good one is 8" in captured.out
     assert launcher("--checkpoint.keep-last", "1") == 3  # a launcher that takes no hint
