@@ -310,9 +310,7 @@ def _print_comparison(names: list[str], results: dict[str, dict], settings: dict
     """Print a column for each run: its results, by run, then the settings that differ, by setting."""
     rows = [(result, *(_format_value(results[name][result]) for name in names)) for result in results[names[0]]]
     rows += [(setting, *(_format_value(values[name]) for name in names)) for setting, values in settings.items()]
-    print(
-        *format_table(("", *names), rows), "", f"{len(settings) or 'no'} settings differ; curves in {figure}", sep="\n"
-    )
+    print(*format_table(("", *names), rows), "", f"settings that differ: {len(settings)}; curves in {figure}", sep="\n")
 
 
 class History:
