@@ -41,7 +41,8 @@ def unregistered():
 
 def test_readme_counts_the_lines_of_the_example():
     lines = sum(bool(line.strip()) for line in PALM.splitlines())
-    assert f"{lines} lines of code in the example" in (ROOT / "README.md").read_text()
+    readme = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text())
+    assert f"{lines} lines of code in the example" in readme
 
 
 def command(*argv):
