@@ -23,8 +23,8 @@ NUMBERS = ROOT / "docs" / "numbers.toml"
 PLACE = re.compile(r"<!--(num|table):([\w.]+)-->(.*?)<!--/-->", re.DOTALL)
 NAME = re.compile(r"\{(\w+)\}")
 UNCOUNTED = re.compile(  # code, marks, addresses, HTML, the numbers of papers, names with digits
-    r"```.*?```|`[^`\n]*`|<!--.*?-->|\]\([^)]*\)|<[^>]*>|\b\d{4}\.\d{5}\b|\b[A-Za-z_]+[\w.-]*\d[\w.-]*|\bGPT-2\b"
-    r"|^#+ .*$|^[ ]*\d+\. ",
+    r"```.*?```|!\[[^\]]*\]|`[^`\n]*`|<!--.*?-->|\]\([^)]*\)|<[^>\n]*>|\b\d{4}\.\d{5}\b|\b[A-Za-z_]+[\w.-]*\d[\w.-]*|\bGPT-2\b"
+    r"|^#+ [^\n]*$|^[ ]*\d+\. ",
     re.DOTALL | re.MULTILINE,
 )
 FIELDS = {"text", "means", "date", "hardware", "command"}
@@ -65,7 +65,7 @@ def render(text: str, numbers: dict[str, Any], where: str) -> str:
 def loose_numbers(text: str) -> list[str]:
     """Numbers of a page that docs/numbers.toml does not have."""
     bare = UNCOUNTED.sub(" ", PLACE.sub(" ", text))
-    return re.findall(r"(?<![\w.⁰-⁹-])\d[\d,.]*(?![\w⁰-⁹])", bare)
+    return re.findall(r"(?<![\w.⁰-⁹-])\d(?:[\d,.]*\d)?(?![\w⁰-⁹])", bare)
 
 
 def record(name: str, text: str, hardware: str, numbers: Path = NUMBERS, day: date | None = None) -> None:
@@ -77,7 +77,7 @@ def record(name: str, text: str, hardware: str, numbers: Path = NUMBERS, day: da
     lines = numbers.read_text().splitlines(keepends=True)
     start = lines.index(f"[{name}]\n") if f"[{name}]\n" in lines else None
     if start is None:
-        raise KeyError(f"docs/numbers.toml has no number {name}; add it with what it means and its command")
+        raise KeyError(f"docs/numbers.toml has no number {name}; add it with its meaning and command")
     values = {"text": f'"{text}"', "date": str(day or date.today()), "hardware": f'"{hardware}"'}
     for at in range(start + 1, len(lines)):
         if lines[at].startswith("["):
