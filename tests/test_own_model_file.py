@@ -215,7 +215,7 @@ def test_python_uses_class_that_is_loaded(place, trained, capsys):
     assert mjax.generate(RUN, ids=[[1, 2]], tokens=1)
     assert mjax.hidden_states(RUN, [[1, 2]])[0].shape == (3, 2, 64)
     assert mjax.log_probs(RUN, [[1, 2]])[0].shape == (1,)
-    with pytest.raises(UsageError, match="needs layers of the class Block .* PalmLayer of a GPT with parallel layers"):
+    with pytest.raises(UsageError, match=r"needs layers of the class Block .* PalmLayer of a GPT with parallel layers"):
         mjax.attention_weights(RUN, [[1, 2]])
     (place / FILE).write_text(PALM.replace("width = 4 *", "width = 2 *"))  # the same names in another folder
     second = mjax.load_config(FILE)
