@@ -272,7 +272,8 @@ def compute_hidden_states(
 ) -> list[np.ndarray]:
     """The residual stream before the first layer and after each layer: `mjax.hidden_states`.
 
-    These are the `hidden_states` of `transformers`, with one exception: the last one comes before the final norm. A BERT reads each text as one segment.
+    These are the `hidden_states` of `transformers`, with one exception: the last one comes before the final
+    norm. A BERT reads each text as one segment.
 
     Args:
       run, ids, step, mesh, compute: as for `mjax.logits`; the run may be a BERT. Any mesh without a pipeline.
