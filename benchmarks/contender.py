@@ -111,7 +111,7 @@ class Torch:
 
         torch.set_num_threads(threads)
         torch.manual_seed(config.train.seed)
-        torch.set_float32_matmul_precision("high")  # TF32 on GPUs, which is what XLA does with float32 there
+        torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as XLA multiplies float32 there
         self.torch, self.config, self.platform = torch, config, platform
         self.place = torch.device("cuda" if platform == "gpu" else "cpu")
         model = config.model

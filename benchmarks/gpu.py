@@ -150,7 +150,7 @@ def larger(day: Day) -> None:
     _beside(day, "gpt_2b", 500, 8, 4, "none" if day.tiny else "eager,compile")
 
 
-# Name, flags, XLA's options; in order of what is to be learned.
+# Name, flags, XLA's options; the most informative first.
 VARIANTS = (
     ("as it is", (), ""),
     ("layers in a loop", ("--train.unroll", "off"), ""),

@@ -64,7 +64,7 @@ def write_dataset(prefix: Path, documents: int, mean: float) -> None:
         stream.truncate(int(ends[-1]))
 
 
-# --- What is measured, each in a process of its own -------------------------------------------------------------------
+# --- Measurements, each in a separate process -------------------------------------------------------------------------
 
 
 class Anonymous:

@@ -109,7 +109,7 @@ def text_files(pattern: str) -> Callable[[Path], Iterator[str]]:
 
 def dictionary(archive: Path) -> Iterator[str]:
     """Entries begin at the margin after an empty line; consecutive ones make a page."""
-    ((_, data),) = tar_members(archive, r"gcide\.dict\.dz$")  # dictzip is gzip with an index of its own
+    ((_, data),) = tar_members(archive, r"gcide\.dict\.dz$")  # dictzip is gzip with an index
     page = ""
     for entry in re.split(r"\n\n(?=\S)", gzip.decompress(data).decode("utf-8", errors="replace")):
         page = f"{page}\n\n{entry}" if page else entry

@@ -34,7 +34,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     flags += [COMPILE_QUICKLY, IN_ORDER, "--xla_cpu_collective_call_terminate_timeout_seconds=200"]
 os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 os.environ.setdefault(THREADS, str(THREADS_PER_DEVICE * 16))
-# Of what tests start too. Clones of one machine share a cache, so that each compiles only what is new in it.
+# Also for processes that tests start. Clones on one machine share a cache: each compiles only its new programs.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mjax-tests"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"

@@ -155,7 +155,7 @@ class _Replay:
             direction, moved = copied
             return _Cost(HOST_COPIES, self.rates.host(moved), moved, link=direction)
         if self.module.kernel_of(line) is None:
-            return None  # a buffer that nobody fills
+            return None  # an unused buffer
         return self._kernel(line, shapes)
 
     # --- Collectives --------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def open_array(folder: Path, name: str, create: dict[str, Any] | None = None) ->
     spec: dict[str, Any] = {
         "driver": "zarr3",
         "kvstore": {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder.absolute()}/"}, "path": f"{name}/"},
-        "context": {"file_io_sync": False},  # the folder is synced as a whole
+        "context": {"file_io_sync": False},  # the folder is synced in one piece
     }
     if create is None:
         return ts.open(spec, open=True, read=True).result()

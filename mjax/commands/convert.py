@@ -213,7 +213,7 @@ def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Megat
         if not 1 <= flag <= rows:
             raise UsageError(f"--vocabulary is {flag}; the embedding has {rows:,} rows; use 1 to {rows}")
         return flag
-    if tokenizer is None or tokenizer.vocabulary > rows:  # the latter is refused by check_vocabulary
+    if tokenizer is None or tokenizer.vocabulary > rows:  # check_vocabulary rejects a larger vocabulary
         return rows
     settings = checkpoint.arguments or {}
     ranks = checkpoint.tensor_ranks or settings.get("tensor_model_parallel_size") or 1

@@ -102,7 +102,7 @@ def tensor_scale(x: Float[Array, ...], dtype, axes: tuple[str, ...] = ()) -> Flo
     axes = tuple(axis for axis in axes if axis in mappings.varying_axes(x))
     largest = mappings.pmax(blockwise_sum(jnp.abs(x), jnp.max).max().astype(jnp.float32), axes)
     # With largest = m · 2^e and the dtype's limit = M · 2^E: the smallest k with largest ≤ limit · 2^k. No division is
-    # rounded. For zero and for what is not finite e is 0.
+    # rounded. For zero, infinities and NaN e is 0.
     max_fraction, max_exponent = math.frexp(float(jnp.finfo(dtype).max))
     fraction, exponent = jnp.frexp(largest)
     exponent = jnp.where(fraction == 0, max_exponent, exponent)

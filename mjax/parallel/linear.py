@@ -197,8 +197,8 @@ def _stack_parts(parts: tuple[Float[Array, " t *out"], ...]) -> Float[Array, "t 
 # --- Logits of the vocabulary -----------------------------------------------------------------------------------------
 
 
-# A custom backward pass, for its order. By itself XLA computes the table's gradient only after the backward pass of all
-# layers, and the gradient of the logits, [t, v / p], stays in memory until then. With a bias it would compute that
+# A custom backward pass, for its order. XLA alone computes the table's gradient only after the backward pass of all
+# layers, and the gradient of the logits, [b·s, v / t], stays in memory until then. With a bias it would compute that
 # gradient twice, and save the logits for the second time.
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def vocab_parallel_logits(

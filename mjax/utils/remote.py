@@ -49,7 +49,7 @@ class RemoteFile(PosixPath):
     def _make_files(self, names: dict[str, dict[str, Any]]) -> Iterator[RemoteFile]:
         for name, info in sorted(names.items()):
             file = RemoteFile(self.store.fs.unstrip_protocol(name))
-            file.__dict__["_info"] = info  # as listed: no request of its own
+            file.__dict__["_info"] = info  # as listed: no separate request
             if file.is_file():
                 yield file
 

@@ -77,7 +77,7 @@ def test_pickles_are_never_opened(tmp_path):
     (file,), (manifest,) = tmp_path.glob("*-one.npy"), tmp_path.glob("*.json")
     np.save(file, np.array([print], dtype=object), allow_pickle=True)
     values = json.loads(manifest.read_text())
-    values["files"]["one"] = cache._checksum(file)  # even if somebody takes the trouble
+    values["files"]["one"] = cache._checksum(file)  # even if a user takes the trouble
     manifest.write_text(json.dumps(values))
     again = CountingCache(tmp_path)
     again.arrays()

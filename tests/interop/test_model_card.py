@@ -36,7 +36,7 @@ def test_card_of_source_is_kept(convert, tmp_path):
     ):
         assert said in card, card
     assert "AutoTokenizer" not in card  # there is none
-    # The next conversion replaces the block and adds to the history; what a person wrote beside it stays.
+    # The next conversion replaces the block and adds to the history; text around it stays.
     file.write_text(card + "\nMine.\n")
     convert("from-hf", "out", "again")
     second = convert("to-hf", "again", "second").read_text()

@@ -70,7 +70,7 @@ def compare(config, total, names=None, batch=None):
         np.testing.assert_allclose(gradient.reshape(wanted[name].shape), wanted[name], atol=1e-12, err_msg=name)
 
 
-# --- Sums beside the stream, logits of its own, and stacks of different layers ----------------------------------------
+# --- Sums next to the residual stream, custom logits, and stacks of different layers ----------------------------------
 
 
 class BalancedBlock(Block):

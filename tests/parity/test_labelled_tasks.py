@@ -78,7 +78,7 @@ def test_accuracy_and_f1_equal_scikit_learn(tmp_path, name, classes):
     assert values == pytest.approx(expected | {"correct": (true == chosen).sum()}, abs=1e-12)
 
 
-# --- SQuAD's figures --------------------------------------------------------------------------------------------------
+# --- SQuAD's metrics --------------------------------------------------------------------------------------------------
 
 ADVERSARIAL = [
     "", " ", "the", "a", "An", "the a an", ".", "?!", "“”", "—", "the end", "The End.", "end the", "an end, the end",

@@ -283,7 +283,7 @@ def test_auxiliary_loss_equals_transformers(family, tmp_path):
         program, build = gradient_program(config, names_of(model))
         means, gradients = program(weights_of(peer, build(), table_of(model), model), batch, 0, 1.0)
         found, loss = outputs_of(peer, batch, output_router_logits=True)
-        # Theirs pools the layers, and is k when balanced: it is asked for each layer, and divided by k.
+        # Theirs pools the layers, and is k when balanced: it is computed for each layer, and divided by k.
         k = model.experts_per_token
         theirs = [load_balancing_loss_func((each,), model.experts, k) / k for each in found.router_logits]
         (loss + 0.5 * sum(theirs)).backward()

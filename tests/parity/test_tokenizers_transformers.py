@@ -47,7 +47,7 @@ def test_uncased_bert_ids_are_those_of_transformers(request):
     ours, theirs = load_tokenizer(f"bert-uncased:{vocab}"), transformers.BertTokenizer(vocab=str(vocab))
     assert (ours.vocabulary, ours.cls, ours.eod, ours.mask, ours.pad, ours.unk) == (30_522, 101, 102, 103, 0, 100)
     assert_equal_ids(ours, theirs)
-    # The slow one drops noncharacters, and finds special tokens in a text whatever it is told.
+    # The slow one drops noncharacters, and finds special tokens in a text with any setting.
     texts = [text for name, text in NASTY.items() if name not in ("noncharacter", "BERT's specials")]
     assert_equal_ids(ours, BertTokenizerLegacy(str(vocab)), texts)
     json_file, texts = load_tokenizer(f"hf:{file}"), [*NASTY.values(), *random_texts(), "word " * 1000]

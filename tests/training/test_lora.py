@@ -219,7 +219,7 @@ def test_opened_base_is_not_rounded_to_bf16(runs, moved):
 
 def test_a_base_that_is_gone_or_another_is_refused(moved, capsys):
     generate = ["generate", "--run", str(moved / "lora"), "--tokenizer", "bytes", "--prompt", "a", "--tokens", "2"]
-    assert cli.main(generate) == 0  # it stands beside the run
+    assert cli.main(generate) == 0  # it is next to the run
     base = moved / "lora" / "base.json"
     known = json.loads(base.read_text())
     base.write_text(json.dumps(known | {"digest": "0" * 16}))

@@ -178,7 +178,7 @@ def test_infinite_loss_with_finite_gradients_is_not_applied():
     assert all(same)
 
 
-# --- Names of what is broken ------------------------------------------------------------------------------------------
+# --- Names of non-finite arrays ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
