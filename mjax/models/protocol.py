@@ -5,7 +5,7 @@ the module. The module turns a batch into the stream, contains stacks of layers,
 Everything else is derived from the traced program: storage, checkpoints, the pipeline, FLOPs, memory, the communication
 ledger.
 
-    batch ── embed ──▶ x [t, h] ── blocks ──▶ x [t, h] ── loss ──▶ {name: sum}     ÷ counts ──▶ {name: mean}
+    batch ── embed ──▶ x [b·s, h] ── blocks ──▶ x [b·s, h] ── loss ──▶ {name: sum}     ÷ counts ──▶ {name: mean}
 
 A loss is a mean over the global batch, and a model sees a part of it, so it gives sums and counts by name. `counts`
 depends on the batch alone: the step first adds the counts of all devices and then differentiates the sums divided by

@@ -43,7 +43,7 @@ class StageProgram:
     """The functions that the stages of a pipeline run.
 
     Attributes:
-      embed: (shared weights, micro-batch) → the stream before the first layer [t, h].
+      embed: (shared weights, micro-batch) → the stream before the first layer [b·s, h].
       layers: (layers of a chunk, stream, micro-batch, index of the virtual stage) → the stream after these layers, and
         their parts of the means by name, [] each.
       head: (shared weights, stream, micro-batch) → parts of means by name, [] each.
@@ -140,9 +140,9 @@ class _State(NamedTuple):
     """The state of a stage from tick to tick.
 
     Attributes:
-      received: an activation and a gradient [t, h] that have just arrived.
-      activations, gradients: received and not yet used, [slots, t, h].
-      outputs: on the last stage, outputs of its last layers that the head has not used yet, [slots, t, h].
+      received: an activation and a gradient [b·s, h] that have just arrived.
+      activations, gradients: received and not yet used, [slots, b·s, h].
+      outputs: on the last stage, outputs of its last layers that the head has not used yet, [slots, b·s, h].
       residuals: of each forward in flight, [slots, …] each.
       aux: parts of means from the layers.
       sums: means and gradients so far.

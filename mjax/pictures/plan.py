@@ -131,7 +131,7 @@ def _style(part: str, phase: str) -> dict[str, str]:
 
 
 # --- The schedule of a pipeline -------------------------------------------------------------------------------------
-# As in arXiv 2104.04473, figure 3: two colors for forward and backward, lighter for later virtual stages of a
+# As in arXiv 2104.04473, figure 4: two colors for forward and backward, lighter for later virtual stages of a
 # rank, the number of the micro-batch in the box, grey where a stage is idle. Time is lock-step: a
 # tick lasts as long on every stage, and all forward passes of a tick begin together, as do all backward passes.
 

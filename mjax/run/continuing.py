@@ -239,9 +239,9 @@ def _quote(value: Any) -> str:
 #
 #     runs/q  ──weights of its checkpoint──▶  runs/new: optimizer from scratch, step 0, other data, schedule and mesh
 #
-# The weights must mean the same in both: the architecture and every field that gives a weight its shape
-# or position are equal. Lengths, rotary base, window and dropout may differ, and the differences are printed. The run folder has
-# the origin in `init.json`; a run that has checkpoints continues from them, and does not read the origin again.
+# The weights must mean the same in both: the architecture and every field that gives a weight its shape or position are
+# equal. Lengths, rotary base, window and dropout may differ, and the differences are printed. The run folder has the
+# origin in `init.json`; a run that has checkpoints continues from them, and does not read the origin again.
 
 ORIGIN = "init.json"
 

@@ -62,7 +62,7 @@ class Forward:
 
     @jax.named_scope(named_scopes.EMBEDDING)
     def embed(self, weights: Model, micro_batch: MicroBatch) -> Float[Array, "t h"]:
-        """The stream before the first layer [t, h]."""
+        """The stream before the first layer [b·s, h]."""
         return weights.embed(micro_batch, self.context(micro_batch))
 
     @jax.named_scope(named_scopes.LAYER)

@@ -57,10 +57,10 @@ PROGRAM_COST = 1  # of one more program, in batches: about three if it is compil
 
 
 def vocab_parallel_argmax(logits: Array) -> Array:
-    """The id with the highest logit when each rank holds v/p of them; the lowest id in a tie, as in `argmax`.
+    """The id with the highest logit when each rank holds v/t of them; the lowest id in a tie, as in `argmax`.
 
     Two numbers per token are communicated over `model`: the highest logit, and the lowest id that has it. Shapes:
-    [t, v / p] → int32 [t].
+    [b·s, v / t] → int32 [b·s].
     """
     highest = logits.max(-1)
     ids = jnp.argmax(logits, -1).astype(jnp.int32) + mappings.rank(MODEL) * logits.shape[-1]
@@ -78,7 +78,7 @@ class RowScorer:
     """
 
     head: Callable[[Model, Array, dict[str, Array], ForwardContext], Array]
-    """Inside `shard_map`: weights, residual stream after the last layer [t, h], micro-batch and the context of its
+    """Inside `shard_map`: weights, residual stream after the last layer [b·s, h], micro-batch and the context of its
     tokens → numbers per row [b, …], replicated over `model`."""
 
     def __init__(self, config: Config, mesh: Mesh):
@@ -131,7 +131,7 @@ class Scorer(RowScorer):
             scored = batch["scored"]
             x = jnp.take_along_axis(tokens.split_sequences(x), scored[..., None], axis=1).reshape(-1, x.shape[-1])
             tokens, labels = replace(tokens, positions=scored.shape[1]), jnp.take_along_axis(labels, scored, axis=1)
-        logits = weights.logits(x, tokens)  # [b s, v / p]
+        logits = weights.logits(x, tokens)  # [b·s, v / t]
         losses = vocab_parallel_cross_entropy(logits, labels.reshape(-1))
         correct = vocab_parallel_argmax(logits) == labels.reshape(-1)
         numbers = tokens.split_sequences(jnp.stack([losses, correct.astype(losses.dtype)], -1))

@@ -1,12 +1,12 @@
 """The experts of a layer: every token is multiplied by the matrices of the experts that it chose, and by no others.
 
-    x [t, h] ── router ── k experts and weights of each token
+    x [b·s, h] ── router ── K experts and weights of each token
        │
      gather         every rank of `expert` has the tokens of all ranks, and a part of the experts
        │
        f            every rank of `model` has all tokens, and a part of every expert's columns
        │
-    dispatch        a row for each of the A = k · t assignments, sorted by expert (`parallel/grouped.py`)
+    dispatch        a row for each of the A = K · b·s assignments, sorted by expert (`parallel/grouped.py`)
        │
     A ⊙ B, C        three grouped matmuls: act(x A_e) ⊙ x B_e, times the assignment's weight, times C_e
        │
@@ -16,7 +16,7 @@
        │
      scatter        the sum over ranks of `expert`, each with its part of the tokens
        ▼
-    y [t, h]
+    y [b·s, h]
 
 The weight multiplies before C_e, as in megatron-core, which is the same sum, and the rows after it need not be saved.
 
@@ -173,7 +173,7 @@ class TokenPermutation:
 
     Attributes:
       rows: the row of each assignment; the number of rows for one without.
-      sources: the assignment of each row, numbered token by token; t · k for rows that fill tiles.
+      sources: the assignment of each row, numbered token by token; b·s · K for rows that fill tiles.
     """
 
     rows: Int[Array, "t k"]
@@ -181,7 +181,7 @@ class TokenPermutation:
 
     @property
     def tokens(self) -> Int[Array, " r"]:
-        """The token of each row; t for rows that fill tiles."""
+        """The token of each row; b·s for rows that fill tiles."""
         return self.sources // self.rows.shape[1]
 
 
