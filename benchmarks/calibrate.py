@@ -6,7 +6,7 @@
 Every kernel runs many times inside one compiled loop, so that launching it from Python does not count; the fastest of
 several rounds is taken. All arrays are random, and arguments of the loop. Flash attention is measured if a training run
 would use it here. Collectives are measured over all devices if there are several, which are assumed to be in one
-server. The rate between servers is not measured and stays that of published runs.
+server. The rate between servers is not measured and keeps the value from published runs.
 
 The table compares each measurement with the value that the fitted rates predict.
 """
@@ -70,13 +70,13 @@ class Arguments:
     output: Path
     """File to write: .json."""
     gpu: str | None = None
-    """Take the data sheet of this GPU (mjax/cluster/hardware.py); that of the device when not given."""
+    """GPU with the data sheet to use (mjax/cluster/hardware.py). By default the device's GPU."""
     compute: Literal["bf16", "fp16"] | None = None
-    """Type of products and attention; bf16 when not given, or fp16 on a GPU that has no bf16."""
+    """Dtype of matmuls and attention (by default bf16, or fp16 on a GPU without bf16)."""
     kinds: tuple[Literal["launch", "copy", "product", "attention", "sum"], ...] = tuple(SETTLES)
-    """Parts to measure; the others keep the rates of published runs."""
+    """Parts to measure. The others keep the rates of published runs."""
     rounds: int = 5
-    """Times each is measured; the fastest counts."""
+    """Measurements per part. The fastest counts."""
     shrink: int = 1
     """Divide every size by this, to try the command on a small machine. The rates are then of no use."""
 
@@ -87,7 +87,7 @@ class Kernel:
 
     Attributes:
       kind, sizes: as in `Measurement`.
-      function: x → x, whose next call has to wait for this one. It must hold no array of its own: XLA folds a constant
+      function: x → x, whose next call has to wait for this one. It must hold no constant array: XLA folds a constant
         into the kernel that reads it, which then reads nothing.
       shapes: of x, a tree of `jax.ShapeDtypeStruct`.
     """
@@ -116,7 +116,7 @@ def measure(arguments: Arguments, compute: str) -> Iterator[Measurement]:
 
 
 def kernels(arguments: Arguments, compute: str, flash: bool, devices: Sequence) -> Iterator[Kernel]:
-    """The operations that `measure` times; `flash` says whether there is attention, and `devices` are those of the
+    """The operations that `measure` times; `flash` says whether there is attention, and `devices` run the
     all-reduces."""
     import jax
     import jax.numpy as jnp
@@ -164,7 +164,7 @@ def drawn(shapes):
 
 
 def _small_kernels(x):
-    """KERNELS kernels on one number, each of which depends on the one before."""
+    """Compute KERNELS kernels on one number, each depending on the one before."""
     import jax
 
     for _ in range(KERNELS):
@@ -182,7 +182,7 @@ def _product(x_and_kernel):
 
 
 def _flash_runs(compute: str) -> bool:
-    """Whether a model's attention would be cuDNN's on this device; if not, prints the reason."""
+    """True if a model's attention would be cuDNN's on this device; if not, prints the reason."""
     import jax
 
     if jax.default_backend() != "gpu":

@@ -4,7 +4,7 @@
     python benchmarks/train_step.py --config gpt_1b --peers eager      any config, any flag of `train.py`
 
 The peers are transformers' GPT2LMHeadModel with the config's shapes, padded vocabulary, precision, dropout, clipping
-and micro-batches, run by torch eagerly and through torch.compile. Each contender has a process of its own, so its peak
+and micro-batches, run by torch eagerly and through torch.compile. Each contender has a separate process, so its peak
 memory is measured separately. On a CPU the contenders alternate, round by round, and are compared within a round: other
 load on the machine affects all of them equally. On a GPU they run one after the other, since each would reserve most of
 the memory.
@@ -50,15 +50,15 @@ class Arguments:
     """Measure the training step of a config and of its peers. Any field of the config can be changed by a flag."""
 
     config: str = "cpu_reference"
-    """Name of a file in configs/ or benchmarks/, or a path to a .py file that defines `config`."""
+    """Config name in configs/ or benchmarks/, or a path to a .py file that defines `config`."""
     peers: str = "eager,compile"
-    """PyTorch peers, separated by commas: eager, compile; or none."""
+    """PyTorch peers, separated by commas: eager, compile, or none."""
     rounds: int = 5
     """Times each contender is measured."""
     steps: int = 5
     """Steps in a round, timed together, after one warm-up step."""
     threads: int | None = None
-    """CPU threads of each contender; by default as many as this process may use."""
+    """CPU threads per contender (by default as many as this process may use)."""
     json: bool = False
     """Print JSON instead of the table."""
     markdown: bool = False
@@ -286,7 +286,7 @@ def table(rows: list[Row], markdown: bool) -> str:
 
 @in_one_sentence
 def main() -> int:
-    """Measure and print; 0 when mjax has figures."""
+    """Measure and print; 0 when mjax has results."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default=Arguments.config)
     name = parser.parse_known_args()[0].config

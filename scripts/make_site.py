@@ -60,8 +60,8 @@ def convert(text: str, page: str, repository: str) -> str:
 
     parts, end = [], 0
     for fence in FENCE.finditer(text):
-        wide = re.match(r"```mermaid\nflowchart (LR|RL)", fence[0])
-        block = f'<div class="flow" markdown="1">\n\n{fence[0]}\n\n</div>' if wide else fence[0]
+        diagram = fence[0].startswith("```mermaid")
+        block = f'<div class="flow" markdown="1">\n\n{fence[0]}\n\n</div>' if diagram else fence[0]
         parts += [prose(text[end : fence.start()]), block]
         end = fence.end()
     return "".join([*parts, prose(text[end:])])
@@ -78,6 +78,9 @@ def copy_pages() -> None:
 
 
 if __name__ == "__main__":
-    copy_pages()
+    try:
+        copy_pages()
+    except FileNotFoundError as error:
+        sys.exit(str(error))
     command = ["serve"] if sys.argv[1:] == ["serve"] else ["build", "--clean", "--strict"]
-    raise SystemExit(subprocess.run([sys.executable, "-m", "zensical", *command], cwd=ROOT).returncode)
+    sys.exit(subprocess.run([sys.executable, "-m", "zensical", *command], cwd=ROOT).returncode)

@@ -229,7 +229,7 @@ SHORTER = {
 
 @pytest.mark.parametrize("case", [pytest.param(one, marks=[pytest.mark.ci] * (one == "pipeline")) for one in SHORTER])
 def test_program_takes_shorter_batch(case):
-    """Loss and next weights are those of a program whose config has that length."""
+    """Loss and next weights equal a program whose config has that length."""
     options, mesh = SHORTER[case]
     config = replace(small_config(vocabulary=256, dropout=0.1, **options), mesh=mesh)
     short = replace(config, model=replace(config.model, sequence=8))
@@ -258,7 +258,7 @@ def test_program_takes_shorter_batch(case):
     ("lengths", "mesh", "words"),
     [
         ((17, 17), MeshConfig(), "the batch has sequences of 17 and model.sequence is 16; give 1 to 16"),
-        ((8, 4), MeshConfig(), "tokens of the batch has 8 positions and labels 4; give arrays of one length"),
+        ((8, 4), MeshConfig(), "tokens of the batch has 8 positions and labels 4; give equal lengths"),
         ((6, 6), MeshConfig(context=2, context_attention="allgather"), "give a multiple of 4"),
         ((7, 7), MeshConfig(model=2, sequence_parallel=True), "give a multiple of 2"),
     ],

@@ -40,7 +40,7 @@ class Arguments:
     """Compile the train step of a config for absent GPUs. Any config field is a flag."""
 
     config: str = "gpt_demo"
-    """Name of a file in configs/, or path to a .py file that defines `config`."""
+    """Config name in configs/, or path to a .py file that defines `config`."""
     gpu: str = "h100"
     """GPU to compile for: a100, b200, h100 or h200."""
     devices_per_node: Count = 8
@@ -89,8 +89,8 @@ def main() -> int:
 
 
 def overlap_rows(collectives: Iterable[Overlapped]) -> list[dict]:
-    """For each (axes, operation, dtype): calls and bytes per step, and of these bytes those beside matrix products,
-    beside other kernels only and beside nothing."""
+    """Rows by (axes, operation, dtype): calls and bytes per step, and the bytes that overlap matmuls, other kernels
+    only, or nothing."""
     rows: dict[tuple, dict] = {}
     for c in sorted(collectives, key=lambda c: c.key):
         empty = dict.fromkeys(("calls", "bytes", "products", "kernels", "nothing"), 0)

@@ -177,8 +177,8 @@ class Distributed:
     start_timeout: Annotated[int, Bounds(ge=5)] = 300
     """Seconds within which all processes have to connect."""
     hang_limit: float | None = None
-    """Seconds without a finished step after which the run ends with exit code 1, for a launcher to restart it; ten
-    times as many while it compiles, evaluates or saves. By default never."""
+    """Seconds without a finished step before the run exits with code 1, so that a launcher restarts it (by default
+    never). Ten times as many while it compiles, evaluates or saves."""
 
     def with_launcher(self, environment: Mapping[str, str] = os.environ) -> Distributed:
         """The rendezvous that a launcher describes in variables that JAX misreads or ignores, unless flags describe it.
@@ -254,11 +254,7 @@ def set_deterministic_flags() -> None:
 
 
 def quick_compile_options(platform: str) -> dict[str, int]:
-    """Compiler options for a program that runs once, such as that of the initial weights.
-
-    On CPUs LLVM optimizes less, in a third of the time and with the same bits. XLA_FLAGS go first. Not measured on a
-    GPU.
-    """
+    """Compiler options for a program that runs once, such as the initialization of weights."""
     level = "xla_backend_optimization_level"
     return {} if platform != "cpu" or level in xla_flags() else {level: 1}
 
@@ -345,9 +341,9 @@ def prune_programs(folder: Path) -> str | None:
 def enable_compilation_cache(multiprocess: bool | None = None, print_line: PrintLine | None = None) -> None:
     """Let JAX store compiled programs; before it compiles the first one.
 
-    Nothing changes if the user has chosen a folder, or none, with JAX_COMPILATION_CACHE_DIR; and with several
-    processes: on GPUs they measure kernels together while they compile, and one that does not compile would leave the
-    others waiting.
+    Nothing changes if the user has set JAX_COMPILATION_CACHE_DIR, to a folder or to nothing. Nothing changes with
+    several processes, either: on GPUs they measure kernels together while they compile, and a process that does not
+    compile would leave the others waiting.
 
     Args:
       multiprocess: whether this process is one of several; by default what a launcher says.

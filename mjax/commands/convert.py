@@ -88,7 +88,7 @@ def from_hf(arguments: FromHfArguments) -> int:
         drawn = models.init_weights(config, tuple(absent))
         blocks = weights.make_block_reader(family, tensors, tensor_names, model, read, drawn)
         write_run(output, config, tokenizer, blocks, carried, card)
-    print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
+    print(f"{output}: {count_parameters(model):,} {family.model} parameters, checkpoint 0")
     if coefficient := values.get("router_aux_loss_coef"):
         # transformers' loss pools the layers and is k when balanced; the one of mjax is of each layer, and 1.
         flag = f"--model.aux-loss-coef {coefficient * model.experts_per_token / model.expert_layers:g}"
@@ -213,7 +213,7 @@ def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Megat
         if not 1 <= flag <= rows:
             raise UsageError(f"--vocabulary is {flag}; the embedding has {rows:,} rows; use 1 to {rows}")
         return flag
-    if tokenizer is None or tokenizer.vocabulary > rows:  # the latter is refused by check_vocabulary
+    if tokenizer is None or tokenizer.vocabulary > rows:  # check_vocabulary rejects a larger vocabulary
         return rows
     settings = checkpoint.arguments or {}
     ranks = checkpoint.tensor_ranks or settings.get("tensor_model_parallel_size") or 1
@@ -403,7 +403,7 @@ def _card(arguments: ToHfArguments, family: Family, model: ModelConfig, size: in
 
 
 def _load_run_tokenizer(run: Path, flag: str | None) -> Tokenizer | None:
-    """The tokenizer of an export: that of the run, the given one, or none."""
+    """The tokenizer of an export: the run's, the given one, or none."""
     if flag is not None:
         return None if flag == "none" else load_tokenizer(flag)
     stored = run / "tokenizer"

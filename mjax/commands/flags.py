@@ -77,11 +77,11 @@ class RunArguments:
     run: Annotated[Path, RUN_SYNONYMS]
     """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """The file that defines the run's model, if it is yours; every setting stays that of the run."""
+    """The file that defines the run's model, if you wrote it. The run's settings do not change."""
     step: int | None = None
-    """Checkpoint to use; by default the newest intact one."""
+    """Checkpoint to use (by default the newest intact one)."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
-    """Tokenizer that the model was trained with, as in `mjax prepare`; by default that of the run."""
+    """Tokenizer that the model was trained with, as in `mjax prepare` (by default the run's)."""
 
 
 def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
@@ -209,7 +209,7 @@ def _check_value(flag: Flag, words: Sequence[str]) -> None:
 
 
 def _example(flag: Flag) -> str:
-    """A value of a flag: its default, or that of its docstring, or a form of it."""
+    """A value of a flag: its default, an example from its docstring, or its form."""
     if flag.default not in (None, "", (), dataclasses.MISSING):
         return str(flag.default)
     known = re.search(r"such as ([\w./-]+( \d+)*)", flag.help_text)
@@ -414,7 +414,7 @@ class Flag(NamedTuple):
 def list_flags(cls: type, default: object, prefix: str = "") -> Iterator[Flag]:
     """Every field of `cls` that is a flag.
 
-    A field may hold a subclass of its type, as the config's model does: its flags are those of `default`.
+    A field may hold a subclass of its type, as the config's model does: its flags are the fields of `default`.
     """
     return (flag for flag in list_fields(cls, default, prefix) if not flag.hidden)
 

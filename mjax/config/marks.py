@@ -26,7 +26,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Only:
-    """For some values of another field, or of `Config.samples`: `Only("optimizer.schedule", "wsd")`."""
+    """Supported for some values of another field, or of `Config.samples`: `Only("optimizer.schedule", "wsd")`."""
 
     field: str
     values: str
@@ -90,7 +90,7 @@ def effective_value(settings: Any, name: str) -> Any:
 
 
 def field_marks(config: Any, name: str) -> frozenset[Mark | Only]:
-    """The marks of the field `name` of a config, such as 'train.steps', and those of its section."""
+    """The marks of the config field `name`, such as 'train.steps', and of its section."""
     section, knob = name.split(".")
     marks = *_marks(type(config))[section], *_marks(type(getattr(config, section)))[knob]
     return frozenset(mark for mark in marks if isinstance(mark, Mark | Only))

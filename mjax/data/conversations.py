@@ -1,4 +1,4 @@
-"""Conversations packed into sequences, each of which is trained as if it were alone.
+"""Conversations packed into sequences. Each conversation is trained as if it were alone.
 
 A conversation of n tokens takes n - 1 positions, because its last token predicts nothing. Best-fit decreasing places
 the longest first, each into the sequence with the smallest sufficient free space (arXiv 2107.02027 compares packing
@@ -8,8 +8,8 @@ a packed sequence has the loss and the gradients of its separate conversations.
     positions   0 1 2 3 4 0 1 2 0 1 2 3 0 0       the last two are padding
     documents   0 0 0 0 0 1 1 1 2 2 2 2 3 3
 
-Every epoch has each conversation once. Conversations of the same length are shuffled every epoch, and so are the
-sequences; both depend on the seed and the epoch alone.
+Every epoch has each conversation once. Conversations of the same length and the sequences are shuffled every epoch;
+both orders depend on the seed and the epoch alone.
 """
 
 from bisect import bisect_left, insort
@@ -142,7 +142,7 @@ class ConversationDataset:
           UsageError: it has an id outside the vocabulary.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {self.indexed.prefix}, whose order was drawn for {len(self)}")
+            raise IndexError(f"sample {index} of {self.indexed.prefix}: its order was drawn for {len(self)}")
         names = ("tokens", "labels", "positions", "documents")
         sample = {name: np.zeros(self.sequence, np.int32) for name in names}
         sample["loss_mask"] = np.zeros(self.sequence, bool)

@@ -249,7 +249,7 @@ def _read_header(file: Path) -> tuple[int, np.dtype]:
         header = stream.read(HEADER.size)
     if not header.startswith(MAGIC):
         fix = "give a prefix that `mjax prepare` or Megatron's preprocess_data wrote"
-        raise UsageError(f"{file} is not the index of an indexed dataset: it begins with {header[:9]!r}; {fix}")
+        raise UsageError(f"{file} is not an indexed dataset's .idx file: it begins with {header[:9]!r}; {fix}")
     _, version, code, sequences, boundaries = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
     size, expected = file.stat().st_size, HEADER.size + 12 * sequences + 8 * boundaries
     if len(header) < HEADER.size or boundaries == 0 or size < expected:
@@ -511,7 +511,7 @@ def check_output(prefix: str, overwrite: bool) -> None:
 
 
 def publish_metadata(prefix: str | Path, metadata: DatasetMetadata | None) -> None:
-    """Give the metadata and the temporary tokenizer their final names, replacing those of an older dataset.
+    """Give the metadata and the temporary tokenizer their final names, replacing an older dataset's files.
 
     Call it when the tokens are written but not yet renamed: it removes an old dataset, and the index, which makes the
     new one readable, is renamed last. With None the new dataset has neither metadata nor tokenizer.

@@ -34,7 +34,7 @@ So every prefix of the blend has the weights' proportions, to a sample or so eac
 
 Each choice depends on all before it. Megatron has a loop in C++; this is many short loops in parallel. The samples are
 divided into lanes of `LANE_SAMPLES`. A lane begins with a guess of the counts at its start (the shares, rounded by
-largest remainder), and all lanes do their first step together, then their second, and so on, each step one operation on
+largest remainder). All lanes do their first step together, then their second, and so on, each step one operation on
 arrays. Then the counts at the end of each lane are compared with the guess of the next one, and lanes with wrong
 guesses are repeated from the right counts. When all guesses are right, the lanes are exactly the sequential loop.
 
@@ -222,7 +222,7 @@ class GPTDataset:
           UsageError: it has an id outside the vocabulary.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {self.indexed.prefix}, whose order was drawn for {len(self)}")
+            raise IndexError(f"sample {index} of {self.indexed.prefix}: its order was drawn for {len(self)}")
         row = int(self.shuffle_index[index])
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
         tokens = self.indexed.read_span(self.document_index[first : last + 1], begin, end + 1)
@@ -398,5 +398,5 @@ class BlendedDataset:
           IndexError: there is no such sample.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of a blend of {len(self)}")
+            raise IndexError(f"sample {index} in a blend with {len(self)}")
         return self.datasets[self.dataset_index[index]][int(self.dataset_sample_index[index])]

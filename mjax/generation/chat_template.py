@@ -53,7 +53,7 @@ class Template(Child):
 
 
 def render_texts(question: bytes) -> list[Rendered]:
-    """In the child: the texts of a template with values, from a list of its source and the values in JSON.
+    """Render the texts of a template with values, from a list of its source and the values in JSON; runs in the child.
 
     Raises:
       ChildError: the template refuses them, or writes too much.
@@ -134,7 +134,7 @@ class _Namespace(jinja2.utils.Namespace):
     @staticmethod
     def _check(name) -> None:
         if isinstance(name, str) and name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a chat template cannot set {name!r} of a namespace")
+            raise jinja2.exceptions.SecurityError(f"a chat template cannot set the namespace attribute {name!r}")
 
 
 def environment(marks: tuple[str, str] = ("", "")) -> ImmutableSandboxedEnvironment:

@@ -174,8 +174,8 @@ def unstack_layers(blocks, take: Callable[[Any, int], Any] = lambda weight, repe
 
 
 def _list_slices(blocks, gathers: Sequence[Sequence[Callable | None]] | None = None) -> list[tuple]:
-    """For each layer of `blocks`, in order, its stack, its repetition, the function that gathers its weights (`gathers`
-    of `run_blocks`), and its kind."""
+    """List, for each layer of `blocks` in order, its stack, its repetition, the function that gathers its weights
+    (`gathers` of `run_blocks`), and its kind."""
     slices = []
     for stacks, run_gathers, count in iterate_runs(blocks, gathers):
         for number in range(count):

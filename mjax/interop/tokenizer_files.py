@@ -2,9 +2,9 @@
 
 An export contains the source files and `mjax_tokenizer.json`, so that an import restores the tokenizer. For
 `transformers.AutoTokenizer` it has an equivalent tokenizer.json with the same ids. GPT-2's, BERT's and Hugging Face's
-tokenizers run on the package `tokenizers` in mjax too. Bytes are BPE without merges. sentencepiece joins the neighbors
-whose piece has the best score, `tokenizers` the pair that was learned first: every two pieces that form a third are a
-pair, in the order of the third's score. Spaces become "▁", and one is added in front.
+tokenizers run on the package `tokenizers` in mjax too. Bytes are BPE without merges. The package sentencepiece joins
+the neighbors whose piece has the best score, `tokenizers` the pair that was learned first. So every two pieces that
+form a third are exported as a pair, in the order of the third's score. Spaces become "▁", and one is added in front.
 
 Not every tokenizer has an exact equivalent, so ids and text of the two are compared before a file is written.
 """
@@ -93,7 +93,7 @@ def open_tokenizer(folder: Path, spec: str | None) -> Tokenizer | None:
         name = str(settings.get("tokenizer_class") or "GPT2Tokenizer")
         if kind == "gpt2" and name.removesuffix("Fast") != "GPT2Tokenizer":
             fix = "add its tokenizer.json, which save_pretrained of transformers writes"
-            raise UsageError(f"{folder} has the vocab.json of a {name}, which cuts other words than GPT-2; {fix}")
+            raise UsageError(f"{folder} has a {name} vocab.json, which splits words differently from GPT-2; {fix}")
         tokenizer = parse_tokenizer(kind, [file.read_bytes() for file in files], [*map(str, files)])
         if settings.get("add_bos_token") is True:  # if no tokenizer.json has it
             tokenizer.bos = tokenizer.find_bos()

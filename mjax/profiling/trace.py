@@ -75,7 +75,7 @@ def read_trace(profile: ProfileData, program: str) -> tuple[list[tuple[float, fl
 
     Returns:
       Begin and end of the steps, ns since the profiler was started: one span, or more with evaluations and saves
-      between them; and the kernels on all devices of this process, also some from before and after the steps.
+      between them. Also the kernels on all devices of this process, some of them from before and after the steps.
 
     Raises:
       ValueError: the trace does not have the event WINDOW, or has no kernels.

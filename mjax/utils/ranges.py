@@ -1,4 +1,4 @@
-"""Large files of an object store, of which parts are read: a local file that fills up with ranges of 8 MiB.
+"""Large files of an object store, read in parts: a local file that fills up with ranges of 8 MiB.
 
     corpus.bin           as large as the object, with holes where nothing has been read
     corpus.bin.ranges    a byte for each range: 1 when it is local
@@ -32,12 +32,7 @@ WHOLE, IN_RANGES = (".idx", ".json"), (".bin", ".mask")
 
 @functools.cache
 def local_prefix(prefix: str) -> str:
-    """The local prefix of a dataset at an address, whose small files are fetched; any other prefix as it is.
-
-    Raises:
-      UsageError: the dataset or bucket does not exist, or may not be read.
-      RunError: the store does not respond.
-    """
+    """The local prefix of a dataset: small files of an address are fetched, any other prefix is returned unchanged."""
     if not is_address(prefix):
         return prefix
     local, store = mirror_address(prefix, FETCHED), Store(prefix, to_stderr)
@@ -45,7 +40,7 @@ def local_prefix(prefix: str) -> str:
         objects = {name: about for name in WHOLE + IN_RANGES if (about := store.get_info(f"{prefix}{name}"))}
         if missing := [name for name in (".bin", ".idx") if name not in objects]:
             store.check_bucket(prefix)
-            raise UsageError(f"{prefix}{missing[0]} does not exist; copy all files of a dataset of `mjax prepare`")
+            raise UsageError(f"{prefix}{missing[0]} does not exist; copy all files that `mjax prepare` wrote")
         objects |= {f".tokenizer/{name}": about for name, about in store.files(f"{prefix}.tokenizer").items()}
         versions, index = {name: version(about) for name, about in objects.items()}, Path(f"{local}.store.json")
         before = json.loads(index.read_bytes()) if index.is_file() else {}

@@ -54,7 +54,7 @@ def random_texts(count=150):
 
 
 def test_encoding_obeys_the_laws(kind, tokenizer):
-    """No end of document in the text, no id out of range, no token but those of the text; a batch is its texts."""
+    """No end of document in the text, no id out of range, only tokens of the text; a batch equals its texts."""
     texts = [*NASTY.values(), *random_texts(), "ab漢c" * 25_000]
     batch = tokenizer.encode_batch(texts)
     for text, ids in zip(texts, batch, strict=True):
@@ -68,7 +68,7 @@ def test_encoding_obeys_the_laws(kind, tokenizer):
 
 
 def test_half_of_a_surrogate_pair_is_rejected(tokenizer):
-    with pytest.raises(UsageError, match=r"character 1 of the text is U\+DC00, half of a surrogate pair"):
+    with pytest.raises(UsageError, match=r"character 1 of the text is U\+DC00, an unpaired surrogate"):
         tokenizer.encode("a\udc00b")
     with pytest.raises(UsageError, match="surrogate"):
         tokenizer.encode_batch(["fine", "\ud83d"])
