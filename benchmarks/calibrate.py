@@ -70,13 +70,13 @@ class Arguments:
     output: Path
     """File to write: .json."""
     gpu: str | None = None
-    """Take the data sheet of this GPU (mjax/cluster/hardware.py); that of the device when not given."""
+    """GPU with the data sheet to use (mjax/cluster/hardware.py). By default the device's GPU."""
     compute: Literal["bf16", "fp16"] | None = None
-    """Type of products and attention; bf16 when not given, or fp16 on a GPU that has no bf16."""
+    """Dtype of matmuls and attention (by default bf16, or fp16 on a GPU without bf16)."""
     kinds: tuple[Literal["launch", "copy", "product", "attention", "sum"], ...] = tuple(SETTLES)
-    """Parts to measure; the others keep the rates of published runs."""
+    """Parts to measure. The others keep the rates of published runs."""
     rounds: int = 5
-    """Times each is measured; the fastest counts."""
+    """Measurements per part. The fastest counts."""
     shrink: int = 1
     """Divide every size by this, to try the command on a small machine. The rates are then of no use."""
 

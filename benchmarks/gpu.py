@@ -58,17 +58,17 @@ class Arguments:
     """Measure mjax on the GPU of this machine, part by part, whatever fails on the way."""
 
     output: Path
-    """Folder for the results; it is made. A second command in it writes results-2.md and results-2.json."""
+    """Folder for the results, which is created. A second command in it writes results-2.md and results-2.json."""
     parts: tuple[PartName, ...] = PartName.__args__
-    """about: the machine. doctor: `mjax doctor`. first: MFU of gpt_1b. tests: those of the suite that need a GPU.
-    checks: attention, a step against float64, fp16, bits (tests/test_gpu.py). step: gpt_1b beside PyTorch. profile:
-    where its time goes. variants: one change at a time. resume: a run killed and continued. bits: a run twice. fp16: a
-    run. kernels: products, attention and memory alone. calibrate: rates for `mjax plan`. predicted: steps beside the
-    plan's. larger: gpt_2b beside PyTorch."""
+    """Parts to run. about: the machine. doctor: `mjax doctor`. first: MFU of gpt_1b. tests: the suite's GPU tests.
+    checks: attention, a step against float64, fp16, bits (tests/test_gpu.py). step: gpt_1b against PyTorch. profile:
+    kernel times. variants: one change at a time. resume: a run killed and continued. bits: a run twice. fp16: a run.
+    kernels: matmuls, attention and memory alone. calibrate: rates for `mjax plan`. predicted: measured and predicted
+    step times. larger: gpt_2b against PyTorch."""
     seconds: float = 3600.0
-    """Limit of the whole command; a part that no time is left for is named."""
+    """Time limit for the whole command. Parts that do not fit are listed."""
     tiny: bool = False
-    """Toy sizes, on a CPU: to try the command. The figures are of no use."""
+    """Toy sizes, to try the command on a CPU. The measurements are meaningless."""
 
 
 # --- Parts: the machine -----------------------------------------------------------------------------------------------

@@ -34,15 +34,15 @@ class Arguments:
     """Time the kernels of a model on one device."""
 
     config: str = "gpt_1b"
-    """A GPT with learned positions: name of a config or path of a .py file."""
+    """GPT config with learned positions: a name or the path to a .py file."""
     micro_batch: int = 8
     """Sequences."""
     rounds: int = 3
-    """Times each is measured; the fastest counts."""
+    """Measurements per kernel. The fastest counts."""
     output: Path | None = None
     """Also write the table to this file: .json."""
     tiny: bool = False
-    """A toy model, to try the command. The figures are of no use."""
+    """A toy model, to try the command. The measurements are meaningless."""
 
 
 class Timed(NamedTuple):
@@ -214,7 +214,7 @@ def main() -> int:
         check_output("--output", arguments.output)
     config = one_micro_batch(arguments)
     if config.model.kind != "gpt":
-        raise UsageError(f"--config {arguments.config} is a {config.model.kind}; use one of a GPT")
+        raise UsageError(f"--config {arguments.config} is a {config.model.kind}; use a GPT config")
     validate(config, arguments.config)
     import jax
 

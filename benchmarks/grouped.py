@@ -193,7 +193,7 @@ def check(one: Contender, found: tuple, expected: list) -> None:
     for name, ours, theirs in zip(("y", "dx", "dW"), found, expected, strict=True):
         difference = np.abs(ours - theirs).max() / np.abs(theirs).max()
         if not difference < tolerance:
-            raise RunError(f"{name} of {one.name} differs from that of ragged_dot by {difference:.1e} of its largest")
+            raise RunError(f"{name} of {one.name} differs from ragged_dot's by {difference:.1e} of its largest")
 
 
 if __name__ == "__main__":

@@ -57,16 +57,16 @@ class Arguments:
     """Measure training steps on one GPU and compare them with their predictions."""
 
     configs: tuple[str, ...] = ()
-    """Configs to run instead of the five: names, or paths of .py files; each on one device as it is."""
+    """Configs to run instead of the five, unchanged and on one device: names, or paths to .py files."""
     calibration: Path | None = None
-    """Rates to predict with, from benchmarks/calibrate.py; the planner's own when not given."""
+    """Rates to predict with, from benchmarks/calibrate.py (by default the planner's)."""
     gpu: str | None = None
-    """Take the data sheet of this GPU (mjax/cluster/hardware.py); that of the device when not given. Name one that has
-    no bf16, such as v100: the five then compute in fp16."""
+    """GPU with the data sheet to use (mjax/cluster/hardware.py). By default the device's GPU. With a GPU without bf16,
+    such as v100, the five configs compute in fp16."""
     write: Path | None = None
     """Write the calibration to this file, with the largest error here as its error bar."""
     rounds: int = 3
-    """Times each is measured; the median counts."""
+    """Measurements per config. The median counts."""
     steps: int = 10
     """Steps in a round."""
 

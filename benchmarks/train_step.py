@@ -50,15 +50,15 @@ class Arguments:
     """Measure the training step of a config and of its peers. Any field of the config can be changed by a flag."""
 
     config: str = "cpu_reference"
-    """Name of a file in configs/ or benchmarks/, or a path to a .py file that defines `config`."""
+    """Config name in configs/ or benchmarks/, or a path to a .py file that defines `config`."""
     peers: str = "eager,compile"
-    """PyTorch peers, separated by commas: eager, compile; or none."""
+    """PyTorch peers, separated by commas: eager, compile, or none."""
     rounds: int = 5
     """Times each contender is measured."""
     steps: int = 5
     """Steps in a round, timed together, after one warm-up step."""
     threads: int | None = None
-    """CPU threads of each contender; by default as many as this process may use."""
+    """CPU threads per contender (by default as many as this process may use)."""
     json: bool = False
     """Print JSON instead of the table."""
     markdown: bool = False

@@ -77,7 +77,7 @@ def record(name: str, text: str, hardware: str, numbers: Path = NUMBERS, day: da
     lines = numbers.read_text().splitlines(keepends=True)
     start = lines.index(f"[{name}]\n") if f"[{name}]\n" in lines else None
     if start is None:
-        raise KeyError(f"docs/numbers.toml has no number {name}; add it with what it means and its command")
+        raise KeyError(f"docs/numbers.toml has no number {name}; add it with its meaning and command")
     values = {"text": f'"{text}"', "date": str(day or date.today()), "hardware": f'"{hardware}"'}
     for at in range(start + 1, len(lines)):
         if lines[at].startswith("["):

@@ -60,8 +60,8 @@ def convert(text: str, page: str, repository: str) -> str:
 
     parts, end = [], 0
     for fence in FENCE.finditer(text):
-        wide = re.match(r"```mermaid\nflowchart (LR|RL)", fence[0])
-        block = f'<div class="flow" markdown="1">\n\n{fence[0]}\n\n</div>' if wide else fence[0]
+        diagram = fence[0].startswith("```mermaid")
+        block = f'<div class="flow" markdown="1">\n\n{fence[0]}\n\n</div>' if diagram else fence[0]
         parts += [prose(text[end : fence.start()]), block]
         end = fence.end()
     return "".join([*parts, prose(text[end:])])

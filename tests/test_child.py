@@ -52,4 +52,4 @@ def test_system_without_a_limit_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(resource, "setrlimit", refuse)
     assert not bound(resource.RLIMIT_AS, 1 << 40)
     child._warn_unbounded()
-    assert "does not bound the memory" in capsys.readouterr().err
+    assert "does not limit process memory" in capsys.readouterr().err

@@ -261,3 +261,32 @@ def test_site_shows_pages_of_the_repository(written, shown):
 def test_link_to_missing_file_ends_build():
     with pytest.raises(FileNotFoundError, match=r"docs/guides/a.md links to ../../mjax/no.py, which does not exist"):
         make_site.convert("[a](../../mjax/no.py)", "docs/guides/a.md", "REPOSITORY")
+
+
+SEARCHES = {
+    "wandb": "guides/track-a-run",
+    "TensorBoard": "guides/track-a-run",
+    "freeze layers": "guides/fine-tune",
+    "early stopping": "guides/fine-tune",
+    "LoRA": "guides/fine-tune",
+    "Ulysses": "concepts/context-parallelism",
+    "gradient accumulation": "concepts/train-step",
+    "gradient checkpointing": "concepts/memory-and-recomputation",
+    "FSDP": "concepts/zero",
+    "CUDA 12": "reference/platforms",
+    "checkpoint size": "reference/checkpoints",
+    "cite": "index",
+}
+
+
+@pytest.mark.parametrize("words", SEARCHES)
+def test_search_finds_the_page(words):
+    """The site's search shows headings with all words first, so the page has such a heading, and few others do."""
+    found = {
+        page
+        for page, text in PAGES.items()
+        for heading in re.findall(r"^#+ (.*)", FENCE.sub("", text), re.MULTILINE)
+        if page.startswith("docs/") and set(words.lower().split()) <= set(re.findall(r"[\w.]+", heading.lower()))
+    }
+    assert f"docs/{SEARCHES[words]}.md" in found
+    assert len(found) <= 4, found

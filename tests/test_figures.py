@@ -54,6 +54,13 @@ def test_text_outside_the_picture_is_rejected():
         drawing.box(0, 0, 40, 20, "a long label")
 
 
+def test_hatched_box_shows_its_pattern():
+    drawing = Drawing(640, 100, "a test")
+    drawing.box(0, 0, 40, 20, hatch=True)
+    assert 'style="fill:url(#hatch)"' in drawing.svg()  # a fill attribute would lose against the color of the class
+    assert '<pattern id="hatch"' in drawing.svg()
+
+
 @pytest.mark.ci
 def test_memory_pictures_show_the_plan():
     cases = [("llama3_8b", {"mesh.zero": zero}, amounts) for zero, amounts in memory.LLAMA3_8B.items()]

@@ -28,7 +28,7 @@ TYPED = {
     "train --lr 3e-4": "python train.py has no --lr; type --optimizer.learning-rate 3e-4",
     "train --train.learning-rate 3e-4": "type --optimizer.learning-rate 3e-4",
     "train --batch-size 32": "type --train.global-batch 32 (sequences per step over all devices)",
-    "train --num_train_epochs 3": "type --train.steps (optimizer steps; an epoch is",
+    "train --num_train_epochs 3": "type --train.steps (optimizer steps, an epoch being",
     "train --config moe_demo --num-experts 8": "type --model.experts 8",
     "train --num-experts 8": "mjax: error: --model.experts is an option of mixture",
     "plan --config llama3_8b --model.positions alibi": "mjax: error: --model.positions is an option of gpt",

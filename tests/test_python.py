@@ -258,7 +258,7 @@ def test_program_takes_shorter_batch(case):
     ("lengths", "mesh", "words"),
     [
         ((17, 17), MeshConfig(), "the batch has sequences of 17 and model.sequence is 16; give 1 to 16"),
-        ((8, 4), MeshConfig(), "tokens of the batch has 8 positions and labels 4; give arrays of one length"),
+        ((8, 4), MeshConfig(), "tokens of the batch has 8 positions and labels 4; give equal lengths"),
         ((6, 6), MeshConfig(context=2, context_attention="allgather"), "give a multiple of 4"),
         ((7, 7), MeshConfig(model=2, sequence_parallel=True), "give a multiple of 2"),
     ],

@@ -86,7 +86,7 @@ def read_collectives(text: str, mesh: Mapping[str, int]) -> list[ScheduledCollec
         `mesh`.
     """
     if "is_scheduled=true" not in text.split("\n", 1)[0]:
-        raise HloError("this HLO is not scheduled: take the text of a compiled program, not of a lowered one")
+        raise HloError("this HLO is not scheduled: use the compiled program's text, not the lowered one's")
     return [collective for collective, _, _ in Module(text).collectives(mesh)]
 
 

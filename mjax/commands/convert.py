@@ -88,7 +88,7 @@ def from_hf(arguments: FromHfArguments) -> int:
         drawn = models.init_weights(config, tuple(absent))
         blocks = weights.make_block_reader(family, tensors, tensor_names, model, read, drawn)
         write_run(output, config, tokenizer, blocks, carried, card)
-    print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
+    print(f"{output}: {count_parameters(model):,} {family.model} parameters, checkpoint 0")
     if coefficient := values.get("router_aux_loss_coef"):
         # transformers' loss pools the layers and is k when balanced; the one of mjax is of each layer, and 1.
         flag = f"--model.aux-loss-coef {coefficient * model.experts_per_token / model.expert_layers:g}"

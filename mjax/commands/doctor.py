@@ -42,9 +42,9 @@ class DoctorArguments:
     """Also check that this config can run (attention, disk space for checkpoints): a name in configs/, or a .py
     file."""
     runs: Path = Path("runs")
-    """Folder that contains the run folders, for checkpoints; or one run folder, to resume it."""
+    """Folder of run folders, to check space for checkpoints, or one run folder, to check that it can resume."""
     timeout: Annotated[float, Bounds(gt=0, le=31_536_000)] = 120.0
-    """Time limit of each check, in seconds; at most a year."""
+    """Time limit per check, in seconds, at most a year."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object."""
 

@@ -77,11 +77,11 @@ class RunArguments:
     run: Annotated[Path, RUN_SYNONYMS]
     """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """The file that defines the run's model, if it is yours; every setting stays that of the run."""
+    """The file that defines the run's model, if you wrote it. The run's settings do not change."""
     step: int | None = None
-    """Checkpoint to use; by default the newest intact one."""
+    """Checkpoint to use (by default the newest intact one)."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
-    """Tokenizer that the model was trained with, as in `mjax prepare`; by default that of the run."""
+    """Tokenizer that the model was trained with, as in `mjax prepare` (by default the run's)."""
 
 
 def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:

@@ -33,9 +33,9 @@ class LmEvalArguments:
     attention, tokenizer and seed."""
 
     run: str | None = None
-    """Run folder to evaluate; short for: run --model mjax --model_args run=RUN."""
+    """Run folder to evaluate. Short for run --model mjax --model_args run=RUN."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """With --run: the .py file that defines the run's model, if it is yours; any other --config is the harness's."""
+    """With --run: the .py file that defines the run's model, if you wrote it. Any other --config is the harness's."""
     model_args: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["-a"], metavar="NAME=VALUE …")] = ()
     """With --run: further arguments of the model."""
     simulate: int | None = None

@@ -37,7 +37,7 @@ class PlanArguments:
     """Predict memory, communication and time of a run. Any config field that changes them is a flag: --mesh.pipe 4."""
 
     config: str = "gpt_demo"
-    """Name of a file in configs/, or path to a .py file that defines `config`; for a search by default llama3_8b."""
+    """Config name in configs/, or path to a .py file that defines `config` (llama3_8b for a search)."""
     run: Annotated[Path | None, RUN_SYNONYMS] = None
     """Use the config of the run in this folder instead of --config."""
     schedule_figure: Path | None = None
@@ -49,14 +49,14 @@ class PlanArguments:
     gpu: str | None = None
     """GPU, such as h100: predicts if the config fits and how long a step takes. mjax/cluster/hardware.py lists all."""
     calibration: Path | None = None
-    """Rates measured on your machine, by benchmarks/calibrate.py of mjax's repository; by default published ones."""
+    """Rates measured on your machine by benchmarks/calibrate.py of mjax's repository (by default published rates)."""
     compile: bool = False
     """Compile the step for --gpu ahead of time, without the GPU: memory and collectives by XLA, next to the predicted
-    ones. Takes half a minute to several minutes; needs JAX's CUDA wheels (pip install 'jax[cuda13]')."""
+    ones. Takes half a minute to several minutes. Needs JAX's CUDA wheels (pip install 'jax[cuda13]')."""
     devices_per_node: Count | None = None
-    """GPUs per server, for the search, the time and --compile; by default the usual number for the GPU, mostly 8."""
+    """GPUs per server, for the search, the time and --compile (by default the GPU's usual number, mostly 8)."""
     network: Positive | None = None
-    """Network bandwidth of a server, one way, in Gbit/s over all its cards; by default the usual one for the GPU."""
+    """Network bandwidth per server, one way, in Gbit/s over all its cards (by default the GPU's usual network)."""
     max_sequence_on: Count | None = None
     """Find the longest sequence that fits on this many GPUs, which share it. Needs --gpu."""
     devices: Count | None = None
@@ -64,11 +64,11 @@ class PlanArguments:
     fix: tuple[str, ...] = ()
     """Fields that the search leaves alone: any of mesh, train.micro_batch, train.recompute, train.loss_chunks."""
     days: Positive | None = None
-    """With --devices: find the largest model that this many days train, among those of --config in other sizes."""
+    """With --devices: find the largest size of --config that trains in this many days."""
     tokens_per_parameter: Positive = 20.0
-    """With --days: training tokens for each parameter of the model; 20 are compute-optimal (arXiv 2203.15556)."""
+    """With --days: training tokens per parameter. 20 is compute-optimal (arXiv 2203.15556)."""
     write: Path | None = None
-    """Write the fastest config into this new file for `python train.py`; must end in .py."""
+    """Write the fastest config into this new .py file for `python train.py`."""
     without: ClassVar = UNPLANNED
     usual: ClassVar = {
         "the run": ("config", "run", "mesh.data", "mesh.model", "mesh.pipe", "mesh.zero", "train.recompute"),

@@ -78,7 +78,7 @@ class ListArguments(_RunsArguments):
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object per run, each on a line."""
     goodput: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Show where the hours of each run went, over all its starts."""
+    """Show where each run's hours went, over all its starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class CompareArguments(_RunsArguments):
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN RUN …")]
     """Names or folders of two or more runs."""
     figure: Path | None = None
-    """Output file of the figure, .png, .pdf or .svg; by default compare.png in the folder of runs."""
+    """Output file for the figure: .png, .pdf or .svg (by default compare.png in the folder of runs)."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object instead of tables."""
 

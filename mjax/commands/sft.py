@@ -48,13 +48,13 @@ class SftArguments(TrainArguments):
     """Fine-tune a model on conversations; all flags of `train.py` work."""
 
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE|PREFIX"), Synonyms("dataset data-file")] = ()
-    """Conversations: a .jsonl or .parquet file, or prefixes of `mjax prepare --chat`; short for --data.path."""
+    """Conversations: a .jsonl or .parquet file, or prefixes of `mjax prepare --chat`. Short for --data.path."""
     name: str | None = None
-    """Name of the run, whose folder is RUNS/NAME. An existing run is continued."""
+    """Run name: the run folder is RUNS/NAME. An existing run is continued."""
     epochs: Annotated[float, Bounds(gt=0), Synonyms("epochs train-epochs")] = 3.0
-    """Times that every conversation is seen; --train.steps instead is exact."""
+    """Passes over the conversations. --train.steps sets an exact number of steps instead."""
     chat_template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
-    """Chat template for a file of conversations; by default that of the model, or else plain."""
+    """Chat template for a file of conversations (by default the model's, or else plain)."""
     train_on: Literal["all", "last"] = "all"
     """For a file of conversations: train on all turns of the assistant, or the last."""
     usual: ClassVar = {

@@ -41,10 +41,10 @@ class TrainArguments:
     """Train a model. Any config field is a flag, such as --mesh.data 8 or --train.steps 1000."""
 
     config: str = "gpt_demo"
-    """Name of a file in configs/, or path to a .py file that defines `config`. With --run: the file that defines the
-    run's model, if it is yours."""
+    """Config name in configs/, or path to a .py file that defines `config`. With --run: the file that defines the run's
+    model, if you wrote it."""
     name: Annotated[str | None, Synonyms("run-name wandb-run-name wandb-exp-name")] = None
-    """Name of the run, whose folder is RUNS/NAME; by default the config's name. An existing run is continued."""
+    """Run name: the run folder is RUNS/NAME (by default the config's name). An existing run is continued."""
     runs: Annotated[Path, Synonyms("save~ output-dir~ out-dir~ save-dir~ dump-folder~")] = Path("runs")
     """Folder that contains the run folders."""
     run: Annotated[Path | None, RUN_SYNONYMS] = None
@@ -53,8 +53,8 @@ class TrainArguments:
     """Start a new run from the weights alone of the run in this folder, trained or converted: optimizer, step and data
     order start from scratch. Once the new run has checkpoints the same command continues it."""
     step: int | None = None
-    """With --run: continue from this checkpoint and set later ones aside. With --init: the checkpoint whose weights
-    are loaded. By default the newest."""
+    """With --run: continue from this checkpoint and set later ones aside. With --init: load the weights of this
+    checkpoint. By default the newest."""
     simulate: int | None = None
     """Number of CPU devices to simulate, in each process."""
     allow_change: bool = False
@@ -63,8 +63,8 @@ class TrainArguments:
     force: bool = False
     """Train even if the run is predicted not to fit into GPU memory."""
     deterministic: bool = False
-    """Repeat a run on GPUs to the last bit: use only deterministic kernels, and the same ones at every start; slower.
-    CPUs do so without it."""
+    """On GPUs: use only bit-reproducible kernels, the same at every start, so that a repeated or resumed run has the
+    same losses. Slower. CPUs need no flag."""
     profile: str | None = None
     """START:END: profile the steps from START up to END - 1, as in a Python slice. Prints where their time went and
     writes a trace into RUN/profile."""

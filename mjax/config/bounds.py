@@ -29,7 +29,7 @@ class Bounds:
     le: float | None = None
     lt: float | None = None
     such_as: str = ""
-    """An example value, where the bounds alone do not suggest one."""
+    """An example value, if the bounds alone do not suggest one."""
 
     def hold(self, number: float) -> bool:
         """True if `number` is within the bounds."""

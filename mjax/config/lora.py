@@ -22,11 +22,12 @@ class LoRAConfig:
     """Adapters that are trained while the weights of the model are frozen."""
 
     lora_rank: Annotated[CountOrZero, lora_flag("rank"), Synonyms("lora-r lora-rank")] = 0
-    """Rank r of LoRA's adapters (arXiv 2106.09685), which are trained while the weights are frozen; 0: none."""
+    """Rank r of LoRA's adapters (0: no adapters). Adapters are trained, weights are frozen (arXiv 2106.09685)."""
     lora_alpha: Annotated[Positive | None, lora_flag("alpha"), UNPLANNED, Synonyms("lora-alpha")] = None
-    """Adapters are multiplied by alpha / r; by default alpha is 2 r. rsLoRA (arXiv 2312.03732) is another alpha."""
+    """Adapters are multiplied by alpha / r (by default alpha = 2 r). rsLoRA (arXiv 2312.03732) is another alpha."""
     lora_targets: Annotated[tuple[str, ...], lora_flag("targets"), Synonyms("lora-target-modules")] = ("all",)
-    """Linear layers with an adapter: all, or some of q, k, v, out, gate, up, down; layer names in a custom model."""
+    """Linear layers with an adapter: all, or some of q, k, v, out, gate, up, down. For example, q,v as in the paper. A
+    custom model uses its layer names."""
     lora_dropout: Annotated[Share, TUNING, lora_flag("dropout"), UNPLANNED] = 0.0
     """Dropout rate on the input of adapters."""
 

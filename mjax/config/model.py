@@ -74,12 +74,12 @@ class ModelConfig(LoRAConfig):
     hidden: Annotated[Count, Synonyms("hidden n-embd d-model")] = 1024
     """Width of the residual stream, h."""
     heads: Annotated[Count, Synonyms("attention-heads n-head n-heads heads")] = 16
-    """Attention heads, n; the head size is hidden / heads."""
+    """Attention heads, n. The head size is hidden / heads."""
     sequence: Annotated[Count, Synonyms("seq-length seq-len max-seq-length block context-length")] = 1024
     """Tokens in a sample, s."""
     max_position_embeddings: Annotated[Count | None, By("max_positions"), ANY_FAMILY, Synonyms("n-positions")] = None
-    """Positions of the model, also if its samples are shorter: rows of learned positions, and positions in exports;
-    sequence by default."""
+    """Positions of the model, also if its samples are shorter (by default sequence). Rows of learned positions, and
+    positions in exports."""
     vocabulary: Annotated[Count, NEW_RUN, Synonyms("vocab padded-vocab")] = 50257
     """Token ids the tokenizer can produce."""
     vocabulary_multiple: Annotated[Count, FILE_ONLY, NEW_RUN, ANY_FAMILY, Synonyms("make-vocab-size-divisible-by")] = (
@@ -87,10 +87,10 @@ class ModelConfig(LoRAConfig):
     )
     """The rows of the embedding are vocabulary rounded up to this multiple (50,257 → 51,200), on any mesh."""
     init_std: Annotated[Tuned, FILE_ONLY, Synonyms("init-method-std initializer-range")] = 0.02
-    """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
+    """Standard deviation of initial weights. Projections into the residual stream use init_std / √(2 × layers)."""
     attention: Annotated[Attention, FREE, NEW_RUN, ANY_FAMILY] = "auto"
-    """Attention kernel. auto: cudnn on an NVIDIA GPU (xla with attention dropout), xla_blocks on a CPU; flash:
-    supports dropout and stores no scores (never run on a GPU)."""
+    """Attention kernel. auto: cudnn on an NVIDIA GPU (xla with attention dropout), xla_blocks on a CPU. flash: supports
+    dropout and stores no scores (never run on a GPU)."""
 
     title: ClassVar[str] = "a language model"
     module: ClassVar[str] = ""

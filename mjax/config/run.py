@@ -78,23 +78,22 @@ class MeshConfig:
     model: Annotated[Count, Synonyms("tensor-parallel tp")] = 1
     """Devices that split every layer's matrices (Megatron's tensor parallelism)."""
     expert: Annotated[Count, Synonyms("expert-parallel ep")] = 1
-    """Data-parallel replicas that split the experts of a mixture: each computes its experts for the tokens of all
-    replicas. It divides data."""
+    """Data-parallel replicas that share the experts: each computes its experts for the tokens of all replicas. It
+    divides data."""
     context: Annotated[Count, Synonyms("context-parallel cp")] = 1
     """Devices that split every sequence (context parallelism): each has a part of its positions and activations."""
     context_attention: Annotated[Literal["auto", "ulysses", "allgather"], Synonyms("cp-comm-type~")] = "auto"
-    """Attention of a sequence over `context`. ulysses: each rank gets all positions of a part of the heads
-    (all-to-all); allgather: each rank gets keys and values of all positions; auto: ulysses if `context` divides the
-    heads of a rank."""
+    """Attention with --mesh.context above 1. ulysses: all-to-all, each rank attends with some heads over all positions.
+    allgather: each rank gathers all keys and values. auto: ulysses if `context` divides a rank's heads."""
     sequence_parallel: Annotated[bool, Synonyms("sp")] = False
     """Split LayerNorm, dropout and the residual stream by tokens over `model` too (arXiv 2205.05198): less memory, same
     communication. No effect with `model` 1."""
     schedule: Annotated[Literal["gpipe", "1f1b"], FILE_ONLY, Synonyms("pipeline-parallel-schedule~")] = "1f1b"
-    """Order of forward and backward passes in the pipeline; with virtual_stages above 1, 1f1b is interleaved."""
+    """Order of forward and backward passes in the pipeline. With virtual_stages above 1, 1f1b is interleaved."""
     virtual_stages: Annotated[Count, Synonyms("layers-per-virtual-pipeline-stage~ virtual-pipeline-parallel")] = 1
-    """Virtual stages of each pipeline rank, V (interleaved 1F1B, arXiv 2104.04473): the bubble is V times smaller."""
+    """Virtual stages per pipeline rank, V (interleaved 1F1B, arXiv 2104.04473): the bubble is V times smaller."""
     zero: Annotated[Literal[0, 1, 3], Synonyms("distributed-optimizer=1 zero-stage fsdp=3 torch-fsdp2=3")] = 0
-    """Sharding over `data`: 0 none; 1 weights and moments between steps (ZeRO-1); 3 also weights during the step,
+    """Sharding over `data`. 0: none. 1: weights and moments between steps (ZeRO-1). 3: also weights during the step,
     gathered layer by layer (ZeRO-3, FSDP)."""
     replicate: Annotated[Count, Synonyms("distributed-optimizer-instances dp-replicate data-parallel-replicate")] = 1
     """Groups of data-parallel replicas with a copy of all weights (HSDP): ZeRO shards within a group, and groups
@@ -116,22 +115,22 @@ class DataConfig:
     """Sources of samples."""
 
     path: Annotated[tuple[str, ...], BLEND, PLANNED, Synonyms("data data-path dataset data-dir train-file")] = ()
-    """Prefixes of indexed datasets (PREFIX.bin and PREFIX.idx, written by `mjax prepare` or Megatron's
-    preprocess_data): one dataset; several with a weight before each, such as 0.3 data/a 0.7 data/b, blended by weight;
-    or several without weights, each used once, blended in proportion to their sizes."""
+    """Prefixes of indexed datasets, written by `mjax prepare` or Megatron's preprocess_data. Several are blended: by
+    weight, such as 0.3 data/a 0.7 data/b, or without weights in proportion to their sizes, each used once."""
     split: str = "949,50,1"
-    """Proportions of documents for training, validation and test, as in Megatron; not used with train_path."""
+    """Proportions of documents for training, validation and test, as in Megatron: 949,50,1 is 94.9%, 5% and 0.1%. Not
+    used with train_path."""
     train_path: Annotated[tuple[str, ...], BLEND, Synonyms("train-data train-data-path")] = ()
     """Instead of path: a blend for training only, together with valid_path."""
     valid_path: Annotated[tuple[str, ...], BLEND, Synonyms("valid-data-path val-data validation-file")] = ()
     """With train_path: a blend for validation only."""
     mock: Annotated[bool, PLANNED, Synonyms("mock-data")] = False
-    """Train on synthetic tokens instead of data.path; for measuring speed."""
+    """Train on synthetic tokens instead of data.path, to measure speed."""
     custom: Annotated[bool, FILE_ONLY] = False
     """Batches come from the caller of `mjax.Trainer`, which sets this field."""
     train_samples: Count | None = None
-    """Training samples in the drawn order; by default as the steps need. Megatron's sample order depends on this
-    number, so set it to lengthen a run later without changing the order. The last batch of conversations is padded."""
+    """Training samples in the drawn order (by default the samples of all steps). Megatron's order depends on it:
+    set it to lengthen a run later without changing the order. The last batch of conversations is padded."""
     reset_positions: Annotated[bool, PLANNED, TEXT, Synonyms("reset-position-ids")] = False
     """Restart positions at 0 after each end of document."""
     reset_attention: Annotated[bool, PLANNED, TEXT, Synonyms("reset-attention-mask")] = False
@@ -139,14 +138,14 @@ class DataConfig:
     mask_eod_loss: Annotated[bool, TEXT, Synonyms("eod-mask-loss")] = False
     """Ignore the loss of the token after an end of document, which cannot be predicted."""
     conversations: Annotated[bool, FILE_ONLY, Only("samples", "text conversations")] = False
-    """Samples are whole conversations of `mjax prepare --chat` that do not attend to each other, and only the turns of
-    the assistant are trained. Set by the data of a new run."""
+    """Samples are whole conversations of `mjax prepare --chat` that do not attend to each other. Only the turns of the
+    assistant are trained. A new run's data sets it."""
     pack: Annotated[bool, Only("samples", "conversations")] = True
-    """Pack as many conversations into a sequence as fit; otherwise one each, padded."""
+    """Pack as many conversations into a sequence as fit. Without it, one each, padded."""
     eod: CountOrZero | None = None
-    """End-of-document id for the resets and the mask above; by default from the data's tokenizer."""
+    """End-of-document id for the resets and the mask above (by default from the data's tokenizer)."""
     cache: Annotated[str | None, FREE, PER_PROCESS, Synonyms("data-cache-path")] = None
-    """Folder of the index cache; by default PREFIX.cache, or ~/.cache/mjax where that is not writable."""
+    """Folder of the index cache (by default PREFIX.cache, or ~/.cache/mjax if that is not writable)."""
 
     def __post_init__(self):
         for name in BLENDS:
@@ -194,11 +193,11 @@ class OptimizerConfig:
     warmup_steps: Annotated[CountOrZero, RATE, Synonyms("warmup-iters warmup-steps warmup-ratio~ warmup-fraction~")] = 0
     """Steps of linear warm-up."""
     decay_steps: Annotated[Count | None, RATE, Synonyms("decay-iters decay-steps decay-ratio~")] = None
-    """Step at which min_learning_rate is reached; by default train.steps."""
+    """Step at which min_learning_rate is reached (by default train.steps)."""
     wsd_decay_steps: Annotated[Count | None, RATE, WSD, Synonyms("wsd-decay-iters")] = None
-    """wsd only: length of the final decay, in steps; by default a tenth of decay_steps."""
+    """wsd only: length of the final decay, in steps (by default a tenth of decay_steps)."""
     wsd_decay: Annotated[Literal["exponential", "linear", "minus_sqrt"], RATE, WSD] = "exponential"
-    """wsd only: shape of the final decay; minus_sqrt is 1 − √p after a part p of it (arXiv 2405.18392)."""
+    """wsd only: shape of the final decay. minus_sqrt: 1 − √x after a fraction x of it (arXiv 2405.18392)."""
     weight_decay: Annotated[NotNegative, Synonyms("wd")] = 0.01
     """Decoupled weight decay."""
     beta1: Annotated[Share, FILE_ONLY, Synonyms("adam-beta1")] = 0.9
@@ -206,9 +205,9 @@ class OptimizerConfig:
     beta2: Annotated[Share, FILE_ONLY, Synonyms("adam-beta2")] = 0.999
     """Decay of the second moment."""
     epsilon: Annotated[float, Bounds(gt=0, such_as="1e-8"), FILE_ONLY, Synonyms("adam-eps adam-epsilon eps")] = 1e-8
-    """Added to the square root of the second moment; with 0 a weight without gradient would become 0 / 0."""
+    """Added to the square root of the second moment. With 0 a weight without gradient would become 0 / 0."""
     clip_norm: Annotated[NotNegative, Synonyms("clip-grad grad-clip gradient-clip-val max-grad-norm max-norm")] = 1.0
-    """Largest global L2 norm of the gradient; 0: no clipping."""
+    """Largest global L2 norm of the gradient (0: no clipping)."""
 
 
 @dataclass(frozen=True)
@@ -217,8 +216,8 @@ class PrecisionConfig:
     cross entropy and gradients."""
 
     compute: Annotated[Compute, DTYPES] = "bf16"
-    """Dtype of activations and matmuls. fp8: bf16, with the matmuls of linear layers in float8 in training; fp16: with
-    loss scaling; fp64 (parameters too): for tests, with JAX_ENABLE_X64=1 in the environment."""
+    """Dtype of activations and matmuls. fp8: bf16, but training runs the matmuls of linear layers in float8. fp16: with
+    loss scaling. fp64 (parameters too): for tests, with JAX_ENABLE_X64=1 in the environment."""
     initial_loss_scale: Annotated[float, Bounds(ge=1), FILE_ONLY] = 2.0**32
     """fp16 only: initial loss scale."""
     loss_scale_window: Annotated[Count, FILE_ONLY] = 1000
@@ -230,12 +229,12 @@ class TrainConfig:
     """Length of training, batches and recomputation."""
 
     steps: Annotated[Count, FREE, Synonyms("train-iters max-steps epochs~ train-epochs~ train-samples~")] = 300_000
-    """Optimizer steps; an epoch is tokens of the data / (global batch × sequence) steps."""
+    """Optimizer steps, an epoch being tokens of the data / (global batch × sequence) steps."""
     tokens: Annotated[str | None, FREE, Synonyms("train-tokens total-tokens max-tokens")] = None
     """Instead of steps: training tokens, such as 300B or 1.5T (K, M, B, T: thousands to trillions), rounded up to whole
     steps of the global batch with its ramp-up. The run's config.json has the steps."""
     global_batch: Annotated[Count, Synonyms("batch global-batch gradient-accumulation-steps~")] = 512
-    """Sequences per step over all devices; with a ramp-up, the final number."""
+    """Sequences per step over all devices. With a ramp-up, the final batch."""
     batch_rampup: Annotated[
         tuple[int, int, int] | None, tyro.conf.arg(metavar="START INCREMENT SAMPLES"), Synonyms("rampup-batch")
     ] = None
@@ -243,22 +242,23 @@ class TrainConfig:
     at a time, in equal portions of the first SAMPLES samples, up to global_batch."""
     batch_history: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
     """(steps, sequences per step) before the batch size was changed (`--allow-change`): data, tokens and learning rate
-    continue from these samples. A run writes it; it has no flag."""
+    continue from these samples. A run writes it. It has no flag."""
     micro_batch: Annotated[Count, FREE, SEARCHED, Synonyms("batch micro-batch local-batch per-device-train-batch")] = 8
-    """Sequences per forward pass of a data-parallel replica; gradients of a step's micro-batches are accumulated."""
+    """Sequences per forward pass and data-parallel replica. Gradients are accumulated over the step's
+    micro-batches."""
     recompute: Annotated[Recompute, FREE, SEARCHED, RECOMPUTE_SYNONYMS] = "none"
-    """Activation recomputation. none: store all; selective: attention core and elementwise work; full: whole layers;
+    """Activation recomputation. none: store all. selective: attention core and elementwise work. full: whole layers.
     offload: full, with layer inputs in host memory (needs a loop over the layers, no pipeline)."""
     unroll: Annotated[Literal["auto", "on", "off"], FREE] = "auto"
     """Compile the layers without a loop: faster on a GPU, longer to compile. auto: on GPUs if the step fits into
-    memory; not in a pipeline, with FSDP or beyond 80 layers."""
+    memory, but not in a pipeline, with FSDP or beyond 80 layers."""
     loss_chunks: Annotated[int, Bounds(ge=1, le=64), FREE, SEARCHED] = 1
-    """Chunks of the vocabulary in which logits and loss are computed. Above 1 the full logits are never in memory, for
-    one more output matmul in the backward pass."""
+    """Chunks of the vocabulary for logits and loss, computed one after the other. Above 1 the logits of all tokens are
+    never in memory, for one more output-layer matmul in the backward pass."""
     seed: Annotated[Seed, UNPLANNED, Synonyms("random-seed")] = 1234
     """Determines initial weights, sample order and dropout, on any mesh."""
     eval_interval: Annotated[CountOrZero, FREE, UNPLANNED, Synonyms("eval-steps~ eval-every")] = 1000
-    """Steps between validations; 0: none."""
+    """Steps between validations (0: none)."""
     eval_batches: Annotated[Count, FREE, UNPLANNED, Synonyms("eval-iters")] = 10
     """Global batches per validation."""
 
@@ -268,11 +268,11 @@ class CheckpointConfig:
     """Checkpoints."""
 
     interval: Annotated[CountOrZero, Synonyms("save-interval save-steps save-every checkpoint-interval every")] = 1000
-    """Steps between checkpoints; the last step and an interruption always save. 0: only those."""
+    """Steps between checkpoints (0: none). The last step and an interruption always save."""
     keep_last: Annotated[Count, Synonyms("save-total-limit")] = 2
     """Number of most recent checkpoints to keep."""
     keep_every: Count | None = None
-    """Keep every checkpoint whose step is a multiple of this."""
+    """Keep every checkpoint at a multiple of this step, such as 10000."""
 
 
 @dataclass(frozen=True)
@@ -280,9 +280,8 @@ class HealthConfig:
     """Health checks. A step is unhealthy if it is skipped because of non-finite values, or if its loss spikes."""
 
     spike: Literal["warn", "skip", "rollback", "ignore"] = "warn"
-    """Response to a loss spike, six standard deviations above the mean of 100 steps. warn: report it; skip: drop the
-    update of that batch; rollback goes back to the last good checkpoint and skips the batches before the spike;
-    ignore: no loss is a spike."""
+    """Response to a loss spike, six standard deviations above the mean of 100 steps. warn: report it. skip: drop the
+    update. rollback: load the last good checkpoint, skip the batches before the spike. ignore: nothing."""
 
 
 @dataclass(frozen=True)
@@ -298,12 +297,12 @@ class LogConfig:
     trackio: Annotated[str | None, PER_PROCESS] = None
     """Trackio project to log to (needs the trackio package)."""
     prompt: Annotated[str | None, FILE_ONLY] = None
-    """Prompt for the text sample at the end of training; by default the beginning of a validation document."""
+    """Prompt for the text sample at the end of training (by default the first tokens of validation data)."""
     sample_prompts: str | None = None
     """File of prompts, one per line, that the model continues or (conversations) answers at each validation, into
     samples.jsonl."""
     sample_tokens: CountOrZero = 96
-    """Tokens of a sample; 0: no sample at the end of training."""
+    """Tokens in the text sample at the end of training (0: no sample)."""
 
 
 @dataclass(frozen=True)

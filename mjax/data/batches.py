@@ -59,7 +59,7 @@ class Batches:
         first, size = self.sizes.samples_before(step), self.sizes.size(step)
         indices = range(first, first + size)[rows]
         if not indices:
-            raise ValueError(f"{rows} has no rows of a batch of {size}")
+            raise ValueError(f"{rows} has no rows in a batch with {size}")
         samples = [self.transform(self.dataset[index]) for index in indices]
         return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 

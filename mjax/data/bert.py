@@ -374,7 +374,7 @@ class BertDataset:
           UsageError: it has an id outside the vocabulary.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {self.indexed.prefix}, whose order was drawn for {len(self)}")
+            raise IndexError(f"sample {index} of {self.indexed.prefix}: its order was drawn for {len(self)}")
         begin, end, target_length = self.pair_index[index].tolist()
         random = _seed_generator((self.seed + index) % 2**32)
 

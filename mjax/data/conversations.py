@@ -142,7 +142,7 @@ class ConversationDataset:
           UsageError: it has an id outside the vocabulary.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {self.indexed.prefix}, whose order was drawn for {len(self)}")
+            raise IndexError(f"sample {index} of {self.indexed.prefix}: its order was drawn for {len(self)}")
         names = ("tokens", "labels", "positions", "documents")
         sample = {name: np.zeros(self.sequence, np.int32) for name in names}
         sample["loss_mask"] = np.zeros(self.sequence, bool)

@@ -249,7 +249,7 @@ def _read_header(file: Path) -> tuple[int, np.dtype]:
         header = stream.read(HEADER.size)
     if not header.startswith(MAGIC):
         fix = "give a prefix that `mjax prepare` or Megatron's preprocess_data wrote"
-        raise UsageError(f"{file} is not the index of an indexed dataset: it begins with {header[:9]!r}; {fix}")
+        raise UsageError(f"{file} is not an indexed dataset's .idx file: it begins with {header[:9]!r}; {fix}")
     _, version, code, sequences, boundaries = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
     size, expected = file.stat().st_size, HEADER.size + 12 * sequences + 8 * boundaries
     if len(header) < HEADER.size or boundaries == 0 or size < expected:

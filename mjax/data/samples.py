@@ -222,7 +222,7 @@ class GPTDataset:
           UsageError: it has an id outside the vocabulary.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {self.indexed.prefix}, whose order was drawn for {len(self)}")
+            raise IndexError(f"sample {index} of {self.indexed.prefix}: its order was drawn for {len(self)}")
         row = int(self.shuffle_index[index])
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
         tokens = self.indexed.read_span(self.document_index[first : last + 1], begin, end + 1)
@@ -398,5 +398,5 @@ class BlendedDataset:
           IndexError: there is no such sample.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of a blend of {len(self)}")
+            raise IndexError(f"sample {index} in a blend with {len(self)}")
         return self.datasets[self.dataset_index[index]][int(self.dataset_sample_index[index])]

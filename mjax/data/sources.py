@@ -70,7 +70,7 @@ def open_data(config: Config, on_opened: Callable[[int], None] = lambda samples:
         raise UsageError(f"{KIND_FLAG} {model.kind} is not for pre-training; remove it, or use mjax finetune")
     if data.custom:
         fix = "continue it there, or start from its weights with --init"
-        raise UsageError(f"this run was trained on batches of a program (mjax.Trainer); {fix}")
+        raise UsageError(f"this run was trained on a program's batches (mjax.Trainer); {fix}")
     evaluates, eval_samples = train.eval_interval > 0, train.eval_batches * train.global_batch
     pairs, packed = model.samples == "pairs", data.conversations and not data.mock
     notes: dict[str, None] = {}  # each sentence once

@@ -51,7 +51,7 @@ REPEATED_TEXTS = ("a", " ", "\n", "1", ".", "漢", "a ")
 """Repeated to words of thousands of characters: a rule may need quadratic time."""
 
 _problems: dict[str, str | None] = {}
-"""Results of trials by checksum; None: passed."""
+"""Results of trials by checksum (None: passed)."""
 
 
 def try_tokenizer(content: bytes, name: str, library: str) -> None:

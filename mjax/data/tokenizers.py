@@ -430,7 +430,7 @@ def encode_utf8(text: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"U+{ord(text[error.start]):04X}"
-        raise UsageError(f"character {error.start} of the text is {half}, half of a surrogate pair; drop it") from None
+        raise UsageError(f"character {error.start} of the text is {half}, an unpaired surrogate; drop it") from None
 
 
 # --- From files and folders -------------------------------------------------------------------------------------------

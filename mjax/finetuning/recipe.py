@@ -43,16 +43,16 @@ class FinetuneArguments:
     validation: Annotated[tuple[str, ...], Synonyms("val-data validation-file")]
     """Validation files, evaluated after each epoch to choose the best one."""
     output: Annotated[Path | None, Synonyms("save output-dir out-dir save-dir")] = None
-    """Folder for the results; by default RUN-TASK, for an address in the current folder. An existing one is
+    """Folder for the results (by default RUN-TASK, for an address in the current folder). Existing results are
     continued."""
     step: int | None = None
-    """Checkpoint to start from; by default the newest intact one."""
+    """Checkpoint to start from (by default the newest intact one)."""
     seeds: Count = 1
     """Number of seeds, which differ in head, order of examples and dropout. The papers report the median of five."""
     seed: Annotated[Seed, Synonyms("random-seed")] = 1234
-    """First seed; the others follow it."""
+    """First seed. Further runs use the next ones."""
     epochs: Annotated[Count | None, Synonyms("epochs train-epochs")] = None
-    """Number of epochs; by default as in the paper's recipe for the task, like all that follow."""
+    """Number of epochs. The default is the paper's recipe for the task, also for the flags below."""
     batch: Annotated[Count | None, Synonyms("batch global-batch train-batch")] = None
     """Examples per step, over all devices."""
     learning_rate: Annotated[NotNegative | None, Synonyms("lr")] = None
@@ -62,14 +62,14 @@ class FinetuneArguments:
     weight_decay: Annotated[NotNegative | None, Synonyms("wd")] = None
     """Decoupled weight decay, for matrices and embeddings."""
     sequence: Annotated[Count | None, Synonyms("seq-length seq-len sequence-length max-seq-length max-length")] = None
-    """Tokens per row; longer rows are truncated by the task's rule."""
+    """Tokens per row. Longer rows are truncated by the task's rule."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
-    """Examples per forward pass of a data-parallel replica; by default all of its share, in a pipeline one."""
+    """Examples per forward pass and data-parallel replica (by default its whole share, in a pipeline one)."""
     recompute: Annotated[Recompute, tyro.conf.arg(name="train.recompute")] = "none"
     """Activations that the backward pass recomputes, as in training."""
     compute: ComputeDtype = None
-    """Dtype of activations and matmuls; by default as in pre-training."""
+    """Dtype of activations and matmuls (by default as in pre-training)."""
     attention: Annotated[Attention, tyro.conf.arg(name="model.attention")] = "auto"
     """Attention kernel, as in training."""
     simulate: int | None = None
@@ -220,7 +220,7 @@ def with_start_step(request: dict[str, Any], output: Path) -> dict[str, Any]:
             flag = "precision.compute" if name == "compute" else name.replace("_", "-")
             subject = "number of examples" if name == "examples" else f"--{flag}"
             change = f"{subject} {_format_value(before.get(name))}, now {_format_value(now)}"
-            raise UsageError(f"{output} was fine-tuned with {change}; choose another --output, or use the former value")
+            raise UsageError(f"{output} was fine-tuned with {change}; choose another --output, or use the old value")
     return request
 
 

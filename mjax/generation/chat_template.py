@@ -134,7 +134,7 @@ class _Namespace(jinja2.utils.Namespace):
     @staticmethod
     def _check(name) -> None:
         if isinstance(name, str) and name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a chat template cannot set {name!r} of a namespace")
+            raise jinja2.exceptions.SecurityError(f"a chat template cannot set the namespace attribute {name!r}")
 
 
 def environment(marks: tuple[str, str] = ("", "")) -> ImmutableSandboxedEnvironment:

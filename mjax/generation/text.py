@@ -365,7 +365,7 @@ def _open_generator(
       layers_for: the function that reads single layers, of a BERT too, but not of a pipeline.
     """
     if isinstance(run, OpenRun) and (step is not None or mesh is not None):
-        raise UsageError("step and mesh of an opened run are those of open_run; leave them out")
+        raise UsageError("step and mesh are already set for an opened run; pass them to open_run")
     if not layers_for:
         read_run(run.folder if isinstance(run, OpenRun) else Path(run), True, "which predicts no next token")
     opened = run if isinstance(run, OpenRun) else open_run(run, step, mesh)

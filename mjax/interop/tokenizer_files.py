@@ -93,7 +93,7 @@ def open_tokenizer(folder: Path, spec: str | None) -> Tokenizer | None:
         name = str(settings.get("tokenizer_class") or "GPT2Tokenizer")
         if kind == "gpt2" and name.removesuffix("Fast") != "GPT2Tokenizer":
             fix = "add its tokenizer.json, which save_pretrained of transformers writes"
-            raise UsageError(f"{folder} has the vocab.json of a {name}, which cuts other words than GPT-2; {fix}")
+            raise UsageError(f"{folder} has a {name} vocab.json, which splits words differently from GPT-2; {fix}")
         tokenizer = parse_tokenizer(kind, [file.read_bytes() for file in files], [*map(str, files)])
         if settings.get("add_bos_token") is True:  # if no tokenizer.json has it
             tokenizer.bos = tokenizer.find_bos()

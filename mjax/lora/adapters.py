@@ -178,4 +178,4 @@ def uniform(inputs: int):
 def _check_rank(rank: int, rows: int, columns: int) -> None:
     if rank > min(rows, columns):
         fix = f"use at most {min(rows, columns)}"
-        raise UsageError(f"--lora.rank {rank} is above the rank of a matrix of {rows:,} × {columns:,}; {fix}")
+        raise UsageError(f"--lora.rank {rank} is above the maximum for {rows:,} × {columns:,} matrices; {fix}")

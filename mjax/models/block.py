@@ -40,7 +40,7 @@ class Block(nnx.Module):
     """One transformer layer, with norms before attention and MLP, of this rank's rows of the stream."""
 
     backward_order: ClassVar[tuple[str, ...]] = ("mlp", "mlp_norm", "attention", "attention_norm")
-    """The parts of a layer in the order of the backward pass."""
+    """The layer's parts in the order of the backward pass."""
 
     def __init__(
         self,

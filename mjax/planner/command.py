@@ -94,7 +94,7 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, fix: Coll
     if devices > gpus_per_node and devices % gpus_per_node:
         below = devices // gpus_per_node * gpus_per_node
         advice = f"use {below} or {below + gpus_per_node}, or set --devices-per-node"
-        raise UsageError(f"--devices {devices} is not a multiple of the {gpus_per_node} GPUs of a server; {advice}")
+        raise UsageError(f"--devices {devices} is not a multiple of {gpus_per_node} GPUs per server; {advice}")
     # Without the fields that the search decides, and without data, which a plan does not need.
     train = replace(config.train, micro_batch=1, recompute="none")
     validate(replace(config, mesh=MeshConfig(), data=replace(config.data, mock=True), train=train))

@@ -63,10 +63,10 @@ def changes_since(
     for name, (old, new) in changed.items():
         if name == OPTIMIZER and steps != [0]:
             fix = f"type --{OPTIMIZER} {old} to continue it, or --init {folder} --name NEW for a new run"
-            raise UsageError(f"{folder} was trained with {old}, whose moments {new} cannot use; {fix}")
+            raise UsageError(f"{folder} was trained with {old} and {new} cannot use its moments; {fix}")
         if name.startswith("model.") and field_marks(config, name).isdisjoint({FREE, TUNING}):
             other = f"holds a run of another model ({name} {old}, now {new})"
-            raise UsageError(f"{folder} {other}; choose another --name, or leave the model as it was")
+            raise UsageError(f"{folder} {other}; choose another --name, or leave the model unchanged")
     same_rates = _has_same_rates(before, config, steps[-1] if step is None else step)
     if not allow and steps != [0]:  # checkpoint 0 has weights that no step of this run produced
         rejected = [

@@ -106,7 +106,7 @@ def with_sequence_length(config: Config, batch: Mapping[str, Array | np.ndarray]
         return config
     if other := next((name for name in split if lengths[name] != first), None):
         raise UsageError(
-            f"{split[0]} of the batch has {first} positions and {other} {lengths[other]}; give arrays of one length"
+            f"{split[0]} of the batch has {first} positions and {other} {lengths[other]}; give equal lengths"
         )
     if not 0 < first <= whole:
         raise UsageError(f"the batch has sequences of {first} and model.sequence is {whole}; give 1 to {whole}")

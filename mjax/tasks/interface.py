@@ -103,7 +103,7 @@ class Task(Protocol):
     """A file to be scored."""
 
     passes: list[Sequence[ContextWindow]]
-    """Lists of windows whose scores are summed separately."""
+    """Lists of windows to score separately, each with its sum."""
 
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:
         """The results, from one score for each of `passes`."""

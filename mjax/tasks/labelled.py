@@ -55,7 +55,7 @@ class SentencePairTask(LabelledTask):
 
     head = "classification"
     columns: ClassVar[tuple[str, ...]]
-    """Columns of every file; the last two are the sentences."""
+    """Column names. The last two are the sentences."""
     label: ClassVar[str]
     """Column of the label, which a test file lacks."""
     label_values: ClassVar[tuple[str, ...]]

@@ -316,7 +316,7 @@ def read_table(file: Path, *needed: str) -> Iterator[tuple[str, dict[str | None,
     columns = [name.strip() for name in header]
     if missing := [name for name in needed if name not in columns]:
         names = " and no ".join(missing)
-        raise UsageError(f"{source} names no column {names}; give the published file, whose first line does")
+        raise UsageError(f"{source} names no column {names}; give the published file, with the names in its first line")
     for source, fields in rows:
         yield source, dict(zip_longest(columns, fields))
 
@@ -335,5 +335,5 @@ def parse_json_object(kind: type[T], text: str, source: str, expected: str) -> T
     """
     values = parse_json(text, source, f"{expected} is expected")
     if "\\ud" in text.lower() and re.search("[\ud800-\udfff]", json.dumps(values, ensure_ascii=False)):
-        raise UsageError(f"{source} has half of a surrogate pair, which is not valid text; replace or drop it")
+        raise UsageError(f"{source} has an unpaired surrogate, which is not valid text; replace or drop it")
     return check(kind, values, source, f"{expected} is expected")

@@ -79,7 +79,7 @@ class RowScorer:
 
     head: Callable[[Model, Array, dict[str, Array], ForwardContext], Array]
     """Inside `shard_map`: weights, residual stream after the last layer [t, h], micro-batch and the context of its
-    tokens → numbers of each row [b, …], replicated over `model`."""
+    tokens → numbers per row [b, …], replicated over `model`."""
 
     def __init__(self, config: Config, mesh: Mesh):
         """Nothing is compiled or allocated before the first batch.

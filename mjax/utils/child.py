@@ -143,7 +143,7 @@ class Child:
 
 @cache
 def _warn_unbounded() -> None:
-    print("note: this system does not bound the memory of a process; files from outside may fill it", file=sys.stderr)
+    print("note: this system does not limit process memory; files from outside may fill it", file=sys.stderr)
 
 
 def serve() -> None:

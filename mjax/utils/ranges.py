@@ -45,7 +45,7 @@ def local_prefix(prefix: str) -> str:
         objects = {name: about for name in WHOLE + IN_RANGES if (about := store.get_info(f"{prefix}{name}"))}
         if missing := [name for name in (".bin", ".idx") if name not in objects]:
             store.check_bucket(prefix)
-            raise UsageError(f"{prefix}{missing[0]} does not exist; copy all files of a dataset of `mjax prepare`")
+            raise UsageError(f"{prefix}{missing[0]} does not exist; copy all files that `mjax prepare` wrote")
         objects |= {f".tokenizer/{name}": about for name, about in store.files(f"{prefix}.tokenizer").items()}
         versions, index = {name: version(about) for name, about in objects.items()}, Path(f"{local}.store.json")
         before = json.loads(index.read_bytes()) if index.is_file() else {}

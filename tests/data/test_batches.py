@@ -27,7 +27,7 @@ def test_parts_of_a_batch_are_those_asked_for():
     for rows in (slice(0, 1), slice(1, 4), slice(3, 9)):
         part = BATCHES.batch_at(3, rows)
         assert all((part[name] == whole[name][rows]).all() for name in ("tokens", "labels"))
-    with pytest.raises(ValueError, match="no rows of a batch of 6"):
+    with pytest.raises(ValueError, match="no rows in a batch with 6"):
         BATCHES.batch_at(0, slice(6, 9))
 
 

@@ -320,7 +320,7 @@ def test_half_a_surrogate_pair_is_malformed(run, tmp_path, capsys):
     lines = [{"messages": [TALK[1], {**TALK[2], name: "a\ud83d"}]} for name in ("content", "role")]
     assert prepare(run, [*lines, {"messages": TALK[1:3]}], "--malformed", "skip") == 0
     examples = json.loads((tmp_path / "out.json").read_text())["malformed_examples"]
-    assert ["half of a surrogate pair" in one for one in examples] == [True, False]
+    assert ["an unpaired surrogate" in one for one in examples] == [True, False]
     for line in (lines[0], {"messages": ["a\ud83d"]}):
         assert prepare(run, [line], "--overwrite") == 2
         assert "a\\ud83d" in capsys.readouterr().err

@@ -59,7 +59,7 @@ CHINESE = "一九八四年四月四日的白天晴朗而寒冷钟敲了十三下
 
 
 def test_first_of_equal_texts_stays_with_its_fields(tmp_path):
-    """JSON escapes what UTF-8 cannot say: half of a surrogate pair in another field."""
+    """JSON escapes what UTF-8 cannot say: an unpaired surrogate in another field."""
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     first, second = '{"n": 1.5, "text": "é"}\n', '{"text": "b", "x": [null], "title": "\\ud83d"}\n'
     file.write_text(first + second + '{"text": "\\u00e9", "n": 2}\n{"text": "b"}\n')

@@ -135,7 +135,7 @@ def test_missing_or_foreign_file_is_named(tmp_path):
     with pytest.raises(UsageError, match="has no tokens"):
         IndexedDataset(write(tmp_path / "none", [[[]]]))
     whole = index_file(prefix).read_bytes()
-    for content, words in ((b"PK\x03\x04", "is not the index of an indexed dataset"), (whole + bytes(3), "multimodal")):
+    for content, words in ((b"PK\x03\x04", "is not an indexed dataset's .idx file"), (whole + bytes(3), "multimodal")):
         index_file(prefix).write_bytes(content)
         with pytest.raises(UsageError, match=words):
             IndexedDataset(prefix)

@@ -49,7 +49,7 @@ TABLES = [  # task, contents of a file, the sentence; {} is the file
 ]
 LINES = [  # the same, of .jsonl files
     ("mnli", '{"sentence1": "a"\n', "{}:1 is not JSON (Expecting ',' delimiter"),
-    ("mnli", json.dumps(PAIR | {"sentence2": "\ud800"}), "{}:1 has half of a surrogate pair"),
+    ("mnli", json.dumps(PAIR | {"sentence2": "\ud800"}), "{}:1 has an unpaired surrogate"),
     (
         "mnli",
         f"{json.dumps(PAIR)}\n{json.dumps(PAIR | {'gold_label': 'neutral'})}",

@@ -279,7 +279,7 @@ def test_settings_that_do_not_go_together(changes, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lora_rank": 17}, r"--lora.rank 17 is above the rank of a matrix of 32 × 16; use at most 16"),
+        ({"lora_rank": 17}, r"--lora.rank 17 is above the maximum for 32 × 16 matrices; use at most 16"),
         (
             {"lora_rank": 2, "lora_targets": ("q,v",)},
             "--lora.targets q,v is not a layer of a Llama; use down gate k out q up v",

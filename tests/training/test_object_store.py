@@ -242,7 +242,9 @@ def test_run_that_could_not_be_copied_is_copied_by_the_next(server, run, elsewhe
     save(mirror, 20, 30)
     shutil.rmtree(run / "checkpoints" / "10")
     begun = time.monotonic()
-    with pytest.raises(RunError, match=r"lacks checkpoint 30, checkpoint 20, .*copies it with: python train.py --run s3://"):
+    with pytest.raises(
+        RunError, match=r"lacks checkpoint 30, checkpoint 20, .*copies it with: python train.py --run s3://"
+    ):
         mirror.finish()
     assert time.monotonic() - begun >= stores.PATIENCE
     assert "waiting until the run is copied" in capsys.readouterr().out

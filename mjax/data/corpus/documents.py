@@ -437,7 +437,7 @@ def _document(content: bytes | dict | None, key: str, source: str, block: Block)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise _Malformed(f"character {error.start} is half of a surrogate pair; replace or drop it") from None
+        raise _Malformed(f"character {error.start} is an unpaired surrogate; replace or drop it") from None
     if len(text) > block.max_bytes:
         raise _too_large_error(block)
     return Document(text, source, fields)

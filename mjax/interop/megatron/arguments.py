@@ -30,8 +30,8 @@ SUPPORTED_VALUES: dict[str, Any] = {
     "add_bias_linear": True, "softmax_type": "vanilla", "bert_binary_head": True, "mtp_num_layers": None,
     "retro_add_retriever": False,
 }  # fmt: skip
-"""Arguments that change the model, and the only value of each that mjax supports. All others must be unset, except
-those in `HARMLESS`."""
+"""Arguments that change the model, with the only value that mjax supports. All others must be unset, except those in
+`HARMLESS`."""
 DECODER_VALUES: dict[str, Any] = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
     "softmax_type": "vanilla", "mtp_num_layers": None, "retro_add_retriever": False,

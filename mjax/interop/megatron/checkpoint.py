@@ -108,7 +108,7 @@ def find_folder(source: Path, step: int | None) -> Path:
         (name,) = names
     else:
         content = f"several checkpoints ({', '.join(sorted(names))})" if names else "no checkpoint of Megatron"
-        raise UsageError(f"{source} has {content} and no {TRACKER}; give the folder of one checkpoint")
+        raise UsageError(f"{source} has {content} and no {TRACKER}; give one checkpoint's folder")
     if name not in names:
         listed = ", ".join(sorted(names)) or "none"
         raise UsageError(f"{source} has no checkpoint {name}; there are: {listed}")
@@ -157,7 +157,7 @@ def _find_rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
     files, longest = {}, 1
     for entry in sorted(folder.glob("mp_rank_*")):
         if not re.fullmatch(r"mp_rank_\d+(_\d+){0,2}", entry.name):
-            raise UsageError(f"{entry} is not a rank of a model; convert another checkpoint")
+            raise UsageError(f"{entry} is not named mp_rank_NN; convert another checkpoint")
         rank_files = [entry / name for name in RANK_FILES if (entry / name).is_file()]
         if not rank_files:
             raise incomplete_error(f"{entry} has no {RANK_FILES[0]}")
@@ -238,7 +238,7 @@ def _read_version(content: dict[str, Any], folder: Path, assumed: float) -> tupl
 def _read_arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     arguments = content.get("args")
     if not isinstance(arguments, PickleStub | dict | None):
-        raise incomplete_error(f"{folder}: args is {arguments!r}, which are not the arguments of a run")
+        raise incomplete_error(f"{folder}: args is {arguments!r}, which are not Megatron's run arguments")
     return vars(arguments) if isinstance(arguments, PickleStub) else arguments
 
 

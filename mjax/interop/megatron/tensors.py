@@ -419,7 +419,7 @@ def _check_size(file: Path, name: str, tensor: StoredTensor, chunk: TensorChunk)
     if chunk.start + chunk.length > size or math.prod(chunk.sizes) * itemsize > chunk.length:
         raise incomplete_error(
             f"{file.parent / '.metadata'} lists {chunk.sizes} numbers of {name} in {chunk.length:,} bytes of the "
-            f"{size:,} of {file.name}, where they have no room: one of the two is truncated or damaged"
+            f"{size:,} of {file.name}, which are too few: one of the two is truncated or damaged"
         )
 
 

@@ -36,7 +36,7 @@ class BERTConfig(EncoderConfig):
     kind: Literal["bert"] = "bert"
     """Architecture of the model."""
     mlm_activation: Annotated[Gelu | None, TUNING, By("activation"), ANY_FAMILY] = None
-    """GELU of the MLM head; by default the MLP's. Megatron's fused kernel is for the MLP only; its head uses the
+    """GELU in the MLM head (by default the MLP's). Megatron's fused kernel covers the MLP only, so its head uses the
     exact form."""
 
     title: ClassVar[str] = "a BERT"
@@ -93,7 +93,8 @@ class BERTTaskConfig(EncoderConfig):
     kind: Literal["bert_task"] = "bert_task"
     """Architecture of the model."""
     head: Literal["classification", "multiple_choice", "span"] = "classification"
-    """Scores of the head: classes of a sequence, choices of a question, or tokens as first and last of an answer."""
+    """Head output: sequence classes, choices for a question, or each token's score as first and last token of the
+    answer."""
     num_labels: Annotated[Count, ANY_FAMILY, Synonyms("classes")] = 2
     """Classes (head classification) or choices (head multiple_choice)."""
 

@@ -19,11 +19,12 @@ class Gemma3Config(DecoderConfig):
     kind: Literal["gemma3"] = "gemma3"
     """Architecture of the model."""
     head_dim: Annotated[Count | None, By("head_size")] = 256
-    """Width of an attention head, d."""
+    """Attention head size, d_h."""
     window: Annotated[Count | None, TUNING] = 512
     """Tokens that a position attends to in a layer with a window, including itself."""
     global_attention_interval: Annotated[Count | None, TUNING] = 6
-    """Every so many layers one has no window, the last of each group. Layers after the last whole group have one."""
+    """The last layer in each group of this many has full attention instead of a window. Layers after the last complete
+    group have a window."""
     rope_theta: Annotated[Positive, NEW_RUN] = 1_000_000.0
     """Base of the rotary frequencies in layers without a window, as is --model.rope-scaling."""
     local_rope_theta: Positive = 10_000.0

@@ -17,9 +17,9 @@ class TransformerConfig(MLPConfig):
     """Fields shared by the transformers of GPT-2, BERT and Megatron-LM."""
 
     hidden_dropout: HiddenDropout = 0.1
-    """Dropout rate on the embedding and on both residual branches of a layer."""
+    """Dropout rate on the embedding and on both residual branches of all layers."""
     attention_dropout: AttentionDropout = 0.1
-    """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
+    """Dropout rate on attention probabilities. Above 0 the cuDNN flash kernel cannot be used."""
     layernorm_epsilon: Annotated[Tuned, FILE_ONLY, Synonyms("norm-epsilon layer-norm-epsilon layer-norm-eps")] = 1e-5
     """Added to the variance in LayerNorm."""
 
@@ -34,13 +34,13 @@ class GPTConfig(TransformerConfig):
     kind: Literal["gpt"] = "gpt"
     """Architecture of the model."""
     positions: Annotated[Literal["learned", "alibi"], FILE_ONLY, Synonyms("position-embedding-type")] = "learned"
-    """Position encoding: learned positions, added to the embedding; or ALiBi (arXiv 2108.12409), a penalty on the
-    distance between two tokens in attention, without weights."""
+    """Position encoding. learned: learned positions, added to the embedding. alibi: a penalty on the distance between
+    two tokens in attention, without weights (arXiv 2108.12409)."""
     embedding_layernorm: Annotated[bool, FILE_ONLY] = False
     """A LayerNorm after the embedding, as in BLOOM."""
     window: Annotated[Count | None, TUNING] = None
-    """Number of tokens that a position attends to, itself included (sliding window, arXiv 2004.05150); by default all
-    before it."""
+    """Number of tokens that a position attends to, itself included (sliding window, arXiv 2004.05150). By default all
+    tokens before it."""
 
     title: ClassVar[str] = "a GPT"
     module: ClassVar[str] = "mjax.models.gpt.model:GPT"

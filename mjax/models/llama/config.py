@@ -19,7 +19,7 @@ class DecoderConfig(GroupedQueryConfig, RotaryConfig, GatedMLPConfig):
     norm_epsilon: Annotated[Tuned, FILE_ONLY] = 1e-5
     """Added to the mean square in RMSNorm."""
     hidden_dropout: HiddenDropout = 0.0
-    """Dropout rate on the embedding and on both residual branches of a layer."""
+    """Dropout rate on the embedding and on both residual branches of all layers."""
 
     tie_embeddings = True
 
@@ -38,14 +38,14 @@ class LlamaConfig(DecoderConfig):
     norms: Literal["pre", "post"] = "pre"
     """RMSNorm before attention and MLP, or after them and before the residual sum, as in OLMo 2."""
     qk_norm: Annotated[Literal["none", "head", "heads"], Synonyms("qk-layernorm=head")] = "none"
-    """RMSNorm of queries and keys before the rotation. head: each head, with one weight for all (Qwen 3); heads: all
+    """RMSNorm of queries and keys before the rotation. head: each head, with one weight for all (Qwen 3). heads: all
     heads together (OLMo 2)."""
     qkv_bias: Annotated[bool, Synonyms("add-qkv-bias")] = False
     """Add a bias to queries, keys and values, as in Qwen 2."""
     tie_embeddings: Annotated[bool, Synonyms("tie-word-embeddings")] = False
     """Use the embedding as the output layer too."""
     rotary_percent: Annotated[float, Bounds(gt=0, le=1), Synonyms("partial-rotary-factor rotary-pct")] = 1.0
-    """Fraction of a head's dims that are rotated by position."""
+    """Fraction of the head's dims that are rotated by position."""
 
     title: ClassVar[str] = "a Llama"
     module: ClassVar[str] = "mjax.models.llama.model:Llama"

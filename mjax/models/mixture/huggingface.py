@@ -87,9 +87,9 @@ def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[
     known = type(every) is int and every > 0 and isinstance(dense, list) and dense == list(range(len(dense)))
     if not known or (dense and every > 1) or (type(layers) is int and len(dense) >= layers):
         raise UsageError(
-            f"{file}: mlp_only_layers is {dense!r} and decoder_sparse_step {every!r}; mjax knows models whose "
-            "first layers have no experts, such as [0, 1], or in which every n-th has, such as 2, but not both: "
-            "convert another model"
+            f"{file}: mlp_only_layers is {dense!r} and decoder_sparse_step {every!r}; mjax supports "
+            "dense first layers, such as [0, 1], or experts in every n-th layer, such as 2, but not both: convert "
+            "another model"
         )
     values, fields = QWEN3.read(values, file)
     return values, fields | {"first_dense_layers": len(dense), "moe_layer_freq": every}

@@ -22,16 +22,16 @@ class GroupedQueryConfig(ModelConfig):
     """Grouped-query attention, with a window in all or some layers."""
 
     kv_heads: Annotated[Count | None, By("groups"), Synonyms("query-groups key-value-heads")] = None
-    """Heads of keys and values, k, each for heads / kv_heads adjacent query heads (grouped-query attention, arXiv
-    2305.13245); by default heads."""
+    """Heads of keys and values, k (by default heads). Each serves heads / kv_heads adjacent query heads (grouped-query
+    attention, arXiv 2305.13245)."""
     head_dim: Annotated[Count | None, By("head_size"), Synonyms("kv-channels")] = None
-    """Width of an attention head, d; by default hidden / heads."""
+    """Attention head size, d_h (by default hidden / heads)."""
     window: Annotated[Count | None, TUNING, Synonyms("sliding-window window~")] = None
-    """Tokens that a position attends to, including itself (sliding window); by default all tokens before it."""
+    """Tokens that a position attends to, including itself: sliding window (by default all tokens before it)."""
     global_attention_interval: Annotated[Count | None, TUNING] = None
-    """Every so many layers one has no window, the last of each group: 2 alternates, 4 is OLMo 3; none by default."""
+    """The last layer in each group of this many has no window (by default no such layer). 2 alternates, 4 is OLMo 3."""
     attention_dropout: AttentionDropout = 0.0
-    """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
+    """Dropout rate on attention probabilities. Above 0 the cuDNN flash kernel cannot be used."""
 
     @property
     def groups(self) -> int:
@@ -98,7 +98,7 @@ class MLPConfig(ModelConfig):
     """An MLP with GELU."""
 
     feed_forward: FeedForward = None
-    """Width of the MLP, f; by default 4 × hidden."""
+    """Width of the MLP, f (by default 4 × hidden)."""
     activation: Annotated[Gelu, FILE_ONLY, TUNING, Synonyms("activation-function")] = "gelu_tanh"
     """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
 
@@ -116,7 +116,7 @@ class GatedMLPConfig(ModelConfig):
     """An MLP with a gate."""
 
     feed_forward: FeedForward = None
-    """Width of the MLP, f; by default 8/3 × hidden, rounded up to a multiple of 256."""
+    """Width of the MLP, f (by default 8/3 × hidden, rounded up to a multiple of 256)."""
 
     activation = "silu"
 
@@ -134,44 +134,45 @@ class ExpertsConfig(GatedMLPConfig):
     """Layers with experts, and layers with one MLP."""
 
     experts: Annotated[Count, Synonyms("experts local-experts n-routed-experts")] = 8
-    """Experts of a layer, E: gated MLPs."""
+    """Experts per layer, E, which are gated MLPs."""
     experts_per_token: Annotated[Count, Synonyms("moe-router-topk experts-per-tok")] = 2
     """Experts each token is routed to, those with the best scores, k."""
     moe_ffn_hidden: Annotated[Count | None, By("expert_width"), Synonyms("moe-ffn-hidden moe-intermediate")] = None
-    """Width of an expert; feed_forward by default."""
+    """Expert width (by default feed_forward)."""
     first_dense_layers: Annotated[CountOrZero, Synonyms("first-k-dense-replace")] = 0
     """First layers that have one MLP, of width feed_forward, instead of experts (DeepSeek-V3: 3)."""
     moe_layer_freq: Annotated[Count, Synonyms("decoder-sparse-step")] = 1
-    """Every so many layers one has experts, the last of each group, and the others one MLP of width feed_forward; 1:
-    all have experts, 2: every second one."""
+    """The last layer in each group of this many has experts, the others one MLP of width feed_forward. 1: all layers
+    have experts. 2: every second layer."""
     moe_kernel: Annotated[Literal["auto", "pallas", "xla"], Synonyms("moe-grouped-gemm")] = "auto"
     """Kernel of the grouped matmuls of experts. auto: pallas on an NVIDIA GPU, elsewhere xla, which runs one matmul
     after the other."""
     router: Annotated[Literal["softmax", "sigmoid"], Synonyms("moe-router-score-function")] = "softmax"
     """Weights of the experts: the softmax of the router's scores, or their sigmoid (DeepSeek-V3, arXiv 2412.19437)."""
     router_normalized: bool = True
-    """Divide the weights of a token's experts by their sum; with softmax, a softmax over these k scores (Mixtral)."""
+    """Divide the weights of the selected experts by their sum. With softmax, this is a softmax over the selected scores
+    (Mixtral)."""
     router_scale: Annotated[Positive, Synonyms("moe-router-topk-scaling-factor routed-scaling-factor")] = 1.0
     """Factor of the weights (DeepSeek-V3: 2.5)."""
     router_n_groups: Annotated[Count, Synonyms("moe-router-num-groups n-group")] = 1
     """Groups of adjacent experts: a token first selects groups, by the sum of their two best scores, and then experts
     in them (DeepSeek-V3)."""
     router_topk_groups: Annotated[Count | None, Synonyms("moe-router-group-topk topk-group")] = None
-    """Groups that a token selects; all by default."""
+    """Groups that a token selects (by default all)."""
     shared_expert_ffn_hidden: Annotated[CountOrZero, Synonyms("moe-shared-expert-intermediate")] = 0
-    """Width of the shared experts together, which every token uses; 0: none."""
+    """Total width of the shared experts, which every token uses (0: none)."""
     aux_loss_coef: Annotated[Tuned, Synonyms("moe-aux-loss-coeff router-aux-loss-coef")] = 0.0
-    """Coefficient of the load-balancing loss of every layer: E · Σ f P, with f the share of assignments and P the mean
-    weight of an expert over the tokens of aux_loss_scope; 1 when balanced."""
+    """Coefficient of the load-balancing loss per layer: E · Σ f P over the experts, with f the expert's share of
+    assignments and P its mean weight. Balanced experts give 1."""
     router_bias_update_rate: Annotated[Tuned, Synonyms("moe-router-bias-update-rate")] = 0.0
-    """Balance experts without a loss (DeepSeek-V3: 0.001; arXiv 2408.15664): the change per step of an expert's bias in
-    the router, up if it had fewer tokens than the mean of its layer, down if more; 0: no bias."""
+    """Balance experts without a loss: change per step in the router's bias, up for an expert below its layer's mean
+    load, down above (DeepSeek-V3: 0.001, arXiv 2408.15664). 0: no bias."""
     aux_loss_scope: Annotated[Literal["sequence", "micro_batch"], TUNING] = "sequence"
-    """Tokens that the load-balancing loss compares. sequence: of each sequence, independent of mesh and micro-batch;
-    micro_batch: of a micro-batch, as Megatron's aux_loss, so it changes with train.micro_batch and the mesh."""
+    """Tokens over which the load-balancing loss averages. sequence: each sequence, independent of mesh and micro-batch.
+    micro_batch: the micro-batch, as Megatron's aux_loss, which depends on train.micro_batch and the mesh."""
     z_loss: Annotated[Tuned, Synonyms("moe-z-loss-coeff")] = 0.0
-    """Coefficient of the z-loss of every layer, the mean of logsumexp(scores)² over tokens: it keeps the scores small
-    (arXiv 2202.08906)."""
+    """Coefficient of the z-loss per layer, the mean of logsumexp(scores)² over tokens. It keeps the scores small (arXiv
+    2202.08906)."""
 
     @property
     def expert_width(self) -> int:
