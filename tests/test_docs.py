@@ -1,7 +1,7 @@
 """The pages say what is true: their Python and their commands run, print what they claim, and their links lead on.
 
-A ```python block is run after those above it on its page; the ```output block that follows one is what it prints. Of
-an mjax command in a ```bash block the flags exist, and the config can run.
+A ```python block is run after those above it on its page; the ```output block that follows one is its output. Of an
+mjax command in a ```bash block the flags exist, and the config can run.
 
 A ```text block below a ```bash block is what its last command prints; a line `…` in it stands for lines left out. The
 line before may be `<!-- numbers vary -->`, if digits differ between machines, or `<!-- not run: why -->`.
@@ -264,6 +264,8 @@ def test_link_to_missing_file_ends_build():
 
 
 SEARCHES = {
+    "OOM": "guides/fit-in-memory",
+    "out of memory": "guides/fit-in-memory",
     "wandb": "guides/track-a-run",
     "TensorBoard": "guides/track-a-run",
     "freeze layers": "guides/fine-tune",
