@@ -264,6 +264,8 @@ def test_link_to_missing_file_ends_build():
 
 
 SEARCHES = {
+    "OOM": "guides/fit-in-memory",
+    "out of memory": "guides/fit-in-memory",
     "wandb": "guides/track-a-run",
     "TensorBoard": "guides/track-a-run",
     "freeze layers": "guides/fine-tune",
