@@ -122,4 +122,4 @@ $(VENV)/installed-parity: requirements-parity.txt $(VENV)/installed-dev
 	@touch $@
 
 clean:
-	rm -rf .venv* .pytest_cache .ruff_cache build site *.egg-info
+	rm -rf .venv* .cache .pytest_cache .ruff_cache build dist site *.egg-info

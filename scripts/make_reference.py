@@ -108,7 +108,7 @@ def _entry(flag: Any, default: str, kinds: str = "") -> str:
     values = ", ".join([flag.form.replace("|", ", ") or "yes or no", *filter(None, bounds[:1])])
     name = f"`{flag.name.replace('-', '_')}`" if flag.hidden else f"`--{flag.name}`"
     meaning = sentences(flag.help_text).rstrip(".")
-    return f"- {name} {values}{f' [{default}]' if default else ''}: {meaning}.{kinds}\n"
+    return f"- {name} {values}{f' [{default}]' if default else ''}. {meaning}.{kinds}\n"
 
 
 def _default(flag: Any) -> str:

@@ -78,6 +78,9 @@ def copy_pages() -> None:
 
 
 if __name__ == "__main__":
-    copy_pages()
+    try:
+        copy_pages()
+    except FileNotFoundError as error:
+        sys.exit(str(error))
     command = ["serve"] if sys.argv[1:] == ["serve"] else ["build", "--clean", "--strict"]
-    raise SystemExit(subprocess.run([sys.executable, "-m", "zensical", *command], cwd=ROOT).returncode)
+    sys.exit(subprocess.run([sys.executable, "-m", "zensical", *command], cwd=ROOT).returncode)

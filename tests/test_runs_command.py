@@ -133,7 +133,7 @@ def test_comparison_has_results_and_different_settings(runs, capsys):
     }
     assert (runs / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert cli.main(["runs", "compare", "base", "fast", "--figure", "two.svg"]) == 0
-    assert "1 settings differ; curves in two.svg" in capsys.readouterr().out
+    assert "settings that differ: 1; curves in two.svg" in capsys.readouterr().out
     assert "<svg" in (runs.parent / "two.svg").read_text()
 
 

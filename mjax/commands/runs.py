@@ -234,12 +234,18 @@ def run_row(folder: Path) -> Row:
     parameters = attempt(_parameters, folder, config, default=None)
     file = next(file for name in ("metrics.jsonl", "config.json") if (file := folder / name).is_file())
     return Row(
-        name=folder.name, model=f"{config.model.kind} {config.model.layers} × {config.model.hidden}",
-        parameters=parameters, step=step, steps=config.train.steps, tokens=end.last.get("tokens"),
-        loss=end.loss, val_loss=end.val_loss, init=f"{Path(origin.run).name} {origin.step}" if origin else None,
+        name=folder.name,
+        model=f"{config.model.kind} {config.model.layers} × {config.model.hidden}",
+        parameters=parameters,
+        step=step,
+        steps=config.train.steps,
+        tokens=end.last.get("tokens"),
+        loss=end.loss,
+        val_loss=end.val_loss,
+        init=f"{Path(origin.run).name} {origin.step}" if origin else None,
         date=datetime.fromtimestamp(file.stat().st_mtime).astimezone().isoformat(timespec="seconds"),
         state="; ".join([state, *filter(None, [end.problem]), *problems]),
-    )  # fmt: skip
+    )
 
 
 class _StartRecord(TypedDict, total=False):
@@ -310,9 +316,7 @@ def _print_comparison(names: list[str], results: dict[str, dict], settings: dict
     """Print a column for each run: its results, by run, then the settings that differ, by setting."""
     rows = [(result, *(_format_value(results[name][result]) for name in names)) for result in results[names[0]]]
     rows += [(setting, *(_format_value(values[name]) for name in names)) for setting, values in settings.items()]
-    print(
-        *format_table(("", *names), rows), "", f"{len(settings) or 'no'} settings differ; curves in {figure}", sep="\n"
-    )
+    print(*format_table(("", *names), rows), "", f"settings that differ: {len(settings)}; curves in {figure}", sep="\n")
 
 
 class History:

@@ -508,11 +508,18 @@ RENAMED_VALUES = {
 }
 """Fields and values of mjax 0.2.0, with their names since. To be removed, with `REMOVED`, after mjax 0.4."""
 REMOVED = {
-    "model.lora_rslora": False, "data.validation_tail": False, "data.mask_probability": 0.15,
-    "data.short_probability": 0.1, "optimizer.muon_adjust_lr": "match_rms_adamw", "precision.loss_scale": None,
-    "train.batch_schedule": None, "health.spike_deviations": 6.0, "health.window": 100,
-    "health.skipped_in_a_row": 20, "health.replica_interval": 100,
-}  # fmt: skip
+    "model.lora_rslora": False,
+    "data.validation_tail": False,
+    "data.mask_probability": 0.15,
+    "data.short_probability": 0.1,
+    "optimizer.muon_adjust_lr": "match_rms_adamw",
+    "precision.loss_scale": None,
+    "train.batch_schedule": None,
+    "health.spike_deviations": 6.0,
+    "health.window": 100,
+    "health.skipped_in_a_row": 20,
+    "health.replica_interval": 100,
+}
 """Removed fields of 0.2.0, with the value that now applies."""
 
 

@@ -31,7 +31,7 @@ PREFIX_IDS = 16  # the text of a token depends on the few before it
 Run = str | Path | OpenRun
 Texts = Sequence[Sequence[int]]
 MeshShape = MeshConfig | dict[str, int] | None
-REPLACEMENT = "\ufffd"  # the text of bytes that are no whole character
+REPLACEMENT = "\ufffd"  # the text of an incomplete character
 
 
 def decode_suffix(decode: Decode, prompt: list[int], tokens: list[int]) -> str:
@@ -249,9 +249,9 @@ def compute_logits(
 def compute_log_probs(
     run: Run, ids: Texts, *, step: int | None = None, mesh: MeshShape = None, compute: str | None = None
 ) -> list[np.ndarray]:
-    """The log-probability of each token of a text after the tokens before it, on any mesh: `mjax.log_probs`.
+    """Each token's log-probability after the tokens before it, on any mesh: `mjax.log_probs`.
 
-    The vocabulary stays split over `model`: no device ever has all logits of a token.
+    The vocabulary stays split over `model`: no device ever holds a full row of logits.
 
     Args:
       run, ids, step, mesh, compute: as for `mjax.logits`.
@@ -272,8 +272,8 @@ def compute_hidden_states(
 ) -> list[np.ndarray]:
     """The residual stream before the first layer and after each layer: `mjax.hidden_states`.
 
-    These are the `hidden_states` of `transformers`, except the last of a model with a final norm: here it is the
-    stream before that norm. A BERT reads each text as one segment.
+    These are the `hidden_states` of `transformers`, with one exception: the last one comes before the final
+    norm. A BERT reads each text as one segment.
 
     Args:
       run, ids, step, mesh, compute: as for `mjax.logits`; the run may be a BERT. Any mesh without a pipeline.
@@ -292,7 +292,7 @@ def compute_hidden_states(
 def compute_attention_weights(
     run: Run, ids: Texts, *, step: int | None = None, mesh: MeshShape = None, compute: str | None = None
 ) -> list[np.ndarray]:
-    """The attention weights of every head, after the softmax: `mjax.attention_weights`.
+    """Every head's attention weights, after the softmax: `mjax.attention_weights`.
 
     Args:
       run, ids, step, mesh, compute: as for `mjax.hidden_states`.
@@ -315,8 +315,8 @@ def compute_gradients(
 ) -> tuple[float, dict[str, jax.Array]]:
     """The loss of texts, and its gradient for every trained weight, without dropout: `mjax.gradients`.
 
-    The loss is the mean cross entropy of all tokens that have a token before them, over all texts together, without the
-    auxiliary losses of a mixture.
+    The loss is the mean cross entropy of all tokens that have a token before them, over all texts together, without a
+    mixture's auxiliary losses.
 
     Args:
       run, ids, step, mesh, compute: as for `mjax.logits`; pipelines work too.

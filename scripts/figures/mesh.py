@@ -31,7 +31,7 @@ def mesh() -> Drawing:
         4, 316, "filled: this GPU's sequences of the batch, and its columns of each matrix", size=14, italic=True
     )
     drawing.arrow((6, 338), (46, 338), "blue", both=True)
-    drawing.text(58, 338, "model: activations, four times per layer, over NVLink", size=15)
+    drawing.text(58, 338, "model: all four exchange activations, 4 times per layer, NVLink", size=15)
     drawing.arrow((6, 360), (46, 360), "orange", both=True, dashed=True)
     drawing.text(58, 360, "data: gradients, once per step, over the network", size=15)
     return drawing
@@ -60,12 +60,15 @@ def mesh_axes() -> Drawing:
             width = 17 if axis == "expert" else 22
             for column in range(88 // width):
                 fill = "strong" if row < layers and column < columns else "none"
-                at = left + 100 + column * width
-                drawing.box(at, top + 56 + row * 17, width - 3, 14, color=color, fill=fill, radius=2)
+                at, shared = left + 100 + column * width, axis == "expert" and column == 0
+                paint = "grey" if shared else color
+                drawing.box(at, top + 56 + row * 17, width - 3, 14, color=paint, fill=fill, radius=2)
         drawing.text(left + 12, top + 136, "tokens", size=14)
         drawing.text(left + 100, top + 136, "attn, experts" if axis == "expert" else "weights", size=14)
     drawing.text(6, 342, "filled: what rank 0 of two holds; a row is a sequence, or a layer", size=14, italic=True)
-    drawing.text(6, 364, "replicate: rank 0 of 2 groups with 2 ranks each, with ZeRO", size=14, italic=True)
+    drawing.text(
+        6, 364, "expert: grey is attention, on all ranks; replicate: 2 ZeRO groups of 2 ranks", size=14, italic=True
+    )
     return drawing
 
 

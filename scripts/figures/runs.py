@@ -68,3 +68,62 @@ def run_branches() -> Drawing:
     drawing.text(346, 254, "--init: weights only", size=15)
     drawing.text(160, 222, "step 0", size=15, color="pink")
     return drawing
+
+
+PROFILE = (  # of gpt_demo, the table on profile-and-compare.md
+    ("matmuls", 45.0, "blue"),
+    ("attention", 12.8, "sky"),
+    ("other kernels", 13.9, "green"),
+    ("copies", 4.9, "yellow"),
+    ("optimizer", 0.5, "pink"),
+    ("collectives", 0.5, "orange"),
+    ("idle", 22.3, "grey"),
+)
+
+
+def profile_bar() -> Drawing:
+    """One step of gpt_demo: the rows of the first profile table as shares of a bar."""
+    drawing = Drawing(640, 176, "A step of gpt_demo on a CPU: 45% matmuls, 13% attention, 22% idle")
+    left = 10.0
+    for _, share, color in PROFILE:
+        width = 620 * share / 100
+        drawing.box(left, 16, width, 50, f"{share:.0f}%" if share > 4 else "", color, fill="strong", size=15, radius=1)
+        left += width
+    for number, (name, share, color) in enumerate(PROFILE):
+        x, y = 10 + number % 4 * 158, 96 + number // 4 * 34
+        drawing.box(x, y - 8, 16, 16, color=color, fill="strong", radius=1)
+        drawing.text(x + 24, y, f"{name} {share}%" if share < 1 else name, size=15)
+    drawing.text(320, 162, "one step, 2.6 s", size=15, anchor="middle", italic=True)
+    return drawing
+
+
+LOSSES = {  # of the two runs on profile-and-compare.md, from metrics.jsonl
+    "slow": "8.37 8.38 8.37 8.37 8.37 8.36 8.35 8.35 8.34 8.33 8.34 8.33 8.34 8.3 8.3 8.32 8.3 8.3 8.29 8.28",
+    "fast": "8.37 8.38 8.36 8.36 8.34 8.3 8.25 8.24 8.18 8.13 8.15 8.05 8.07 7.98 7.95 7.98 7.91 7.92 7.89 7.87",
+}
+
+
+def compare_runs() -> Drawing:
+    """Losses of two runs that differ in the learning rate, over 20 steps."""
+    drawing = Drawing(640, 270, "Losses of two runs over 20 steps: learning rate 1e-3 falls faster than 1e-4")
+    left, right, top, bottom = 70, 500, 24, 216
+    drawing.line([(left, top - 8), (left, bottom), (right + 8, bottom)])
+    for loss in (7.8, 8.0, 8.2, 8.4):
+        y = bottom - (loss - 7.8) / 0.6 * (bottom - top)
+        drawing.line([(left - 5, y), (left, y)])
+        drawing.text(left - 10, y, str(loss), size=15, anchor="end")
+    for (name, text), color, rate in zip(LOSSES.items(), ("blue", "orange"), ("1e-4", "1e-3"), strict=True):
+        losses = [float(loss) for loss in text.split()]
+        points = [
+            (left + step * (right - left) / 20, bottom - (loss - 7.8) / 0.6 * (bottom - top))
+            for step, loss in enumerate(losses, 1)
+        ]
+        drawing.line(points, color, width=2.5)
+        drawing.text(points[-1][0] + 10, points[-1][1], f"{name}, {rate}", size=15, bold=True, color=color)
+    for step in (1, 10, 20):
+        x = left + step * (right - left) / 20
+        drawing.line([(x, bottom), (x, bottom + 5)])
+        drawing.text(x, bottom + 20, str(step), size=15, anchor="middle")
+    drawing.text((left + right) / 2, bottom + 42, "step", size=15, anchor="middle")
+    drawing.text(left + 8, top - 14, "loss (nats per token)", size=15)
+    return drawing
