@@ -139,7 +139,7 @@ def trim_memory() -> None:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float, explain: Callable[[], str]) -> Iterator[None]:
-    """End this process with a sentence if what is inside takes longer.
+    """End this process with a sentence if the block takes longer.
 
     JAX's client would abort it with a stack of C++, and nothing in Python can catch that.
     """

@@ -89,7 +89,7 @@ def clean(arguments: CleanArguments) -> dict[str, Any] | None:
     if grams == {}:
         fix = "give evaluation sets as text, or name their field with --decontaminate-key"
         raise UsageError(f"--decontaminate {evaluation[0]} has no text of {MIN_GRAM_WORDS} words or more; {fix}")
-    Cleaner(arguments, grams)  # what cannot be loaded is refused before anything is read
+    Cleaner(arguments, grams)  # rejects a tokenizer or filter that cannot be loaded, before reading
     return tasks.run_job(CleanJob(arguments, corpus, texts.names, grams))
 
 

@@ -1,4 +1,4 @@
-"""`mjax plan`: predict what a run of a config will do, before it starts and without using a device.
+"""`mjax plan`: predict the memory, communication and time of a run, before it starts and without a device.
 
 A plan is a list of sections in a fixed order. A section is None if the config has no such part (no schedule without a
 pipeline) or if it was not requested.

@@ -262,7 +262,7 @@ def _train_arguments(
 def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> None:
     """Report why this process does not train and, if it is one of several, join the others to tell them; otherwise they
     would wait for it."""
-    typed = first_values(argv).items()  # other flags may be what is wrong
+    typed = first_values(argv).items()  # other flags may be wrong
     words = [f"--{name}={value}" for name, value in typed if value and name.startswith(("distributed.", "simulate"))]
     if not words and launch.find_launcher() is None:
         return

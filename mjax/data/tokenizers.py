@@ -440,7 +440,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """Load the tokenizer of `--tokenizer SPEC`: KIND, KIND:FILES or run:RUN.
 
     Raises:
-      UsageError: the kind is unknown, or a file is missing or not what the kind needs.
+      UsageError: the kind is unknown, or a file is missing or has another format.
     """
     kind, _, files = spec.partition(":")
     if kind == "run":
@@ -481,7 +481,7 @@ def parse_tokenizer(
       eod: text or id of the token that ends documents, for a tokenizer.json.
 
     Raises:
-      UsageError: a file is not what the kind needs.
+      UsageError: a file has another format than the kind needs.
     """
     if kind == "bytes":
         return ByteTokenizer()
@@ -675,7 +675,7 @@ def gpt2_backend(contents: Sequence[bytes], names: Sequence[str]) -> BackendToke
     """GPT-2's tokenizer from its vocab.json and merges.txt; `<|endoftext|>` ends documents.
 
     Raises:
-      UsageError: a file is not what its name says, or the two do not belong together.
+      UsageError: a file's content does not match its name, or the two do not belong together.
     """
     with convert_errors(f"{names[0]} is not GPT-2's vocab.json, also called encoder.json", "give the right file"):
         ids = json.loads(contents[0])

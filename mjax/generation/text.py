@@ -97,7 +97,7 @@ class Live:
         self._titles = [f"\x1b[2m{title}\x1b[0m" if console.is_terminal and title else title for title in titles]
 
     def show(self, texts: Sequence[StreamingText]) -> None:
-        """Print what is new."""
+        """Print the new text."""
         whole = ""
         for number, (title, streamed) in enumerate(zip(self._titles, texts, strict=True), start=1):
             whole += title + streamed.text
@@ -145,7 +145,7 @@ def continue_ids(
 
     Args:
       decode: the text of ids.
-      prompts: what the ids are encoded from.
+      prompts: the texts that the ids encode.
       encoded: ids of each prompt.
       eod: the ids that end a text.
       watch: called with the texts so far, whenever a token was generated.

@@ -10,7 +10,7 @@ or micro-batch hardly changes a matmul. It also makes `quantize` exact for array
 these can be sent in float8.
 
 Matmuls multiply the result of `dequantize`. On a GPU XLA compiles that to a matmul of the float8 values (cuBLASLt),
-with float32 sums; elsewhere the matmul has the dtype of the stream, in which the same values are exact.
+with float32 sums; elsewhere the matmul has the dtype of the residual stream, in which the same values are exact.
 """
 
 from __future__ import annotations

@@ -385,7 +385,7 @@ def check_local_gpus(config: Config, name: str, force: bool, print_line: Callabl
       print_line: called with that sentence, or the warning.
 
     Raises:
-      UsageError: the config does not fit, or needs an attention kernel or float8 products that are not available.
+      UsageError: the config does not fit, or needs an attention kernel or float8 matmuls that are not available.
     """
     from mjax.cluster.processes import local_rank_and_size  # imports the driver's library, which no plan needs
 

@@ -136,7 +136,7 @@ class Display(Callback):
         self.begin(run.step)
 
     def on_step(self, run: Run, step: int, metrics: Record) -> None:
-        """Show the metrics, and what is wrong with the step."""
+        """Show the metrics, and the problem of the step."""
         self.show(metrics)
         if metrics.unhealthy:
             self.print_line(f"step {step} {metrics.unhealthy}")

@@ -63,7 +63,7 @@ def attend(
     k, v = (_repeat_to_query_heads(x, q.shape[2]) for x in (k, v))
     if mask.slopes is not None:
         # A barrier in this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every
-        # layer reads from memory what is free to compute.
+        # layer reads it from memory, although it is free to compute.
         slopes, _ = optimization_barrier((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
         mask = replace(mask, slopes=slopes)
     if kernel == "xla" or mask.position_ids is not None:
