@@ -303,7 +303,7 @@ class StopSignal:
     launchers send them again, and must see the exit code for a saved run.
 
     Attributes:
-      name: of what requested it; "" if nothing has.
+      name: of the signal or caller that requested it; "" if there is no request.
     """
 
     def __init__(self):

@@ -264,7 +264,7 @@ class DedupJob(FilterJob):
     # --- Writing: the third reading -----------------------------------------------------------------------------------
 
     def fate(self, part: slice) -> "Fate":
-        """Return what happens to some documents, by number."""
+        """Return the verdict on some documents, by number."""
         same = np.array(self.values("same")[part])
         numbers = np.arange(part.start, part.stop)
         exact = same != numbers

@@ -193,7 +193,7 @@ def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
 
 
 def _check_value(flag: Flag, words: Sequence[str]) -> None:
-    """Refuse words of another type or number than this flag takes."""
+    """Reject values with another type or number than this flag has."""
     needs_word = tyro.conf.UseAppendAction in flag.marks
     if (words or not needs_word) and any(_accepts(option, words) for option in _options(flag.kind)):
         return
@@ -389,7 +389,7 @@ class Flag(NamedTuple):
       default: `dataclasses.MISSING` if it is required.
       owner: the dataclass that has it as a `field`.
       marks: annotations of the field.
-      hidden: what to do instead of typing the name of a field that is not a flag.
+      hidden: advice for a field that is not a flag.
     """
 
     name: str

@@ -34,7 +34,7 @@ def validate(config: Config, name: str = "this config") -> None:
     """Check a config before any device is touched.
 
     Raises:
-      UsageError: one sentence naming the field, its value, what is allowed and what to type.
+      UsageError: one sentence with the field, its value, the allowed values and the line to type.
     """
     check_type(config)
     check_bounds(config)

@@ -510,7 +510,7 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
     Args:
       chat: template and tokenizer.
       fields: a JSON object or a row, as for `read_messages`.
-      trained: what of it is trained.
+      trained: the trained part of it.
 
     Raises:
       UntrainableConversation: it cannot be trained on, or the template rejects it.

@@ -359,7 +359,7 @@ def compute_gradients(
 def _open_generator(
     run: Run, step: int | None, mesh: MeshShape, compute: str | None, layers_for: str = ""
 ) -> tuple[OpenRun, Generator, CausalModel]:
-    """A run, what reads and continues texts with it, and its weights for that.
+    """A run, the programs that read and continue texts with it, and its weights for them.
 
     Args:
       layers_for: the function that reads single layers, of a BERT too, but not of a pipeline.

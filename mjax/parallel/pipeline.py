@@ -11,7 +11,7 @@ at most one forward and one backward pass, each under a conditional, and sends t
 **A ring buffer stores residuals.** F differentiates its layers with `jax.vjp`. The result is a pytree: its arrays
 are the residuals, which F writes into a slot of the buffer and B reads back, and its structure is the backward program.
 Weights among them are recognized and not copied. So recomputation inside a stage is up to the model: the buffer stores
-only what its `jax.checkpoint` saves.
+only the residuals that its `jax.checkpoint` saves.
 
 **Collectives over `model` inside a conditional are sound**, and collectives over `data` too: all ranks of such a group
 are on the same stage, read the same column and take the same branch. Collectives over `pipe` would hang. So everything

@@ -264,7 +264,7 @@ def describe_mesh(config: Config) -> str:
 
 
 def announce_results(display: Display, result: Result, folder: Path, config: Config) -> None:
-    """Print the files of a finished run, and what to type next."""
+    """Print the files of a finished run, and the next commands."""
     if result.validation_loss is not None:
         sequences, shown = config.train.eval_batches * config.train.global_batch, config.model.metrics
         for line in format_verdict(result.validation_loss, result.validation_metrics, sequences, shown):

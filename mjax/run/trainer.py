@@ -57,7 +57,7 @@ class Trainer:
             one gets the whole batch, and uses the rows of its devices.
           validation: the same for validation, a function of the batch index; needed with `data` unless
             `train.eval_interval` is 0.
-          callbacks: what else to do around the steps.
+          callbacks: further actions around the steps.
           loss: (model, residual stream after the last layer [b·s, h], micro-batch, `ForwardContext`) → sums by name,
             instead of the model's `loss`; names and counts still come from the model (`models/protocol.py`).
           optimizer: an optax transform that gives the direction of a step, such as `optax.scale_by_lion()`; the step

@@ -1,6 +1,6 @@
 """Object stores: the files behind an address such as s3://bucket/runs, and their local copies.
 
-    s3://bucket/runs/one  →  ~/.cache/mjax/stores/s3/bucket/runs/one     what this machine writes: copied to the store
+    s3://bucket/runs/one  →  ~/.cache/mjax/stores/s3/bucket/runs/one     written here: copied to the store
                           ←  ~/.cache/mjax/fetched/s3/bucket/runs/one    a cache of the store
 
 An object can be replaced but not appended to, and has no atomic rename. So programs read and write local folders, whose
