@@ -71,10 +71,27 @@ _LAZY_IMPORTS = {
 }
 
 __all__ = [
-    "Callback", "Config", "EvaluateWithHarness", "KeepBestCheckpoint", "Trainer", "__version__", "attention_weights",
-    "build_program", "evaluate", "generate", "gradients", "hidden_states", "load_config", "log_probs", "logits",
-    "make_mesh", "open_run", "plan", "simulate", "validate",
-]  # fmt: skip
+    "Callback",
+    "Config",
+    "EvaluateWithHarness",
+    "KeepBestCheckpoint",
+    "Trainer",
+    "__version__",
+    "attention_weights",
+    "build_program",
+    "evaluate",
+    "generate",
+    "gradients",
+    "hidden_states",
+    "load_config",
+    "log_probs",
+    "logits",
+    "make_mesh",
+    "open_run",
+    "plan",
+    "simulate",
+    "validate",
+]
 
 
 def __getattr__(name: str):

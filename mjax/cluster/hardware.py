@@ -144,13 +144,19 @@ def _gpu(row: str) -> Gpu:
     multiprocessors, memory, *peaks, memory_bandwidth, node, network, host, gpus, host_memory = values
     major, minor = capability.split(".")
     return Gpu(
-        name=name, device_kinds=tuple(kinds.split(",")), compute_capability=(int(major), int(minor)),
-        multiprocessors=int(multiprocessors), memory_bytes=memory * MIB,
+        name=name,
+        device_kinds=tuple(kinds.split(",")),
+        compute_capability=(int(major), int(minor)),
+        multiprocessors=int(multiprocessors),
+        memory_bytes=memory * MIB,
         peak_tflops={kind: peak for kind, peak in zip(("bf16", "fp16", "fp32", "fp8"), peaks, strict=True) if peak},
-        memory_bandwidth=memory_bandwidth * GB, node_bandwidth=node * GB,
-        network_bandwidth_per_node=network * GB, host_bandwidth=host * GB,
-        host_memory_per_node=host_memory and host_memory * GB, gpus_per_node=int(gpus),
-    )  # fmt: skip
+        memory_bandwidth=memory_bandwidth * GB,
+        node_bandwidth=node * GB,
+        network_bandwidth_per_node=network * GB,
+        host_bandwidth=host * GB,
+        host_memory_per_node=host_memory and host_memory * GB,
+        gpus_per_node=int(gpus),
+    )
 
 
 GPUS = tuple(map(_gpu, DATA_SHEETS.strip().splitlines()))

@@ -177,7 +177,7 @@ class Distributed:
     start_timeout: Annotated[int, Bounds(ge=5)] = 300
     """Seconds within which all processes have to connect."""
     hang_limit: float | None = None
-    """Seconds without a finished step before the run exits with code 1, so that a launcher restarts it (by default
+    """Seconds without a finished step before the run exits with code 1, for a launcher to restart it (by default
     never). Ten times as many while it compiles, evaluates or saves."""
 
     def with_launcher(self, environment: Mapping[str, str] = os.environ) -> Distributed:

@@ -5,10 +5,10 @@ or one of them. Process 0 writes the records of a run; each reads its rows of a 
 checkpoint.
 
 JAX reads the number of processes, this process's index and the address of process 0 from the environment of Slurm, Open
-MPI (before 5) and Kubernetes, and mjax also reads the environments of torchrun, SkyPilot and Kubeflow's Trainer. This
-file decides which GPUs a process owns. JAX uses the GPU with the process's index on its host. That is wrong if the
-launcher shows each process one GPU only (as `srun --gpus-per-task=1` does), and leaves GPUs unused if one process is to
-use all GPUs of a host.
+MPI (before 5) and Kubernetes. For torchrun, SkyPilot and Kubeflow's Trainer mjax reads them. This file decides which
+GPUs a process owns. JAX uses the GPU with the process's index on its host. That is wrong if the launcher shows each
+process one GPU only (as `srun --gpus-per-task=1` does), and leaves GPUs unused if one process is to use all GPUs of a
+host.
 """
 
 from __future__ import annotations

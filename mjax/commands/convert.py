@@ -306,9 +306,13 @@ def to_hf(arguments: ToHfArguments) -> int:
         ids = {name: generation.get(name) for name in ("bos_token_id", "eos_token_id")}
     with model_folder.new_folder(output) as folder:
         values = {
-            "architectures": [family.model], "model_type": family.model_type, **config_values(family, model),
-            **ids, **models.label_settings(config.model), "torch_dtype": torch_name,
-        }  # fmt: skip
+            "architectures": [family.model],
+            "model_type": family.model_type,
+            **config_values(family, model),
+            **ids,
+            **models.label_settings(config.model),
+            "torch_dtype": torch_name,
+        }
         model_folder.write_object(folder / "config.json", values)
         if family.generates:
             model_folder.write_object(folder / tokenizer_files.GENERATION_CONFIG, generation)

@@ -62,14 +62,19 @@ def inspect(arguments: InspectArguments) -> dict[str, Any]:
     lengths = document_lengths(data)
     quantiles = {name: float(np.quantile(lengths, share)) for name, share in QUANTILES.items()}
     summary = {
-        "prefix": arguments.prefix, "documents": data.documents, "sequences": len(data), "tokens": data.tokens,
-        "bytes": data.tokens * data.dtype.itemsize, "dtype": str(data.dtype),
+        "prefix": arguments.prefix,
+        "documents": data.documents,
+        "sequences": len(data),
+        "tokens": data.tokens,
+        "bytes": data.tokens * data.dtype.itemsize,
+        "dtype": str(data.dtype),
         "empty_documents": int(np.count_nonzero(lengths == 0)),
-        "lengths": {**quantiles, "mean": float(lengths.mean())}, "document": arguments.document,
+        "lengths": {**quantiles, "mean": float(lengths.mean())},
+        "document": arguments.document,
         "sample_tokens": int(lengths[arguments.document]),
         "sample": _sample(data, arguments.document, metadata),
         "metadata": metadata and dataclasses.asdict(metadata),
-    }  # fmt: skip
+    }
     if arguments.figure:
         from mjax.pictures.figures import draw_lengths  # matplotlib takes a second to import
 

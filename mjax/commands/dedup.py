@@ -372,15 +372,19 @@ class DedupJob(FilterJob):
         turns = ("compare", "compare_others")
         ranges = (f"{low:.3g} to {high:.3g}" for low, high in pairwise(edges))
         return {
-            "threshold": arguments.threshold, "shingles": f"{arguments.shingle_size} {arguments.shingles}",
-            "hashes": NUM_HASHES, "bands": bands.count, "rows": bands.rows,
+            "threshold": arguments.threshold,
+            "shingles": f"{arguments.shingle_size} {arguments.shingles}",
+            "hashes": NUM_HASHES,
+            "bands": bands.count,
+            "rows": bands.rows,
             "expected_recall": {f"{edge:.3g}": round(bands.recall(edge), 5) for edge in edges},
             "candidates": sum(self.results("shingle")),
             "pairs_compared": sum(compared for turn in turns for compared in self.results(turn)),
             "pairs_confirmed": sum(len(edges) for turn in range(len(turns)) for edges in self._edges(turn)),
-            "clusters": choice["clusters"], "largest_cluster": choice["largest"],
+            "clusters": choice["clusters"],
+            "largest_cluster": choice["largest"],
             "removed_by_jaccard": dict(zip(ranges, choice["by_jaccard"], strict=True)),
-        }  # fmt: skip
+        }
 
     def remarks(self, report: dict[str, Any]) -> Iterator[str]:
         """Remarks below the table."""

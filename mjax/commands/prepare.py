@@ -210,13 +210,19 @@ class PrepareJob(tasks.Job):
         if not counts["tokens"]:
             raise UsageError(f"there is no text in {', '.join(self.corpus.names)}; give files with text")
         metadata = DatasetMetadata(
-            tokenizer=tokenizer.scheme, vocabulary=tokenizer.vocabulary, eod=tokenizer.eod,
-            append_eod=arguments.append_eod and not arguments.chat, bos=tokenizer.bos, inputs=self.corpus.names,
-            mjax_version=__version__, sentences=arguments.language if arguments.split_sentences else None,
-            malformed=malformed.count, malformed_examples=malformed.examples,
+            tokenizer=tokenizer.scheme,
+            vocabulary=tokenizer.vocabulary,
+            eod=tokenizer.eod,
+            append_eod=arguments.append_eod and not arguments.chat,
+            bos=tokenizer.bos,
+            inputs=self.corpus.names,
+            mjax_version=__version__,
+            sentences=arguments.language if arguments.split_sentences else None,
+            malformed=malformed.count,
+            malformed_examples=malformed.examples,
             trained=counts["trained"] if arguments.chat else None,
             **{name: counts[name] for name in ("documents", "tokens", "text_bytes", "sequences")},
-        )  # fmt: skip
+        )
         self.copies_to_store = isinstance(token_file(prefix), RemoteFile)
         if (self.folder / "idx").exists():  # else a run that was killed just before its end has put all
             shutil.rmtree(indexed.temporary_tokenizer(prefix), ignore_errors=True)

@@ -234,12 +234,18 @@ def run_row(folder: Path) -> Row:
     parameters = attempt(_parameters, folder, config, default=None)
     file = next(file for name in ("metrics.jsonl", "config.json") if (file := folder / name).is_file())
     return Row(
-        name=folder.name, model=f"{config.model.kind} {config.model.layers} × {config.model.hidden}",
-        parameters=parameters, step=step, steps=config.train.steps, tokens=end.last.get("tokens"),
-        loss=end.loss, val_loss=end.val_loss, init=f"{Path(origin.run).name} {origin.step}" if origin else None,
+        name=folder.name,
+        model=f"{config.model.kind} {config.model.layers} × {config.model.hidden}",
+        parameters=parameters,
+        step=step,
+        steps=config.train.steps,
+        tokens=end.last.get("tokens"),
+        loss=end.loss,
+        val_loss=end.val_loss,
+        init=f"{Path(origin.run).name} {origin.step}" if origin else None,
         date=datetime.fromtimestamp(file.stat().st_mtime).astimezone().isoformat(timespec="seconds"),
         state="; ".join([state, *filter(None, [end.problem]), *problems]),
-    )  # fmt: skip
+    )
 
 
 class _StartRecord(TypedDict, total=False):

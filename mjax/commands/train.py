@@ -50,8 +50,8 @@ class TrainArguments:
     run: Annotated[Path | None, RUN_SYNONYMS] = None
     """Continue the run in this folder with its saved config."""
     init: Annotated[Path | None, INIT_SYNONYMS] = None
-    """Start a new run from the weights alone of the run in this folder, trained or converted: optimizer, step and data
-    order start from scratch. Once the new run has checkpoints the same command continues it."""
+    """Start a new run from the weights alone of the run in this folder, trained or converted. Optimizer, step and data
+    order start from scratch. Later starts continue the new run."""
     step: int | None = None
     """With --run: continue from this checkpoint and set later ones aside. With --init: load the weights of this
     checkpoint. By default the newest."""

@@ -36,8 +36,8 @@ BERT's `vocab.txt` has a piece per line, whose number is its id. Text is cleaned
 white space and around each punctuation mark and Chinese character. A word becomes its longest known beginning, then the
 longest known continuation ("##…"), and so on (Devlin et al. 2019, §3). A word that cannot be encoded or has more than
 100 characters is [UNK]: Hugging Face's limit, while Megatron's and Google's code has 200. White space is lost, so
-decoding does not restore the text. [CLS], [SEP] and [MASK] are added when samples are built; no text encodes to them,
-because their brackets are punctuation: `[MASK]` in a text is `[`, `mask`, `]`, as in Megatron.
+decoding does not restore the text. The tokens [CLS], [SEP] and [MASK] are added when samples are built. No text encodes
+to them, because their brackets are punctuation: `[MASK]` in a text is `[`, `mask`, `]`, as in Megatron.
 
 **Training.** A sentencepiece model trained by mjax adds no leading space, collapses no spaces and normalizes nothing.
 Characters without a piece become UTF-8 bytes. So `decode(encode(text)) == text`, except "▁" (U+2581), sentencepiece's

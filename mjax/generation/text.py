@@ -31,7 +31,7 @@ PREFIX_IDS = 16  # the text of a token depends on the few before it
 Run = str | Path | OpenRun
 Texts = Sequence[Sequence[int]]
 MeshShape = MeshConfig | dict[str, int] | None
-REPLACEMENT = "\ufffd"  # the text of bytes that are no whole character
+REPLACEMENT = "\ufffd"  # the text of an incomplete character
 
 
 def decode_suffix(decode: Decode, prompt: list[int], tokens: list[int]) -> str:

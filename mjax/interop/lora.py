@@ -126,10 +126,17 @@ def adapter_config(model: ModelConfig, modules: Mapping[str, AdapterModule], bas
     names = modules if model.experts else {name.rpartition(".")[2] for name in modules}
     alpha = model.adapter_alpha
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": model.lora_rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "lora_dropout": model.lora_dropout,
-        "target_modules": sorted(names), "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": model.lora_rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": model.lora_dropout,
+        "target_modules": sorted(names),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
 
 
 def peft_tensors(modules: Mapping[str, AdapterModule], adapters: NamedArrays) -> Iterator[tuple[str, int, np.ndarray]]:

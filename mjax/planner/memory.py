@@ -6,7 +6,7 @@
     saved activations        for the backward pass, of every layer and micro-batch in flight; with `train.recompute
                              offload` the layer inputs count as host memory
     gradients                of each weight in the compute dtype; float32 accumulators with several micro-batches
-    logits                   [b s, v / p] of one micro-batch
+    logits                   [b·s, v / t] of one micro-batch
     workspace                temporaries of one layer's backward pass at its peak
 
 A layer's saved activations are read from the traced layer (`layer.py`) and multiplied by layers, micro-batches and
@@ -21,7 +21,7 @@ stages. The temporaries of its backward pass are a multiple of the largest array
 `tests/planner/compiled_memory.json` has XLA's allocations for the same configs; `benchmarks/memory.py` compiles them
 again. The counting follows arXiv 2205.05198, section 4, with JAX's residuals instead of PyTorch's.
 
-Letters: b sequences, s positions, v vocabulary, p devices along `model`.
+Letters: b sequences, s positions, v vocabulary, t devices along `model`.
 
 The storage of weights on a mesh (`parallel/zero.py`) is arithmetic on the shapes of a model that is traced once. Muon's
 matrices have the shapes of the weights (`parallel/muon_resharding.py`); its matmuls are read from the traced iteration

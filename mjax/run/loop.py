@@ -404,17 +404,23 @@ class Run:
         sample = config.model.sequences * config.model.sequence  # tokens
         tflops = flops * (size / config.train.global_batch) / seconds / config.mesh.devices / 1e12
         return Record(
-            step=step, loss=finite_or_none(float(metrics.loss)),
-            grad_norm=finite_or_none(float(metrics.grad_norm)), learning_rate=float(metrics.learning_rate),
-            loss_scale=float(metrics.loss_scale), skipped=bool(metrics.skipped),
-            tokens=self.sizes.samples_before(step) * sample, seconds=seconds,
-            tokens_per_second=size * sample / seconds, tflops=tflops,
+            step=step,
+            loss=finite_or_none(float(metrics.loss)),
+            grad_norm=finite_or_none(float(metrics.grad_norm)),
+            learning_rate=float(metrics.learning_rate),
+            loss_scale=float(metrics.loss_scale),
+            skipped=bool(metrics.skipped),
+            tokens=self.sizes.samples_before(step) * sample,
+            seconds=seconds,
+            tokens_per_second=size * sample / seconds,
+            tflops=tflops,
             mfu=tflops / self.peak if self.peak else None,
             nonfinite=not_finite(metrics, self.program.gradient_names),
-            labels=None if metrics.labels is None else int(metrics.labels), checkpoint_blocked_seconds=blocked,
+            labels=None if metrics.labels is None else int(metrics.labels),
+            checkpoint_blocked_seconds=blocked,
             metrics={name: finite_or_none(float(value)) for name, value in metrics.metrics.items() if not value.ndim},
             arrays={name: value for name, value in metrics.metrics.items() if value.ndim},
-        )  # fmt: skip
+        )
 
 
 # --- The callback that evaluates; the others are `Guard`, `Display`, `MetricsLog` and `Goodput` -----------------------

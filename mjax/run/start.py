@@ -138,17 +138,25 @@ def describe_environment(config: Config, print_line: PrintLine) -> dict:
     """Versions, devices, mesh, kernels in use, flags (also which of them mjax has set), and the git commit."""
     devices = jax.devices()
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), "command": sys.argv, "mjax": mjax.__version__,
-        "git_commit": _git_commit(print_line), "python": platform.python_version(),
-        "packages": dependency_versions(), "platform": devices[0].platform,
-        "device_kind": devices[0].device_kind, "devices": len(devices), "processes": jax.process_count(),
-        "host": platform.node(), "mesh": axes.cli_sizes(config.mesh),
-        "parameters": count_parameters(config.model), "attention": config.model.attention,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "mjax": mjax.__version__,
+        "git_commit": _git_commit(print_line),
+        "python": platform.python_version(),
+        "packages": dependency_versions(),
+        "platform": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "devices": len(devices),
+        "processes": jax.process_count(),
+        "host": platform.node(),
+        "mesh": axes.cli_sizes(config.mesh),
+        "parameters": count_parameters(config.model),
+        "attention": config.model.attention,
         **({"moe_kernel": config.model.moe_kernel} if config.model.moe_kernel else {}),
         "driver": launch.nvidia_driver(),
         "flags": {name: value for name, value in sorted(os.environ.items()) if FLAGS.fullmatch(name)},
         "set_by_mjax": dict(launch.SET_BY_MJAX),
-    }  # fmt: skip
+    }
 
 
 def write_environment(config: Config, folder: Path, print_line: PrintLine) -> None:

@@ -297,13 +297,17 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
     return (MixtureConfig if experts else LlamaConfig)(
         heads=heads,
         kv_heads=args.count("num_query_groups", minimum=1) if args["group_query_attention"] else heads,
-        head_dim=head_dim, sequence=sequence, max_position_embeddings=sequence,
+        head_dim=head_dim,
+        sequence=sequence,
+        max_position_embeddings=sequence,
         **{field: shapes[argument] for field, argument in SHAPE_FIELDS.items()},
-        qk_norm="head" if args["qk_layernorm"] else "none", qkv_bias=f"{layer}.{QKV}.bias" in tensors.infos,
+        qk_norm="head" if args["qk_layernorm"] else "none",
+        qkv_bias=f"{layer}.{QKV}.bias" in tensors.infos,
         tie_embeddings=not args["untie_embeddings_and_output_weights"],
         **(_mixture_fields(args, tensors, width) if experts else {"feed_forward": width}),
-        **args.numbers({**FIELDS, **ROPE_FIELDS, "norm_epsilon": args.epsilon}), **_rope_scaling_fields(args),
-    )  # fmt: skip
+        **args.numbers({**FIELDS, **ROPE_FIELDS, "norm_epsilon": args.epsilon}),
+        **_rope_scaling_fields(args),
+    )
 
 
 def _rope_scaling_fields(arguments: MegatronArguments) -> dict[str, Any]:

@@ -69,15 +69,22 @@ def megatron_family(kind: str, version: float, layernorm: str = "pre", layers: i
     trunk = TRUNKS[kind]
     layer = f"{trunk}.layers.{{0}}"
     names = {
-        "embedding": "embedding.word_embeddings", "positions": "embedding.position_embeddings",
-        "token_types": "embedding.tokentype_embeddings", "blocks.attention_norm": f"{layer}.input_layernorm",
+        "embedding": "embedding.word_embeddings",
+        "positions": "embedding.position_embeddings",
+        "token_types": "embedding.tokentype_embeddings",
+        "blocks.attention_norm": f"{layer}.input_layernorm",
         "blocks.attention.qkv": f"{layer}.self_attention.linear_qkv",
         "blocks.attention.out": f"{layer}.self_attention.linear_proj",
-        "blocks.mlp_norm": f"{layer}.pre_mlp_layernorm", "blocks.mlp.up": f"{layer}.mlp.linear_fc1",
-        "blocks.mlp.down": f"{layer}.mlp.linear_fc2", "final_norm": f"{trunk}.final_layernorm",
-        "mlm.transform": "lm_head.dense", "mlm.norm": "lm_head.layer_norm", "mlm": "output_layer",
-        "pooler": "pooler.dense", "order": "binary_head",
-    }  # fmt: skip
+        "blocks.mlp_norm": f"{layer}.pre_mlp_layernorm",
+        "blocks.mlp.up": f"{layer}.mlp.linear_fc1",
+        "blocks.mlp.down": f"{layer}.mlp.linear_fc2",
+        "final_norm": f"{trunk}.final_layernorm",
+        "mlm.transform": "lm_head.dense",
+        "mlm.norm": "lm_head.layer_norm",
+        "mlm": "output_layer",
+        "pooler": "pooler.dense",
+        "order": "binary_head",
+    }
     renamed = ()
     if layernorm == "post":
         names |= {
@@ -87,10 +94,14 @@ def megatron_family(kind: str, version: float, layernorm: str = "pre", layers: i
         }
         renamed = ((rf"^{trunk}\.final_layernorm", f"{trunk}.layers.{layers}.input_layernorm"),)
     return Family(
-        model=f"Megatron's {kind.upper()}", names=names,
-        qkv="cnd" if version < 1 else "ndc" if version < 2 else "ncd", copies={SCORES: EMBEDDING},
-        renamed=renamed, described_by="the rest of the checkpoint", padded=True,
-    )  # fmt: skip
+        model=f"Megatron's {kind.upper()}",
+        names=names,
+        qkv="cnd" if version < 1 else "ndc" if version < 2 else "ncd",
+        copies={SCORES: EMBEDDING},
+        renamed=renamed,
+        described_by="the rest of the checkpoint",
+        padded=True,
+    )
 
 
 # --- Names ------------------------------------------------------------------------------------------------------------

@@ -21,14 +21,19 @@ from mjax.models.huggingface.family import SIZES, Family
 
 LAYER = "bert.encoder.layer.{0}"
 NAMES = {
-    "embedding": "bert.embeddings.word_embeddings", "positions": "bert.embeddings.position_embeddings",
+    "embedding": "bert.embeddings.word_embeddings",
+    "positions": "bert.embeddings.position_embeddings",
     "token_types": "bert.embeddings.token_type_embeddings",
     "blocks.attention.qkv": tuple(f"{LAYER}.attention.self.{part}" for part in ("query", "key", "value")),
-    "blocks.attention.out": f"{LAYER}.attention.output.dense", "blocks.mlp.up": f"{LAYER}.intermediate.dense",
-    "blocks.mlp.down": f"{LAYER}.output.dense", "pooler": "bert.pooler.dense",
-    "mlm.transform": "cls.predictions.transform.dense", "mlm.norm": "cls.predictions.transform.LayerNorm",
-    "mlm": "cls.predictions", "order": "cls.seq_relationship",
-}  # fmt: skip
+    "blocks.attention.out": f"{LAYER}.attention.output.dense",
+    "blocks.mlp.up": f"{LAYER}.intermediate.dense",
+    "blocks.mlp.down": f"{LAYER}.output.dense",
+    "pooler": "bert.pooler.dense",
+    "mlm.transform": "cls.predictions.transform.dense",
+    "mlm.norm": "cls.predictions.transform.LayerNorm",
+    "mlm": "cls.predictions",
+    "order": "cls.seq_relationship",
+}
 """Common to both, without the LayerNorms."""
 
 BERT = Family(

@@ -48,15 +48,18 @@ MIXTRAL = replace(
     model_type="mixtral",
     fixed={**MISTRAL.fixed, "kind": "mixture", "router_normalized": True},
     fields={
-        **MISTRAL.fields, "num_local_experts": ("experts", 8), "num_experts_per_tok": ("experts_per_token", 2),
-        "rms_norm_eps": ("norm_epsilon", 1e-5), "rope_theta": ("rope_theta", 1e6),
+        **MISTRAL.fields,
+        "num_local_experts": ("experts", 8),
+        "num_experts_per_tok": ("experts_per_token", 2),
+        "rms_norm_eps": ("norm_epsilon", 1e-5),
+        "rope_theta": ("rope_theta", 1e6),
         "sliding_window": ("window", None),
     },
     only={"router_jitter_noise": 0.0},
     read_fields=MISTRAL.read_fields | OF_TRAINING | {"moe_ffn_hidden"},
     write=lambda model: {**MISTRAL.write(model), "intermediate_size": model.expert_width},
     without_effect=MISTRAL.without_effect | WITHOUT_EFFECT,
-)  # fmt: skip
+)
 
 OLMOE = replace(
     LLAMA,
@@ -108,8 +111,11 @@ QWEN3_MOE = replace(
     model_type="qwen3_moe",
     fixed={**QWEN3.fixed, "kind": "mixture"},
     fields={
-        **QWEN3.fields, "head_dim": ("head_dim", None), "moe_intermediate_size": ("moe_ffn_hidden", 768),
-        "num_experts": ("experts", 128), "num_experts_per_tok": ("experts_per_token", 8),
+        **QWEN3.fields,
+        "head_dim": ("head_dim", None),
+        "moe_intermediate_size": ("moe_ffn_hidden", 768),
+        "num_experts": ("experts", 128),
+        "num_experts_per_tok": ("experts_per_token", 8),
         "norm_topk_prob": ("router_normalized", False),
     },
     only={"attention_bias": False},
@@ -118,5 +124,5 @@ QWEN3_MOE = replace(
     read_fields=QWEN3.read_fields | OF_TRAINING | {"first_dense_layers", "moe_layer_freq"},
     write=_write_qwen,
     without_effect=QWEN3.without_effect | WITHOUT_EFFECT,
-)  # fmt: skip
+)
 FAMILIES = (MIXTRAL, QWEN3_MOE, OLMOE)
