@@ -278,6 +278,8 @@ SEARCHES = {
     "CUDA 12": "reference/platforms",
     "checkpoint size": "reference/checkpoints",
     "cite": "index",
+    "own tokenizer": "reference/tokenizers",
+    "killed": "guides/resume-and-branch",
 }
 
 
