@@ -6,7 +6,7 @@
 Every kernel runs many times inside one compiled loop, so that launching it from Python does not count; the fastest of
 several rounds is taken. All arrays are random, and arguments of the loop. Flash attention is measured if a training run
 would use it here. Collectives are measured over all devices if there are several, which are assumed to be in one
-server. The rate between servers is not measured and stays that of published runs.
+server. The rate between servers is not measured and keeps the value from published runs.
 
 The table compares each measurement with the value that the fitted rates predict.
 """
@@ -87,7 +87,7 @@ class Kernel:
 
     Attributes:
       kind, sizes: as in `Measurement`.
-      function: x → x, whose next call has to wait for this one. It must hold no array of its own: XLA folds a constant
+      function: x → x, whose next call has to wait for this one. It must hold no constant array: XLA folds a constant
         into the kernel that reads it, which then reads nothing.
       shapes: of x, a tree of `jax.ShapeDtypeStruct`.
     """
@@ -116,7 +116,7 @@ def measure(arguments: Arguments, compute: str) -> Iterator[Measurement]:
 
 
 def kernels(arguments: Arguments, compute: str, flash: bool, devices: Sequence) -> Iterator[Kernel]:
-    """The operations that `measure` times; `flash` says whether there is attention, and `devices` are those of the
+    """The operations that `measure` times; `flash` says whether there is attention, and `devices` run the
     all-reduces."""
     import jax
     import jax.numpy as jnp
@@ -164,7 +164,7 @@ def drawn(shapes):
 
 
 def _small_kernels(x):
-    """KERNELS kernels on one number, each of which depends on the one before."""
+    """Compute KERNELS kernels on one number, each depending on the one before."""
     import jax
 
     for _ in range(KERNELS):
@@ -182,7 +182,7 @@ def _product(x_and_kernel):
 
 
 def _flash_runs(compute: str) -> bool:
-    """Whether a model's attention would be cuDNN's on this device; if not, prints the reason."""
+    """True if a model's attention would be cuDNN's on this device; if not, prints the reason."""
     import jax
 
     if jax.default_backend() != "gpu":

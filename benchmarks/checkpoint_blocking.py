@@ -4,10 +4,10 @@
     python benchmarks/checkpoint_blocking.py --rounds 3 --runs s3://bucket/runs
     python benchmarks/checkpoint_blocking.py --wait 1 --model.sequence 32 --train.micro-batch 1 --train.global-batch 1
 
-With --wait the loop sleeps where it would wait for an accelerator: the cores are free, as they are beside a GPU.
+With --wait the loop sleeps where it would wait for an accelerator: the cores are free, as with a GPU.
 
 Three contenders run in turns: no checkpoints, checkpoints on the disk, and checkpoints that are also copied to a store,
-which is a server on the loopback if --runs is left out (`pip install 'moto[server]' s3fs`). The figures are those of
+which is a server on the loopback if --runs is left out (`pip install 'moto[server]' s3fs`). The numbers come from
 metrics.jsonl: `checkpoint_blocked_seconds`, and the `seconds` of the step after a checkpoint over the median of the
 steps without one before it.
 """
@@ -91,7 +91,7 @@ def _figures(records: list[dict]) -> list[tuple[float, float]]:
 
 @contextlib.contextmanager
 def _loopback():
-    """s3://bucket/runs on moto's server, in a process of its own."""
+    """s3://bucket/runs on moto's server, in a separate process."""
     import s3fs
 
     with socket.socket() as probe:

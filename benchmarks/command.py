@@ -39,7 +39,7 @@ class Figure(NamedTuple):
 
 
 def collect(*figures: Figure) -> None:
-    """Give figures to ratios.py, if it started this benchmark."""
+    """Give metrics to ratios.py, if it started this benchmark."""
     if file := os.environ.get(COLLECTED):
         with open(file, "a") as lines:
             lines.writelines(json.dumps(figure._asdict()) + "\n" for figure in figures)

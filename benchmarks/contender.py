@@ -1,4 +1,4 @@
-"""One contender of a benchmark, in a process of its own: it builds a model and takes training steps on request.
+"""One contender of a benchmark, in a separate process: it builds a model and takes training steps on request.
 
 The process reads requests from its standard input and answers them, each as one line of JSON:
 
@@ -6,7 +6,7 @@ The process reads requests from its standard input and answers them, each as one
     {"steps": k}                                              take one more, then k        → {"seconds"}, of the k
     {"stop": true}                                            end                          → {"peak_bytes"}
 
-Memory is that of this process: the largest resident set on a CPU, the allocator's peak on a GPU.
+Memory is counted for this process: the largest resident set on a CPU, the allocator's peak on a GPU.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Torch:
 
         torch.set_num_threads(threads)
         torch.manual_seed(config.train.seed)
-        torch.set_float32_matmul_precision("high")  # TF32 on GPUs, which is what XLA does with float32 there
+        torch.set_float32_matmul_precision("high")  # TF32 on GPUs, as XLA multiplies float32 there
         self.torch, self.config, self.platform = torch, config, platform
         self.place = torch.device("cuda" if platform == "gpu" else "cpu")
         model = config.model

@@ -40,7 +40,7 @@ class Ended:
 
     @property
     def fine(self) -> bool:
-        """Whether it did what it was started for."""
+        """True if it did the work it was started for."""
         return self.verdict in ("ok", "killed as planned")
 
 
@@ -75,7 +75,7 @@ class Day:
 
         Args:
           limit: seconds; also ended when the day's are over.
-          environment: variables besides those of this process.
+          environment: variables in addition to this process's.
           kill_when: the command is killed, as by a crash, once this is true.
         """
         limit = min(limit, self.seconds - (time.monotonic() - self.begun))

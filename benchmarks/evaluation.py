@@ -48,7 +48,7 @@ def write_peer(folder: Path, texts: list[str]) -> None:
 
 
 def requests_of(texts: list[str], questions: int, documents: int) -> dict[str, list]:
-    """Instances of the harness by the method that takes them."""
+    """Instances of the harness by the method that answers them."""
     from lm_eval.api.instance import Instance
 
     words, random, pairs = " ".join(texts).split(), np.random.default_rng(0), []

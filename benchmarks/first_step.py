@@ -1,9 +1,9 @@
-"""Seconds from the start of a process to the first loss on the screen, next to PyTorch, and those of short commands.
+"""Seconds from the start of a process to the first loss on the screen, next to PyTorch, and seconds of short commands.
 
     python benchmarks/first_step.py                          gpt_demo with mock tokens
     python benchmarks/first_step.py --data.path data/demo    any flag of `train.py`
 
-Contenders alternate, round by round, each in a process of its own that ends with its first loss:
+Contenders alternate, round by round, each in a separate process that ends with its first loss:
 
     cold     `train.py` with nothing compiled on the disk
     warm     the same command again

@@ -2,10 +2,10 @@
 
     python benchmarks/generation.py [--batch 1 8 32] [--prompt 64 512] [--compute fp32] [--tokens 64] [--rounds 3]
 
-All contenders have the same weights: those of transformers, imported by `mjax convert from-hf`. The prefill is the time
-of one token, the decode the time of N + 1 tokens less that. Each row has the median of the rounds. A ratio is mjax over
-the faster cache of transformers, by the median of the rounds' ratios; the goal is 1.5. `hf bytes/s` of the decode: the
-weights and the filled cache, read once per token, over its time.
+All contenders have the same weights: initialized by transformers, imported by `mjax convert from-hf`. The prefill is
+the time of one token, the decode the time of N + 1 tokens less that. Each row has the median of the rounds. A ratio is
+mjax over the faster cache of transformers, by the median of the rounds' ratios; the goal is 1.5. `hf bytes/s` of the
+decode: the weights and the filled cache, read once per token, over its time.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     python benchmarks/gpu.py --output gpu_day --parts about first checks         some of them, in this order
     python benchmarks/gpu.py --output dry_run --tiny --parts first resume        toy sizes on a CPU, to try the command
 
-**It has not been run on a GPU yet**, only with --tiny. Every part is one or more commands with a limit of their own, in
-processes of their own. One that fails or runs over its limit is ended and named, and the others go on; what --seconds
-leaves no time for is named as left out. Everything is in OUTPUT, after every command:
+**It has not been run on a GPU yet**, only with --tiny. Every part is one or more commands, each in a separate process
+with a separate limit. One that fails or runs over its limit is ended and named, and the others still run. Parts that do
+not fit into --seconds are listed as left out. Everything is in OUTPUT, after every command:
 
     results.md      the tables, for benchmarks/log
     results.json    the same, with commands, limits and seconds
@@ -138,7 +138,7 @@ def first(day: Day) -> None:
 
 
 def step(day: Day) -> None:
-    """Beside PyTorch, which a dry run leaves out."""
+    """Compare gpt_1b with PyTorch, which a dry run leaves out."""
     peers = "none" if day.tiny else "eager,compile"
     _beside(day, "gpt_1b", 500, 8, 8, peers)
     if not day.tiny:
@@ -146,11 +146,11 @@ def step(day: Day) -> None:
 
 
 def larger(day: Day) -> None:
-    """Beside PyTorch."""
+    """Compare gpt_2b with PyTorch."""
     _beside(day, "gpt_2b", 500, 8, 4, "none" if day.tiny else "eager,compile")
 
 
-# Name, flags, XLA's options; in order of what is to be learned.
+# Name, flags, XLA's options; the most informative first.
 VARIANTS = (
     ("as it is", (), ""),
     ("layers in a loop", ("--train.unroll", "off"), ""),
@@ -167,7 +167,7 @@ VARIANTS = (
 
 
 def variants(day: Day) -> None:
-    """One change at a time, each compiled in a process of its own."""
+    """Change one setting at a time, each compiled in a separate process."""
     rows = []
     for name, flags, xla in VARIANTS[1:3] if day.tiny else VARIANTS:
         found = _step(day, f"variant: {name}", "gpt_1b", 200, *_sequences(8, 8), *flags, xla=xla)
@@ -272,7 +272,7 @@ def calibrate(day: Day) -> None:
 
 
 def predicted(day: Day) -> None:
-    """Five steps beside the plan's, whose error the file of rates then has."""
+    """Compare five steps with the plan; the largest error goes into the file of rates."""
     rates = day.folder / "calibration.json"
     flags = ["--calibration", str(rates), "--write", str(rates)] if rates.exists() and not day.tiny else []
     if day.tiny:

@@ -97,7 +97,7 @@ def _sizes(config: Config):
 
 
 def _products(config: Config) -> Iterator[Timed]:
-    """y = x A with its gradients dx = dy Aᵀ and dA = xᵀ dy, of a layer; then those of the logits."""
+    """y = x A with its gradients dx = dy Aᵀ and dA = xᵀ dy, for a layer; then for the logits."""
     model, t, array = _sizes(config)
     h, f, v = model.hidden, model.mlp_width, model.padded_vocabulary
     for name, k, n, times in (

@@ -1,4 +1,4 @@
-"""Grouped products of a mixture of experts: FLOPs used over FLOPs needed, and time, beside `lax.ragged_dot`.
+"""Grouped matmuls of a mixture of experts: FLOPs used over FLOPs needed, and time, compared with `lax.ragged_dot`.
 
     python benchmarks/grouped.py
 
@@ -10,8 +10,8 @@ how the router spreads the assignments. Sorting is not measured: every method ge
     skewed     the same, with likelihoods 1, 1/2, 1/3, … (Zipf)
     one        all to one expert
 
-FLOPs used are those of the tiles in use, and for `ragged_dot` those of the compiled program. The exit code is 1
-if a method's results differ from those of `ragged_dot`.
+FLOPs used are counted over the tiles in use, and for `ragged_dot` in the compiled program. The exit code is 1 if a
+method's results differ from `ragged_dot`'s.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 A run of a small model on mock tokens writes its records, TensorBoard's file and the terminal, as `mjax train` does. Its
 step ends with a sleep, so the processor is the host's alone. Between the return of one step's dispatch and the call of
-the next the host fetches metrics, which waits for the device, takes a batch, and does the rest: that is its work, and
-the device is idle only if work and dispatch take longer than a step.
+the next the host fetches metrics, which waits for the device, reads a batch, and does the rest. The device is idle only
+if this work and the dispatch take longer than a step.
 """
 
 from __future__ import annotations

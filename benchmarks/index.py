@@ -3,7 +3,7 @@
     python benchmarks/index.py
 
 Everything is synthetic: documents of log-normal lengths without their tokens (a sparse file of zeros), so nothing is
-downloaded and a billion tokens take no disk space. Each contender runs in a process of its own, whose peak anonymous
+downloaded and a billion tokens take no disk space. Each contender runs in a separate process, whose peak anonymous
 memory is reported: pages of memory-mapped files are excluded. Seconds are CPU time of one thread, which is wall time on
 an idle machine. Contenders alternate; the fastest round counts. Their results must be equal byte for byte, or the exit
 code is 1.
@@ -64,7 +64,7 @@ def write_dataset(prefix: Path, documents: int, mean: float) -> None:
         stream.truncate(int(ends[-1]))
 
 
-# --- What is measured, each in a process of its own -------------------------------------------------------------------
+# --- Measurements, each in a separate process -------------------------------------------------------------------------
 
 
 class Anonymous:

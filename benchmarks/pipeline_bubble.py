@@ -4,12 +4,12 @@
 
 Four simulated devices are the four stages of a pipeline and run `pipeline_gradients` as a training step does, with its
 scan over ticks, buffers, residuals and messages. Only the model is made up: a layer is a product with a tiny matrix
-that also sleeps, for as long as the pass of a large layer would take. So two CPU cores are enough, and the dependencies
-between operations are what is measured. The interpreter's own time is included.
+that also sleeps, for as long as the pass of a large layer would take. So two CPU cores are enough, and the measurement
+covers the dependencies between operations. The interpreter's own time is included.
 
-A micro-batch takes one unit forward and two backward through all chunks of a stage. Every operation must have run
-once, and loss and gradients must equal those of the same layers without a pipeline. The exit code is 1 if a time is
-off its prediction by more than 10%.
+A micro-batch takes one unit forward and two backward through all chunks of a stage. Every operation must have run once,
+and loss and gradients must equal a run of the same layers without a pipeline. The exit code is 1 if a time is off its
+prediction by more than 10%.
 """
 
 from __future__ import annotations

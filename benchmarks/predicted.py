@@ -4,7 +4,7 @@
     python benchmarks/predicted.py --calibration calibration.json
     python benchmarks/predicted.py --calibration calibration.json --write calibration.json
 
-Five models run in turn, each in a process of its own, with the step that `mjax train` compiles. With --write the
+Five models run in turn, each in a separate process, with the step that `mjax train` compiles. With --write the
 calibration is saved with the largest error of the table as its error bar, and with the lengths that it was found on.
 Its rates stay: they come from kernels, and a step would hide errors of the model in them.
 """

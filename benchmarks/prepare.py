@@ -12,8 +12,8 @@ it in one process. "pool" works like the script: multiprocessing.Pool.imap with 
 two processes. Both use mjax's tokenizer without gigatoken, one text per call as in the script.
 
 Contenders alternate, after one round of warm-up, and the fastest round of each counts. The start of worker processes is
-included, that of the interpreter is not. CPU seconds are of all processes; those of the first process, which reads and
-writes, show how many workers it could feed. All datasets must be byte for byte the same.
+included, the start of the interpreter is not. CPU seconds are of all processes. CPU seconds of the first process, which
+reads and writes, show how many workers it could feed. All datasets must be byte for byte the same.
 
 Needs megatron-core and torch: run it in the environment of `make test-ci`.
 """

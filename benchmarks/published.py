@@ -47,7 +47,7 @@ class PublishedTraffic:
         products.
       logits: per element of the vocabulary scores, forward and backward.
       kernels: launches of a layer's forward pass, except its products.
-      backward: bytes of a backward pass divided by those of the forward.
+      backward: bytes of a backward pass divided by bytes of the forward pass.
     """
 
     stream: float
@@ -105,7 +105,7 @@ class Run:
       name: of the config, with the run's settings.
       config: as the paper ran it.
       gpu: name in `mjax/cluster/hardware.py`.
-      software: the program, or mjax's own where that of the run is not modelled.
+      software: the program, or mjax if the run's program is not modelled.
       seconds: of a step.
       source: paper and table.
       network: gigabits per second of a server's network cards, if not the usual.

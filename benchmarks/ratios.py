@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def table(figures: list[Figure]) -> str:
-    """The figures in Markdown, below what they were measured with."""
+    """The ratios in Markdown, below the software and hardware of the measurement."""
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
     cores = len(os.sched_getaffinity(0))
     rows = [

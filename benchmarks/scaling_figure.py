@@ -14,7 +14,7 @@ from mjax.pictures.figures import save
 from mjax.planner.layer import hardware_flops
 from mjax.planner.time import Calibration, predict_time
 
-# Okabe and Ito's palette, as in the other figures.
+# Okabe and Ito's palette, as in the other pictures.
 BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"
 GREY = "#6e7781"  # read on light and on dark pages
 

@@ -4,7 +4,7 @@
     python benchmarks/train_step.py --config gpt_1b --peers eager      any config, any flag of `train.py`
 
 The peers are transformers' GPT2LMHeadModel with the config's shapes, padded vocabulary, precision, dropout, clipping
-and micro-batches, run by torch eagerly and through torch.compile. Each contender has a process of its own, so its peak
+and micro-batches, run by torch eagerly and through torch.compile. Each contender has a separate process, so its peak
 memory is measured separately. On a CPU the contenders alternate, round by round, and are compared within a round: other
 load on the machine affects all of them equally. On a GPU they run one after the other, since each would reserve most of
 the memory.
@@ -286,7 +286,7 @@ def table(rows: list[Row], markdown: bool) -> str:
 
 @in_one_sentence
 def main() -> int:
-    """Measure and print; 0 when mjax has figures."""
+    """Measure and print; 0 when mjax has results."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default=Arguments.config)
     name = parser.parse_known_args()[0].config

@@ -2,7 +2,7 @@
 
 parameters   268,098,176
 hardware     1 GPU
-source       arXiv 2503.19786; gemma-3-270m on Hugging Face; the optimizer is that of Llama 3
+source       arXiv 2503.19786; gemma-3-270m on Hugging Face; the optimizer is Llama 3's
 """
 
 from mjax.config import CheckpointConfig, Config, OptimizerConfig, TrainConfig

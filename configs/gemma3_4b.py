@@ -3,7 +3,7 @@
 parameters   3,880,099,328
 hardware     8 GPUs, ZeRO-3 over data 8
 source       arXiv 2503.19786, table 1; gemma-3-4b-pt on Hugging Face, whose table has 64 rows more, of its images; the
-             optimizer is that of Llama 3
+             optimizer is Llama 3's
 """
 
 from mjax.config import CheckpointConfig, Config, MeshConfig, OptimizerConfig, TrainConfig

@@ -5,7 +5,7 @@ hardware     512 GPUs, pipe 64 × data 1 × model 8; a global batch of 512 is 51
 to beat      71.49 s per step on A100s, 56.3% MFU: 176 model TFLOP/s per GPU
 source       arXiv 2205.05198, tables 3 and 5, fourth row (fp16 on A100s: add --precision.compute fp16)
 training     500 steps to measure speed, as in Megatron's scripts for such runs (sc21/CONFIG.sh); the paper gives no
-             learning rate; this is that of GPT-3 175B, the nearest (arXiv 2005.14165, table 2.1). To train, raise
+             learning rate; this is GPT-3 175B's, the nearest (arXiv 2005.14165, table 2.1). To train, raise
              --mesh.data and --train.global-batch together, and take steps, warm-up and decay from gpt_1t
 """
 

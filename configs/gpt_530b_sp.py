@@ -6,7 +6,7 @@ hardware     280 GPUs, pipe 35 × data 1 × model 8; a global batch of 280 is 28
 to beat      37.83 s per step on A100s, 56.0% MFU: 175 model TFLOP/s per GPU
 source       arXiv 2205.05198, tables 3 and 5, third row (fp16 on A100s: add --precision.compute fp16)
 training     500 steps to measure speed, as in Megatron's scripts for such runs (sc21/CONFIG.sh); the paper gives no
-             learning rate; this is that of GPT-3 175B, the nearest (arXiv 2005.14165, table 2.1). To train, raise
+             learning rate; this is GPT-3 175B's, the nearest (arXiv 2005.14165, table 2.1). To train, raise
              --mesh.data and --train.global-batch together, and take steps, warm-up and decay from gpt_530b
 """
 

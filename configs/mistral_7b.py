@@ -2,7 +2,7 @@
 
 parameters   7,241,732,096
 hardware     8 GPUs, ZeRO-3 over data 8
-source       arXiv 2310.06825, table 1; Mistral-7B-v0.1 on Hugging Face; the optimizer is that of Llama 2
+source       arXiv 2310.06825, table 1; Mistral-7B-v0.1 on Hugging Face; the optimizer is Llama 2's
 """
 
 from mjax.config import CheckpointConfig, Config, LlamaConfig, MeshConfig, OptimizerConfig, TrainConfig

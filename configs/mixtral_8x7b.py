@@ -1,8 +1,8 @@
 """Mixtral 8x7B.
 
-parameters   46,702,792,704, of which a token uses 12,879,925,248
+parameters   46,702,792,704; 12,879,925,248 per token
 hardware     64 GPUs, FSDP over data 64
-source       arXiv 2401.04088, table 1; Mixtral-8x7B-v0.1 on Hugging Face; the optimizer is that of Llama 3
+source       arXiv 2401.04088, table 1; Mixtral-8x7B-v0.1 on Hugging Face; the optimizer is Llama 3's
 """
 
 from mjax.config import CheckpointConfig, Config, MeshConfig, MixtureConfig, OptimizerConfig, TrainConfig

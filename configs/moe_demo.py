@@ -1,6 +1,6 @@
 """A small mixture of experts on Wikipedia paragraphs, for two CPU cores: the tokens, steps and batches of llama_demo.
 
-parameters   11,282,688, of which a token uses 4,204,800, about as many as llama_demo has
+parameters   11,282,688; 4,204,800, per token about as many as llama_demo has
 hardware     two CPU cores, six to nine minutes
 result       validation perplexity 171.4 after the 1,024,000 tokens on which llama_demo reaches 178.1
              (with weights that add up to 1 rather than 2, router_scale, a token's experts are half an MLP: 191.7)

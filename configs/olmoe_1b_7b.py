@@ -1,6 +1,6 @@
 """OLMoE 1B-7B.
 
-parameters   6,919,161,856, of which a token uses 1,282,017,280
+parameters   6,919,161,856; 1,282,017,280 per token
 hardware     64 GPUs, ZeRO-1 over data 64
 source       arXiv 2409.02060, table 10; OLMoE-1B-7B-0924 on Hugging Face
 """

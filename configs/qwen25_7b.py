@@ -2,7 +2,7 @@
 
 parameters   7,615,616,512
 hardware     8 GPUs, ZeRO-3 over data 8
-source       arXiv 2412.15115, table 1; Qwen2.5-7B on Hugging Face; the optimizer is that of Llama 3
+source       arXiv 2412.15115, table 1; Qwen2.5-7B on Hugging Face; the optimizer is Llama 3's
 """
 
 from mjax.config import CheckpointConfig, Config, LlamaConfig, MeshConfig, OptimizerConfig, TrainConfig

@@ -2,7 +2,7 @@
 
 parameters   596,049,920
 hardware     8 GPUs, data 8
-source       arXiv 2505.09388, table 1; Qwen3-0.6B on Hugging Face; the optimizer is that of Llama 3
+source       arXiv 2505.09388, table 1; Qwen3-0.6B on Hugging Face; the optimizer is Llama 3's
 """
 
 from mjax.config import CheckpointConfig, Config, LlamaConfig, MeshConfig, OptimizerConfig, TrainConfig

@@ -1,8 +1,8 @@
 """Qwen 3 30B-A3B.
 
-parameters   30,532,122,624, of which a token uses 3,353,032,704
+parameters   30,532,122,624; 3,353,032,704 per token
 hardware     64 GPUs, FSDP over data 64
-source       arXiv 2505.09388, table 2; Qwen3-30B-A3B on Hugging Face; the optimizer is that of Llama 3
+source       arXiv 2505.09388, table 2; Qwen3-30B-A3B on Hugging Face; the optimizer is Llama 3's
 """
 
 from mjax.config import CheckpointConfig, Config, MeshConfig, MixtureConfig, OptimizerConfig, TrainConfig

@@ -2,7 +2,7 @@
 
 parameters   32,762,123,264
 hardware     64 GPUs, data 8 × model 8
-source       arXiv 2505.09388, table 1; Qwen3-32B on Hugging Face; the optimizer is that of Llama 3
+source       arXiv 2505.09388, table 1; Qwen3-32B on Hugging Face; the optimizer is Llama 3's
 """
 
 from mjax.config import CheckpointConfig, Config, LlamaConfig, MeshConfig, OptimizerConfig, TrainConfig

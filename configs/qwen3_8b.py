@@ -2,7 +2,7 @@
 
 parameters   8,190,735,360
 hardware     8 GPUs, ZeRO-3 over data 8
-source       arXiv 2505.09388, table 1; Qwen3-8B on Hugging Face; the optimizer is that of Llama 3
+source       arXiv 2505.09388, table 1; Qwen3-8B on Hugging Face; the optimizer is Llama 3's
 """
 
 from mjax.config import CheckpointConfig, Config, LlamaConfig, MeshConfig, OptimizerConfig, TrainConfig

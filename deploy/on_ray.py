@@ -32,7 +32,7 @@ def free_address() -> str:
 
 
 def run(command: list[str], environment: dict[str, str]) -> int:
-    """Exit code of `command` on this node. Ray shows the node's output in that of the job."""
+    """Exit code of `command` on this node. Ray shows the node's output in the job's output."""
     return subprocess.run(command, env=os.environ | environment).returncode
 
 

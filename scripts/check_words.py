@@ -111,7 +111,7 @@ def check(text: Text) -> Iterator[tuple[int, str]]:
 
 
 def join_lines(ends: re.Match) -> str:
-    """A space for the end of a line, with a mark for that of a paragraph or item; its line feeds keep the count."""
+    """A space for the end of a line, with a mark at the end of a paragraph or item; its line feeds keep the count."""
     is_paragraph = ends[0].count("\n") > 1 or re.search("[#*|-]", ends[0])
     return ("¶ " if is_paragraph else " ") + "\n" * ends[0].count("\n")
 

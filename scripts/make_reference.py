@@ -354,7 +354,7 @@ def _signature(name: str, thing: Any) -> str:
 
 
 def _docstring(thing: Any) -> str:
-    """Google's sections as headed lists; indented code as it is."""
+    """Google's sections as headed lists; indented code unchanged."""
     lines, shown = (inspect.getdoc(thing) or "").split("\n"), []
     section = False
     for line in lines:

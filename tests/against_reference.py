@@ -1,4 +1,4 @@
-"""The parallel step beside the serial reference: the largest difference of loss (of a BERT its figures) and
+"""Compare the parallel step with the serial reference: largest difference of loss (for BERT all metrics) and
 gradients."""
 
 from dataclasses import replace
@@ -92,7 +92,8 @@ def merged(weights, model):
 
 
 def of_trained(gradients, weights, model):
-    """The gradients of what is trained: as they are, or of all A and B, from those of the merged kernels."""
+    """The gradients of trained weights: unchanged, or of all A and B, computed from the gradients of the merged
+    kernels."""
     gradients, found = {name: np.asarray(gradient) for name, gradient in gradients.items()}, {}
     if not model.lora_rank:
         return gradients
@@ -115,8 +116,10 @@ def reference_of(config) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def update_errors(config) -> dict[str, float]:
-    """Return the largest error by name, of reported values and of every weight after a whole step, in which AdamW's
-    update is about as large as the clipped gradient; infinity for a frozen weight that moves."""
+    """Return the largest error by name, of reported values and of every weight after a complete step.
+
+    AdamW's update is about as large as the clipped gradient. A frozen weight that moves has an infinite error.
+    """
     optimizer = OptimizerConfig(learning_rate=1.0, schedule="constant", epsilon=1.0, clip_norm=0.01, weight_decay=0.1)
     config = replace(config, optimizer=optimizer)
     with jax.enable_x64(True):

@@ -34,7 +34,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     flags += [COMPILE_QUICKLY, IN_ORDER, "--xla_cpu_collective_call_terminate_timeout_seconds=200"]
 os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 os.environ.setdefault(THREADS, str(THREADS_PER_DEVICE * 16))
-# Of what tests start too. Clones of one machine share a cache, so that each compiles only what is new in it.
+# Also for processes that tests start. Clones on one machine share a cache: each compiles only its new programs.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mjax-tests"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
@@ -59,11 +59,7 @@ hypothesis.settings.load_profile("patient")
 
 @pytest.fixture(autouse=True)
 def signals_as_before():
-    """A run that was told to stop ignores signals until its process ends; here the process continues.
-
-    Ctrl-C is answered, also by what a test starts: the shell of `nohup make test &` has it ignored, and then not even
-    a trap of bash hears it.
-    """
+    """A stopping run ignores signals until its process ends; here the process continues."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in numbers}
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -116,7 +112,7 @@ def function_of(item) -> str:
 
 
 def tier_of(item, slow) -> str:
-    """The first tier that runs a test: that of its mark; otherwise `test` if it takes 0.1 s, and `check` if not."""
+    """The first tier that runs a test: its mark's; otherwise `test` if it takes 0.1 s, and `check` if not."""
     tiers = [tier for tier in ("ci", "all") if item.get_closest_marker(tier)]
     if item.get_closest_marker("parity"):
         tiers.append("ci")

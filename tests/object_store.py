@@ -1,4 +1,4 @@
-"""A real S3 server on the loopback, moto's, that can be told to fail, to be slow, to lag, or to kill who asks."""
+"""A real S3 server on the loopback, moto's, that fails, slows down, lags or kills its client on request."""
 
 import contextlib
 import os

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import socket
 
-FIRST, END = 10_240, 32_768  # from END on the system gives ports to whoever asks for any, between our look and our use
+FIRST, END = 10_240, 32_768  # from END on the system gives ports to any process, between our look and our use
 
 
 def free_port() -> int:

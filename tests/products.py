@@ -12,7 +12,7 @@ def diagonal(n, *choices) -> list[tuple]:
 
 
 def one_in(n, cases, often=(), others=pytest.mark.ci) -> list:
-    """`cases` as parameters, of which each `n`-th has the mark `often`, by default none, and the others `others`."""
+    """`cases` as parameters. Each `n`-th has the mark `often`, by default none, and the others `others`."""
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=others if i % n else often)
         for i, case in enumerate(cases)

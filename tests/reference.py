@@ -85,7 +85,7 @@ def norm(x, weights, name, model, dims=-1):
     if bias is not None:
         x = x - x.mean(dims, keepdims=True)
     epsilon = option(model, "norm_epsilon") or model.layernorm_epsilon
-    scale = weights[f"{name}.scale"] + (model.kind == "gemma3")  # Gemma's weight is what is added to 1
+    scale = weights[f"{name}.scale"] + (model.kind == "gemma3")  # Gemma's weight is added to 1
     x = x / jnp.sqrt((x * x).mean(dims, keepdims=True) + epsilon) * scale
     return x if bias is None else x + bias
 
@@ -248,8 +248,8 @@ def embedded(weights, model, batch, masks):
 
 def encoded(weights, model, batch, masks=None):
     """The stream that the heads read [b, s, h], and what the experts of each layer report."""
-    # Norms before each part (arXiv 1909.08053, figure 7b), after each sum (7a), of what is added (arXiv 2501.00656), or
-    # before each part and of what is added (Gemma).
+    # Norms before each part (arXiv 1909.08053, figure 7b), after each sum (7a), of the branch's output (2501.00656), or
+    # before each part and of the branch's output (Gemma).
     norms = {"pre": "input", "post": "output", "pre and post": "both"}[option(model, "norms", "pre")]
     norms = "sum" if option(model, "layernorm") == "post" else norms
     x, reports = embedded(weights, model, batch, masks), []

@@ -28,7 +28,7 @@ def test_no_test_waits_without_end(pytestconfig):
 
 
 def test_a_batch_is_followed_in_few_frames(tmp_path, monkeypatch):
-    """Frames of mjax while the train step is traced, with one micro-batch; those of JAX are left out."""
+    """Frames of mjax while the train step is traced, with one micro-batch; JAX's frames are left out."""
     seen = {}
 
     def noted(module, name):

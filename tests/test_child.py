@@ -1,4 +1,4 @@
-"""A function in a process of its own, and the sentence when it does not answer."""
+"""A function in a child process, and the sentence when it does not answer."""
 
 import os
 import resource
@@ -11,7 +11,7 @@ from mjax.utils.child import Child, ChildError, bound
 
 
 def misbehave(question):
-    """In the child: what the question says."""
+    """Do what the question says; runs in the child."""
     if question == b"loop":
         while True:
             pass

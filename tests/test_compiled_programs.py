@@ -129,7 +129,8 @@ def test_locked_folder_is_one_line(own_home, monkeypatch):
 
 @pytest.mark.ci
 def test_second_start_compiles_nothing(tmp_path):
-    """It finds every program of the first on the disk, those of its end too; and a third all but one that is torn."""
+    """It finds every program of the first start on the disk, also from its end; a third start finds all but a torn
+    one."""
     found = []
     for name in ("one", "two", "three"):
         command = [sys.executable, str(ROOT / "train.py"), "--config", str(ROOT / "tests" / "counting_config.py")]

@@ -192,7 +192,7 @@ def test_config_is_valid_and_documented(name):
 
 
 def test_save_config_replaces_whole_file(tmp_path):
-    """Whoever has the file open, or dies while writing, leaves the old one or the new one and no mixture."""
+    """A process that has the file open, or dies while writing, leaves the old one or the new one and no mixture."""
     config, file = load_config("gpt_8b"), tmp_path / "config.json"
     save_config(Config(), file)
     before = file.stat().st_ino

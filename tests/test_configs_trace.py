@@ -1,4 +1,4 @@
-"""Every published model traces on its own mesh, up to 3,072 devices that nobody has to own."""
+"""Every published model traces on its own mesh, up to 3,072 devices that need not exist."""
 
 import math
 import subprocess

@@ -1,4 +1,4 @@
-"""The one table of GPUs: names, peaks, and a sentence for what is not in it."""
+"""The one table of GPUs: names, peaks, and a sentence for missing entries."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every notebook runs from its first cell to its last, and is committed with what its cells show."""
+"""Every notebook runs from its first cell to its last, and is committed with its output."""
 
 import ast
 import importlib.util
@@ -23,7 +23,7 @@ LARGEST = 400_000  # bytes of a notebook, pictures included
 
 
 def _kernel(folder: Path) -> AsyncKernelManager:
-    """A kernel of the interpreter that runs the tests, known to nobody else."""
+    """A kernel of the interpreter that runs the tests, not installed anywhere."""
     write_kernel_spec(folder / "python3")
     specs = KernelSpecManager(kernel_dirs=[str(folder)], ensure_native_kernel=False)
     manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs)
@@ -32,7 +32,7 @@ def _kernel(folder: Path) -> AsyncKernelManager:
 
 
 def _shown(notebook) -> list[set[str]]:
-    """The kinds of output of each code cell: text that is printed, or the types of what is displayed."""
+    """The kinds of output of each code cell: printed text, or the types of displayed data."""
 
     def kinds(output):
         return set(output.data) if output.output_type in ("display_data", "execute_result") else {output.output_type}

@@ -174,7 +174,7 @@ def hosts():
 
 @pytest.mark.ci
 def test_cut_cable_between_two_hosts_ends_both(hosts, tmp_path):
-    # Gloo meets at the address of the host's name, so each has a name and an /etc/hosts of its own.
+    # Gloo meets at the address of the host's name, so each has a separate name and /etc/hosts.
     (tmp_path / "hosts").write_text("".join(f"10.77.0.{i} {name}\n" for i, name in enumerate(hosts, start=1)))
     own = f'mount --bind {tmp_path / "hosts"} /etc/hosts && hostname $0 && exec "$@"'
     prefixes = [["ip", "netns", "exec", name, "unshare", "--mount", "--uts", "sh", "-c", own, name] for name in hosts]

@@ -229,7 +229,7 @@ SHORTER = {
 
 @pytest.mark.parametrize("case", [pytest.param(one, marks=[pytest.mark.ci] * (one == "pipeline")) for one in SHORTER])
 def test_program_takes_shorter_batch(case):
-    """Loss and next weights are those of a program whose config has that length."""
+    """Loss and next weights equal a program whose config has that length."""
     options, mesh = SHORTER[case]
     config = replace(small_config(vocabulary=256, dropout=0.1, **options), mesh=mesh)
     short = replace(config, model=replace(config.model, sequence=8))

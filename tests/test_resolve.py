@@ -24,7 +24,7 @@ GPT = load_config("gpt_345m")
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """In the working directory the notes of two datasets of 8,192 ids, and one of Megatron's, without."""
+    """The working directory, with the notes of two datasets of 8,192 ids, and a Megatron dataset without."""
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         fields = {"append_eod": True, "documents": 1, "tokens": 9, "text_bytes": 9, "inputs": [], "mjax_version": "0"}

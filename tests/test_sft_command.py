@@ -158,7 +158,7 @@ def test_files_of_two_parts_are_prepared(base, tmp_path, monkeypatch):
 
 
 def test_one_conversation_and_one_step_are_enough(base, tmp_path):
-    """Another file of that name, although it is older, is prepared by itself; nothing is left in the folder."""
+    """Another file of that name, although it is older, is prepared separately; nothing is left in the folder."""
     before, prefixes = set(tmp_path.iterdir()), []
     for name, answer in (("one", "b"), ("two", "c")):
         (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": "a", "completion": answer}) + "\n")

@@ -87,7 +87,7 @@ def kinds():
 
 @pytest.mark.parametrize("kind", ["bytes", "byte-level", "sentencepiece", "Llama", "Gemma"])
 def test_streamed_text_is_the_text(kind):
-    """In every kind of tokenizer, for whole texts and for texts that end within a character."""
+    """Every kind of tokenizer, for whole texts and for texts that end within a character."""
     (encode, decode), random = kinds()[kind], Random(0)
     for number in range(300):
         prompt, tokens = (encode("".join(random.choices(RARE, k=random.randint(1, 6)))) for _ in range(2))

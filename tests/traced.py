@@ -11,7 +11,7 @@ MJAX = str(Path(mjax.__file__).parent)
 
 
 def traced_step(config):
-    """The program of `config` for a mesh that nobody has to own, and the jaxpr of its training step."""
+    """The program of `config` for a mesh that need not exist, and the jaxpr of its training step."""
     program = build_program(config, abstract_mesh(config.mesh))
     return program, program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr.jaxpr
 
@@ -50,7 +50,7 @@ def scopes(jaxpr):
 
 
 def carried(loop):
-    """Shapes and types of what a scan carries; its other results have one dim more than those of its body."""
+    """Shapes and types of a scan's carry; its other results have one dim more than its body's."""
     body = getattr(loop.params["jaxpr"], "jaxpr", loop.params["jaxpr"])
     results = zip(loop.outvars, body.outvars, strict=True)
     return [result.aval for result, inner in results if result.aval.shape == inner.aval.shape]

@@ -174,7 +174,7 @@ class Module:
                 waiting += [(inner, times * n, conditional or branch) for inner, n, branch in self.inner(line)]
 
     def inner(self, line: Line) -> list[tuple[str, int, bool]]:
-        """(computation, times, True in a branch) of what a loop, a branch or a call runs."""
+        """(computation, times, True in a branch) run by a loop, a branch or a call."""
         if line.opcode == "while":
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line.attributes)
             body = line.attribute("body")
@@ -193,7 +193,7 @@ class Module:
         return []
 
     def all_lines(self, lines: Iterable[Line]) -> Iterator[Line]:
-        """These lines, each followed by those of the computations that it runs."""
+        """These lines, each followed by the lines of the computations that it runs."""
         for line in lines:
             yield line
             for name, _, _ in self.inner(line):
@@ -244,7 +244,7 @@ def _axes_of(line: Line, operation: str, mesh: Mapping[str, int]) -> tuple[str, 
     """The axes along which a collective communicates; empty if its groups have one device each.
 
     Raises:
-      HloError: its groups are not those of any axes of `mesh`.
+      HloError: its groups do not match any axes of `mesh`.
     """
     groups = groups_of(line, operation, math.prod(mesh.values()))
     places = np.stack(np.unravel_index(groups, tuple(mesh.values())), axis=-1)  # [groups, members, axes]

@@ -1,13 +1,13 @@
 """Seconds of a compiled step on a roofline, kernel by kernel: a model, to compare programs before a GPU is there.
 
 Each kernel takes the longer of two times: its FLOPs over the peak, and the bytes it reads and writes over the bandwidth
-of the memory, at the rates of the model of time (`rates.py`). A slice inside a fusion counts with the bytes it takes,
-and an update in place with those it writes. The collectives run beside the kernels as rings, one after the other within
-a server, and beside these one after the other between servers: the step waits for one only where the program needs its
-result before it has arrived (*exposed*). Copies to and from host memory run beside all of these, one after the other in
-each direction, at the nominal rate of the link.
+of the memory, at the rates of the model of time (`rates.py`). A slice inside a fusion counts with the bytes it reads,
+and an update in place with the bytes it writes. Collectives are rings that overlap the kernels: one after the other
+within a server, and at the same time one after the other between servers. The step waits for one only where the program
+needs its result before it has arrived (*exposed*). Copies to and from host memory overlap all of these, one after the
+other in each direction, at the nominal rate of the link.
 
-The kernels, their order and their bytes are those of the compiler. The times are not measured.
+The kernels, their order and their bytes come from the compiler. The times are not measured.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class _Replay:
             direction, moved = copied
             return _Cost(HOST_COPIES, self.rates.host(moved), moved, link=direction)
         if self.module.kernel_of(line) is None:
-            return None  # a buffer that nobody fills
+            return None  # an unused buffer
         return self._kernel(line, shapes)
 
     # --- Collectives --------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class _Replay:
         return _Cost(COLLECTIVES, LATENCY + sent / self._link(members), sent, link=link)
 
     def _link(self, members: Sequence[int]) -> float:
-        """Bytes per second of a ring; those of neighbours in a server share its network cards."""
+        """Bytes per second of a ring; rings of neighbours in a server share its network cards."""
         per_server, calibration = self.gpu.gpus_per_node, self.rates.calibration
         inside = calibration.node * self.gpu.node_bandwidth
         if self._in_a_server(members):

@@ -37,7 +37,7 @@ class SavedProgram:
     Attributes:
       manifest: see the module's docstring.
       step: `jax.export.Exported`; `jax.jit(step.call)` takes the leaves of (state, batch), placed on a mesh with as
-        many devices as it was written for, and returns those of (new state, metrics).
+        many devices as it was written for, and returns the leaves of (new state, metrics).
     """
 
     manifest: dict[str, Any]

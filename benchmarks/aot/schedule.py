@@ -32,7 +32,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Overlapped(ScheduledCollective):
-    """One operand of one collective, with what hides it.
+    """One operand of one collective, with the kernels that overlap it.
 
     Attributes:
       beside: kernels that overlap with it.

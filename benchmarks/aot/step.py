@@ -89,8 +89,8 @@ def main() -> int:
 
 
 def overlap_rows(collectives: Iterable[Overlapped]) -> list[dict]:
-    """For each (axes, operation, dtype): calls and bytes per step, and of these bytes those beside matrix products,
-    beside other kernels only and beside nothing."""
+    """Rows by (axes, operation, dtype): calls and bytes per step, and the bytes that overlap matmuls, other kernels
+    only, or nothing."""
     rows: dict[tuple, dict] = {}
     for c in sorted(collectives, key=lambda c: c.key):
         empty = dict.fromkeys(("calls", "bytes", "products", "kernels", "nothing"), 0)

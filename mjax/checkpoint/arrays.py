@@ -27,7 +27,7 @@ def open_array(folder: Path, name: str, create: dict[str, Any] | None = None) ->
     spec: dict[str, Any] = {
         "driver": "zarr3",
         "kvstore": {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder.absolute()}/"}, "path": f"{name}/"},
-        "context": {"file_io_sync": False},  # the folder is synced as a whole
+        "context": {"file_io_sync": False},  # the folder is synced in one piece
     }
     if create is None:
         return ts.open(spec, open=True, read=True).result()
@@ -201,11 +201,7 @@ def check_fits(
 
 
 def check_types(step: int, arrays: dict[str, jax.Array], wanted: dict[str, Any]) -> None:
-    """Reject arrays that were read with another dtype than that of `wanted`.
-
-    Raises:
-      RunError: float64 came back as float32.
-    """
+    """Reject arrays with a dtype that differs from `wanted`."""
     # Orbax reads in separate threads, where a float64 mode that this thread entered as a context is off.
     for name, leaf in wanted.items():
         if arrays[name].dtype != leaf.dtype:

@@ -1,4 +1,4 @@
-"""The frozen weights of a run with adapters: those of a checkpoint of another run, which it does not save again.
+"""The frozen weights of a run with adapters: they come from another run's checkpoint and are not saved again.
 
     runs/q/checkpoints/0        the base, never written again
     runs/q-lora/base.json       where it is, and a digest of its numbers

@@ -26,9 +26,9 @@ without a checksum: a flipped byte silently gives other weights. So every file i
 Orbax reads it; if the newest checkpoint is damaged, the previous one is used, with a notice.
 
 **Only intact checkpoints are removed.** Retention removes checkpoints whose manifest exists and has their step. A
-damaged one is set aside as `200.damaged`; one that could not be read, a renamed one, and any other folder stay as they
-are. All of this is reported. The base of adapters stays as long as a run in the same folder names it: a pin in
-this run would need its owner's permission, and would stay when those adapters are removed.
+damaged one is set aside as `200.damaged`. Unreadable or renamed checkpoints and all other folders are left unchanged.
+All of this is reported. The base of adapters stays as long as a run in the same folder names it: a pin in this run
+would need its owner's permission, and would stay when those adapters are removed.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class Checkpoints:
     def _commit(
         self, save: _Save, metadata: dict[str, list], response: ocp.AsyncResponse | None, error: Exception | None
     ) -> Exception | None:
-        """In the writing thread: wait for Orbax, add the manifest, and make it a checkpoint by one rename.
+        """Wait for Orbax, add the manifest, and make it a checkpoint by one rename; runs in the writing thread.
 
         Returns:
           `error`, or an error of this part; None if there was none.

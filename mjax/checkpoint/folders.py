@@ -57,7 +57,7 @@ def checkpoint_steps(folder: Path) -> list[int]:
 def check_run_folder(folder: Path) -> None:
     """Reject a folder in which no checkpoint could be restored.
 
-    Orbax globs the whole path of what it merges: a pattern in it would match nothing, or another run.
+    Orbax globs the full path of the files it merges: a pattern in it would match nothing, or another run.
 
     Raises:
       UsageError: it is an address that no run can be at, or has one of * ? [ in its path.

@@ -9,9 +9,10 @@
 removes a file that this machine wrote because the store lacks it. Fetched files are in a separate cache
 (`utils/stores.py`); a run that is continued on another machine moves from its cache to the folder that is written.
 
-**A checkpoint counts when it is marked.** A store has no rename, so its files have their final names from the start and
-`commit_success.txt`, which Orbax writes too, goes last: after all other files, whose sizes the store has listed, after
-the metrics up to there, and after the manifest. Without the mark it is not a checkpoint: the next upload removes it.
+**A checkpoint counts when it is marked.** A store has no rename, so its files have their final names from the start.
+The mark `commit_success.txt`, which Orbax writes too, is uploaded last: after all other files, whose sizes the store
+has listed, after the metrics up to there, and after the manifest. Without the mark it is not a checkpoint: the next
+upload removes it.
 
 **Training does not wait.** A thread uploads what is pending, the newest checkpoint first. A checkpoint is pending until
 the store lists all of it, whatever the store answers meanwhile; only one that retention has removed here is left out.
@@ -62,17 +63,7 @@ _local_folders: dict[str, Path] = {}  # local folders of addresses, as they were
 
 
 def localize_arguments(argv: Iterable[str], also: bool = False, trains: bool = False) -> list[str]:
-    """A command line with local folders for the addresses of runs, which are fetched; those of --runs are not.
-
-    Args:
-      argv: of a command.
-      also: whether all other addresses are runs too, as after --yes.
-      trains: whether the command trains the run of --run.
-
-    Raises:
-      UsageError: a bucket is not there or cannot be read, or a package is missing.
-      RunError: a store does not answer.
-    """
+    """Replace the addresses of runs in a command line by local folders; they are fetched, except for --runs."""
     words, flag = [], ""
     for word in argv:
         name, equals, value = word.partition("=") if word.startswith("--") else (flag, "", word)
@@ -97,7 +88,7 @@ def _local_value(flag: str, value: str, also: bool, trains: bool) -> str:
 
 
 def local_run(run: str | Path, print_line: PrintLine = to_stderr) -> Path:
-    """The local folder in which a run can be read: of an address, what is fetched from there; another path as it is."""
+    """Return the local folder in which a run can be read: an address is fetched, another path is returned unchanged."""
     return fetch(mirror_address(run), print_line)
 
 
@@ -122,11 +113,12 @@ def fetch_runs(runs: Path) -> list[Path] | None:
 def fetch(folder: Path, print_line: PrintLine, to_list: bool = False, tries: int = 5) -> Path:
     """Return the local folder in which a run is to be read.
 
-    It is the folder that this machine writes, while a process trains there, or if the store has nothing newer; else the
-    cache, which is updated from the store, without the files of checkpoints, which `fetch_files` fetches.
+    It is the folder that this machine writes, while a process trains there, or if the store has nothing newer.
+    Otherwise it is the cache, which is updated from the store without the files of checkpoints (`fetch_files` fetches
+    these).
 
     Args:
-      folder: of a run; another path is returned as it is.
+      folder: of a run; another path is returned unchanged.
       print_line: called with one line about each problem.
       to_list: fetch only what a list of runs shows.
       tries: listings at most, while objects that they have are removed.
@@ -151,7 +143,7 @@ def fetch(folder: Path, print_line: PrintLine, to_list: bool = False, tries: int
 
 
 def run_to_train(run: str | Path, print_line: PrintLine = to_stderr) -> Path:
-    """The local folder in which to train a run: of an address, with what the store has, unless this machine is ahead.
+    """Return the local folder in which to train a run: an address is fetched first, unless this machine is ahead.
 
     If the store is ahead, what it lacks of this machine's folder is set aside.
     """
@@ -318,7 +310,7 @@ def _manifest_name(step: int) -> str:
 
 
 def _group_by_step(objects: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """The files of each checkpoint among those of a run."""
+    """Group a run's files by checkpoint."""
     steps: dict[int, dict[str, Any]] = defaultdict(dict)
     for name, info in objects.items():
         if match := CHECKPOINT_FILE.fullmatch(name):
@@ -501,7 +493,7 @@ class Mirror:
     # --- What is pending ----------------------------------------------------------------------------------------------
 
     def _upload_until_closed(self) -> None:
-        """In a thread: upload what is pending, again and again, with growing pauses while the store fails."""
+        """Upload pending files, with growing pauses while the store fails; runs in a thread."""
         pause, deadline = 1.0, math.inf  # the pause after the next failure
         while not self.taken_by:
             start, uploads, closing, self._failed = time.monotonic(), self._uploads, self._closing.is_set(), {}
@@ -563,7 +555,7 @@ class Mirror:
             self.store.print_once(f"checkpoint {step} copied to {self.address}: {size:,.1f} MB in {seconds:.1f} s")
 
     def _put_checkpoint(self, prefix: str, sizes: Mapping[str, int], before: Mapping[str, Any]) -> None:
-        """Upload a checkpoint whose files have these sizes, of which the store listed `before`; it is marked last."""
+        """Upload a checkpoint with these file sizes; the store listed `before` of them. The mark is uploaded last."""
         address = f"{self.address}/{prefix}"
         self.lock.renew()  # fails if another process has taken the run over
         # Of an upload that was killed, or a step that is trained again: first it is not a checkpoint any more.
@@ -636,7 +628,7 @@ class Mirror:
     # --- One process trains in a run ----------------------------------------------------------------------------------
 
     def _send_heartbeats(self) -> None:
-        """In a thread: renew the lock until this process has ended or another one has taken the run over."""
+        """Renew the lock until this process has ended or another one has taken the run over; runs in a thread."""
         while not self.lock.released.wait(INTERVAL) and not self.taken_by:
             try:
                 self.lock.renew()

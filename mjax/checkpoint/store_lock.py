@@ -1,9 +1,9 @@
 """The lock of a run in an object store: one process trains there, whatever clocks and process numbers say.
 
 `.lock` is created by a conditional write. It contains a random token, and a counter that its owner increases every few
-seconds. Another process takes it over only if the counter has not changed for `LEASE_SECONDS` of that process's clock,
-again by a conditional write: it creates an object that is named after the content of the lock. The owner reads its lock
-back at each heartbeat. A token of another process, or a missing lock, means that the run was taken over.
+seconds. Another process may replace the owner only if the counter has not changed for `LEASE_SECONDS` of that process's
+clock. It does so by a conditional write, too, of an object that is named after the content of the lock. The owner reads
+its lock back at each heartbeat. A token of another process, or a missing lock, means that the run was taken over.
 """
 
 from __future__ import annotations

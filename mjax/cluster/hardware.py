@@ -6,8 +6,8 @@ These are the manufacturer's numbers. The rates of programs are measured (`mjax/
 A server is described as NVIDIA builds it: its GPUs, the link between them, and the network cards they share. For other
 servers use --devices-per-node and --network of `mjax plan`.
 
-To add a GPU, add a row to `DATA_SHEETS`: its name in JAX is what `python -c "import jax;
-print(jax.devices()[0].device_kind)"` prints, and its peaks are the dense ones, without sparsity.
+To add a GPU, add a row to `DATA_SHEETS`: its name in JAX, printed by `python -c "import jax;
+print(jax.devices()[0].device_kind)"`, and its dense peaks, without sparsity.
 """
 
 from __future__ import annotations
@@ -88,10 +88,8 @@ class Gpu:
         return None if tflops is None else tflops * 1e12
 
     def mfu_peak(self, compute: str) -> float | None:
-        """Peak in FLOP/s that an MFU is a share of; for fp8 that of bf16, in which attention and head multiply.
-
-        So a step that is twice as fast has twice the MFU, in either.
-        """
+        """Peak in FLOP/s that an MFU is a share of; for fp8 the bf16 peak, because attention and head multiply in
+        bf16."""
         return self.peak("bf16" if compute == "fp8" else compute)
 
     @property

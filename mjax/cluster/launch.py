@@ -254,11 +254,7 @@ def set_deterministic_flags() -> None:
 
 
 def quick_compile_options(platform: str) -> dict[str, int]:
-    """Compiler options for a program that runs once, such as that of the initial weights.
-
-    On CPUs LLVM optimizes less, in a third of the time and with the same bits. XLA_FLAGS go first. Not measured on a
-    GPU.
-    """
+    """Compiler options for a program that runs once, such as the initialization of weights."""
     level = "xla_backend_optimization_level"
     return {} if platform != "cpu" or level in xla_flags() else {level: 1}
 
@@ -345,9 +341,9 @@ def prune_programs(folder: Path) -> str | None:
 def enable_compilation_cache(multiprocess: bool | None = None, print_line: PrintLine | None = None) -> None:
     """Let JAX store compiled programs; before it compiles the first one.
 
-    Nothing changes if the user has chosen a folder, or none, with JAX_COMPILATION_CACHE_DIR; and with several
-    processes: on GPUs they measure kernels together while they compile, and one that does not compile would leave the
-    others waiting.
+    Nothing changes if the user has set JAX_COMPILATION_CACHE_DIR, to a folder or to nothing. Nothing changes with
+    several processes, either: on GPUs they measure kernels together while they compile, and a process that does not
+    compile would leave the others waiting.
 
     Args:
       multiprocess: whether this process is one of several; by default what a launcher says.

@@ -4,11 +4,11 @@ It builds on `jax.distributed`: every process runs the same program over the sam
 or one of them. Process 0 writes the records of a run; each reads its rows of a batch and writes its part of a
 checkpoint.
 
-JAX reads the number of processes, the index of this one and the address of process 0 from the environment of Slurm,
-Open MPI (before 5) and Kubernetes, and mjax reads those of torchrun, SkyPilot and Kubeflow's Trainer. Which GPUs a
-process owns is decided here: JAX takes the one with the process's index on its host, which is wrong if the launcher
-shows each process one GPU only (as `srun --gpus-per-task=1` does) and leaves the others unused if one process is to
-use all of a host.
+JAX reads the number of processes, this process's index and the address of process 0 from the environment of Slurm, Open
+MPI (before 5) and Kubernetes, and mjax also reads the environments of torchrun, SkyPilot and Kubeflow's Trainer. This
+file decides which GPUs a process owns. JAX uses the GPU with the process's index on its host. That is wrong if the
+launcher shows each process one GPU only (as `srun --gpus-per-task=1` does), and leaves GPUs unused if one process is to
+use all GPUs of a host.
 """
 
 from __future__ import annotations
@@ -127,10 +127,7 @@ def forward_stop_signals() -> None:
 
 @functools.cache
 def trim_memory() -> None:
-    """Return to the system what XLA's compiler frees, after every program that took it a second.
-
-    The C library does not return it (0.2 GiB after a small train step), and on a CPU a step's arrays would come on top.
-    """
+    """Return memory that XLA's compiler frees to the system, after every program that compiled for a second or more."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others return memory immediately
 
     def on_compiled(event: str, seconds: float, **_) -> None:
@@ -399,20 +396,7 @@ Peers = dict[int, tuple[JsonConnection, str]]  # with their names, by index
 
 
 def listen(distributed: Distributed, count: int, name: str, broadcast: Broadcast) -> Peers:
-    """In process 0: wait for all others.
-
-    Args:
-      distributed: the address known to the others, and the timeout.
-      count: number of processes.
-      name: of this one.
-      broadcast: returns process 0's bytes in every process.
-
-    Returns:
-      A connection to each of the others and its name, by index.
-
-    Raises:
-      UsageError: some did not connect.
-    """
+    """Wait in process 0 for all others."""
     peers: Peers = {}
     deadline = time.monotonic() + distributed.start_timeout
     with _server(0, backlog=count) as server, selectors.DefaultSelector() as selector:
@@ -452,11 +436,7 @@ def _accept_handshake(connection: JsonConnection, token: str) -> Peers:
 
 
 def connect(distributed: Distributed, index: int, name: str, broadcast: Broadcast) -> Peers:
-    """In process `index`: the connection to process 0, and its name, by its index. Arguments as for `listen`.
-
-    Raises:
-      UsageError: it cannot be reached.
-    """
+    """Connect process `index` to process 0: the connection, and its name, by its index. Arguments as for `listen`."""
     server = json.loads(broadcast(b""))
     hosts, port = server["hosts"], server["port"]
     deadline = time.monotonic() + distributed.start_timeout

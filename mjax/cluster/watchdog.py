@@ -229,7 +229,7 @@ class Watchdog:
                 case {"end": sentence, "code": code}:  # by process 0
                     self._disconnect(index)
                     return sentence, code
-                case {"error": _}:  # by itself, or because another one is lost
+                case {"error": _}:  # alone, or because another one is lost
                     lost = (p for _, p in self._peers.values() if now - p.last_heartbeat > SUSPECT_TIMEOUT)
                     return next(((p.describe_loss(now),) for p in lost), peer.describe_error(message))
                 case _:  # it is done

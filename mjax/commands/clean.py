@@ -21,12 +21,12 @@ removed with 200 characters on either side, up to the end of the sentence there:
     ───────── piece ─────── cut ─────────────────────────────────────────────────── ── searched on ──────────
 
 Pieces of 200 characters or fewer are removed too, and a document that falls into more than ten pieces is removed
-altogether. Runs that occur in the training text ten times or more are common phrases, such as a license, and stay;
-so remove duplicates first, or ten copies of a test set look like a common phrase.
+altogether. Runs that occur in the training text ten times or more are common phrases, such as a license, and stay. So
+remove duplicates first, or ten copies of a test set look like a common phrase.
 
-Two rules follow the original exactly: a text of fewer than 13 words is not searched, and runs of 8 to 12 words are
-searched wherever 13 words are left, and last among the last 13. One does not: the original counts a run only if it does
-not overlap the one before, so that most runs of a long common phrase look rare; here all count.
+Two rules follow the original exactly. A text of fewer than 13 words is not searched. Runs of 8 to 12 words are searched
+wherever 13 words are left, and last among the last 13. A third rule differs: the original counts a run only if it does
+not overlap the run before, so that most runs in a long common phrase look rare; here all count.
 
 Runs are compared by 64-bit hashes (near_duplicates.py): of 2,000 corpora of 10¹⁰ words, searched for a million runs,
 one would lose a sentence by chance.

@@ -213,7 +213,7 @@ def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Megat
         if not 1 <= flag <= rows:
             raise UsageError(f"--vocabulary is {flag}; the embedding has {rows:,} rows; use 1 to {rows}")
         return flag
-    if tokenizer is None or tokenizer.vocabulary > rows:  # the latter is refused by check_vocabulary
+    if tokenizer is None or tokenizer.vocabulary > rows:  # check_vocabulary rejects a larger vocabulary
         return rows
     settings = checkpoint.arguments or {}
     ranks = checkpoint.tensor_ranks or settings.get("tensor_model_parallel_size") or 1
@@ -403,7 +403,7 @@ def _card(arguments: ToHfArguments, family: Family, model: ModelConfig, size: in
 
 
 def _load_run_tokenizer(run: Path, flag: str | None) -> Tokenizer | None:
-    """The tokenizer of an export: that of the run, the given one, or none."""
+    """The tokenizer of an export: the run's, the given one, or none."""
     if flag is not None:
         return None if flag == "none" else load_tokenizer(flag)
     stored = run / "tokenizer"

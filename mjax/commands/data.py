@@ -6,9 +6,9 @@
 `inspect` reads only the index and one document, whatever the size of the dataset, and accepts Megatron's datasets too.
 These have no tokenizer, so their sample is shown as token ids.
 
-The result of `merge` is byte-identical to that of Megatron's tools/merge_datasets.py for the same parts in the same
-order. Tokens are copied unchanged, a few megabytes at a time, so the parts must share a tokenizer; if one part has no
-metadata, its tokenizer is unknown and the result gets no metadata either.
+For the same parts in the same order `merge` writes the same bytes as Megatron's tools/merge_datasets.py. Tokens are
+copied unchanged, a few megabytes at a time, so the parts must share a tokenizer; if one part has no metadata, its
+tokenizer is unknown and the result gets no metadata either.
 """
 
 import dataclasses
@@ -48,8 +48,8 @@ def inspect(arguments: InspectArguments) -> dict[str, Any]:
     Returns:
       prefix, documents, sequences, tokens; bytes, the size of PREFIX.bin; dtype of the tokens on disk; empty_documents;
       lengths, quantiles of the tokens in a document and their mean; document, the index of the sample; sample_tokens,
-      those of that whole document; sample, its beginning: text, or token ids if the tokenizer is unknown; metadata of
-      `mjax prepare`, None for Megatron's datasets.
+      the number of tokens in that document; sample, its beginning: text, or token ids if the tokenizer is unknown;
+      metadata of `mjax prepare`, None for Megatron's datasets.
 
     Raises:
       UsageError: there is no such dataset or document, it is damaged, or the figure's format is unknown.

@@ -209,7 +209,7 @@ def _check_value(flag: Flag, words: Sequence[str]) -> None:
 
 
 def _example(flag: Flag) -> str:
-    """A value of a flag: its default, or that of its docstring, or a form of it."""
+    """A value of a flag: its default, an example from its docstring, or its form."""
     if flag.default not in (None, "", (), dataclasses.MISSING):
         return str(flag.default)
     known = re.search(r"such as ([\w./-]+( \d+)*)", flag.help_text)
@@ -414,7 +414,7 @@ class Flag(NamedTuple):
 def list_flags(cls: type, default: object, prefix: str = "") -> Iterator[Flag]:
     """Every field of `cls` that is a flag.
 
-    A field may hold a subclass of its type, as the config's model does: its flags are those of `default`.
+    A field may hold a subclass of its type, as the config's model does: its flags are the fields of `default`.
     """
     return (flag for flag in list_fields(cls, default, prefix) if not flag.hidden)
 

@@ -87,7 +87,7 @@ class Writer:
     ) -> list[TextContinuation]:
         """Continue each prompt --num-samples times and print it after its title, or as JSON.
 
-        Other arguments are those of `continue_ids`.
+        Other arguments as in `continue_ids`.
         """
         sampling, as_json, copies = self.arguments.sampling, self.arguments.json, range(self.arguments.num_samples)
         prompts, encoded, titles = ([text for text in texts for _ in copies] for texts in (prompts, encoded, titles))
@@ -111,7 +111,7 @@ class Writer:
 
 
 def _prompts(arguments: GenerateArguments) -> list[str]:
-    """The prompts of the command line, and those of stdin in place of -."""
+    """Yield the prompts of the command line, with the lines of stdin instead of -."""
     prompts = []
     for prompt in arguments.prompt or (() if _is_terminal() else ("-",)):
         prompts += [line for line in split_lines(_stdin()) if line.strip()] if prompt == "-" else [prompt]

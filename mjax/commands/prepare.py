@@ -8,9 +8,9 @@
 Tasks encode shares of the text and copy their tokens to known places of the dataset (data/corpus/tasks.py), here or on
 a cluster. Text is streamed: memory holds a block per worker and, while a tokenizer is trained, a sample of the text.
 
-The rules are those of Megatron's tools/preprocess_data.py: a sequence without tokens is left out, so a document without
-text has no sequence but stays in the dataset, and documents keep their numbers; the end-of-document id is appended to
-the last sequence of a document, if it has one.
+The rules follow Megatron's tools/preprocess_data.py. A sequence without tokens is left out, so a document without text
+has no sequence but stays in the dataset, and document numbers do not change. The end-of-document id is appended to a
+document's last sequence, if it has one.
 
 Files get their final names when everything is done, the index last. A run that is interrupted or killed leaves
 PREFIX.tmp, where the same command continues, with the same result.
@@ -431,7 +431,7 @@ def _read_conversations(arguments: ConversationArguments) -> TextFiles:
 
 
 def _show_first(arguments: ConversationArguments, corpus: TextFiles, folder: Path) -> None:
-    """Print the first conversations, with what is trained in green."""
+    """Print the first conversations, with the trained text in green."""
     console, chat = Console(soft_wrap=True, highlight=False), Chat(folder)
     for document in islice(corpus, arguments.preview):
         try:

@@ -208,7 +208,7 @@ def _run_folders(runs: Path) -> list[Path]:
 
 
 def run_row(folder: Path) -> Row:
-    """The line of the list for the run in `folder`, with what is wrong with its files in its state."""
+    """The line of the list for the run in `folder`; its state names problems with its files."""
     problems: list[str] = []
 
     def attempt(read: Callable[..., T], *arguments: Any, default: T) -> T:
@@ -314,12 +314,12 @@ def _print_comparison(names: list[str], results: dict[str, dict], settings: dict
 
 
 class History:
-    """The metrics of a run in a comparison, of which a step takes a few bytes.
+    """The metrics of a run in a comparison, a few bytes per step.
 
     Attributes:
       last: the last record.
       losses, validation: in training and in validation, over steps or tokens.
-      steps: those of the losses in training.
+      steps: step numbers of the losses in training.
       speeds: tokens per second.
       skipped: number of steps that were skipped.
     """

@@ -127,10 +127,7 @@ def train(argv: Sequence[str], choose: ChooseDefaults | None = None, prog: str =
 
 
 class _SampleWriter(Callback):
-    """Continues prompts with the model of a run: those of `log.sample_prompts` at each validation, and one at the end.
-
-    It prints nothing if the run has no tokenizer, or if the model is not causal.
-    """
+    """Continue prompts with the model of a run: `log.sample_prompts` at each validation, and one prompt at the end."""
 
     def __init__(self, prompts: Sequence[str]):
         """`prompts`: the lines of `log.sample_prompts`."""
@@ -282,7 +279,7 @@ def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> N
 
 
 def default_name(config: str) -> str:
-    """The default name of a run: that of its config, or of the run whose config.json it is."""
+    """The default name of a run: its config's name, or the name of the run that its config.json comes from."""
     file = Path(config)
     return file.resolve().parent.name if file.name == "config.json" else file.stem
 

@@ -9,9 +9,9 @@
     model     columns    equal on all ranks; with sequence parallelism of the rank's tokens: summed after it
 
 The first axis is outermost, the last innermost: its devices are neighbors. `expert` and `replicate` divide the
-data-parallel replicas, as in Megatron: `--mesh.data 8 --mesh.expert 4` are 8 replicas, in 2 groups of 4 that have all
-experts among them; `--mesh.data 8 --mesh.replicate 2` are 2 groups of 4 that have all weights among them. The axis
-`data` of the mesh then has size 2 or 4, and these axes together split the batch.
+data-parallel replicas, as in Megatron. For example, `--mesh.data 8 --mesh.expert 4` are 8 replicas, in 2 groups of 4
+that share all experts; `--mesh.data 8 --mesh.replicate 2` are 2 groups of 4 that share all weights. The axis `data` of
+the mesh then has size 2 or 4, and these axes together split the batch.
 
 A new axis is a row here, a field of the same name in `MeshConfig`, and the code that computes with it. This module
 imports no JAX.

@@ -153,9 +153,9 @@ def resolve_kernels(config: Config, capability: tuple[int, ...]) -> Config:
 def is_unrolled(config: Config, on_gpu: bool) -> bool:
     """True if the layers are compiled without a loop.
 
-    With `auto` a GPU has no loop unless XLA would start work of many layers at the same time (all-gathers of FSDP
-    between servers, all-to-alls over `context`, recomputation, copies to the host, expert rows), stages of a pipeline
-    store activations in slots, or layers are of several kinds or too many to compile in two minutes.
+    With `auto` a GPU has no loop, except in three cases. XLA would start work of many layers at the same time: FSDP
+    all-gathers between servers, all-to-alls over `context`, recomputation, copies to the host, expert rows. Pipeline
+    stages store activations in slots. Layers are of several kinds or too many to compile in two minutes.
     """
     train, mesh, model = config.train, config.mesh, config.model
     if train.unroll != "auto":

@@ -26,7 +26,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Only:
-    """For some values of another field, or of `Config.samples`: `Only("optimizer.schedule", "wsd")`."""
+    """Supported for some values of another field, or of `Config.samples`: `Only("optimizer.schedule", "wsd")`."""
 
     field: str
     values: str
@@ -34,7 +34,7 @@ class Only:
 
 @dataclass(frozen=True)
 class By:
-    """The property with the value of a field that is None."""
+    """The property that supplies the value of an unset field."""
 
     property: str
 
@@ -83,14 +83,14 @@ FILE_ONLY = tyro.conf.Fixed
 
 
 def effective_value(settings: Any, name: str) -> Any:
-    """The value of a field, or if it is None, of its property (`By`)."""
+    """The value of a field, or of its property (`By`) while the field is unset."""
     value = getattr(settings, name)
     sources = [mark.property for mark in _marks(type(settings))[name] if isinstance(mark, By)]
     return getattr(settings, sources[0]) if value is None and sources else value
 
 
 def field_marks(config: Any, name: str) -> frozenset[Mark | Only]:
-    """The marks of the field `name` of a config, such as 'train.steps', and those of its section."""
+    """The marks of the config field `name`, such as 'train.steps', and of its section."""
     section, knob = name.split(".")
     marks = *_marks(type(config))[section], *_marks(type(getattr(config, section)))[knob]
     return frozenset(mark for mark in marks if isinstance(mark, Mark | Only))

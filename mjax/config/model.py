@@ -131,7 +131,7 @@ class ModelConfig(LoRAConfig):
         return import_object(self.module)(key, self, dtype)
 
     def batch(self, data) -> Arrays:
-        """The arrays of a batch with this `DataConfig`; by default those of next-token prediction."""
+        """The arrays of a batch with this `DataConfig`; by default for next-token prediction."""
         return {name: ((self.sequence,), dtype) for name, dtype in data.batch_types().items()}
 
     def limits(self) -> dict[str, int]:

@@ -94,7 +94,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
-    """Build the dataclass `cls` from plain values, as those of `dataclasses.asdict`; missing fields have defaults.
+    """Build the dataclass `cls` from plain values, as `dataclasses.asdict` returns them; missing fields have defaults.
 
     Args:
       cls: fields are numbers, text, booleans, None, `Literal`s, tuples, lists and objects of these, and dataclasses of

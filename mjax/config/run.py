@@ -326,7 +326,7 @@ class Config:
 
     @property
     def samples(self) -> Literal["text", "conversations", "pairs", "examples"]:
-        """The kind of training data; examples are those of a labelled task."""
+        """The kind of training data; `examples` belong to a labelled task."""
         if self.model.samples == "text" and self.data.conversations:
             return "conversations"
         return self.model.samples or "examples"
@@ -381,7 +381,7 @@ def load_config(name: str) -> Config:
 
 
 def load_user_model(name: str | None, run: Path, print_line: Callable[[str], None]) -> None:
-    """Register the custom model of the run in folder `run`; its settings stay those of config.json.
+    """Register the custom model of the run in folder `run`; its settings still come from config.json.
 
     Args:
       name: as for `load_config`, but the file needs no `config`; None: nothing is loaded.

@@ -5,6 +5,6 @@
 
 For BERT a sequence is a sentence, and BertDataset (bert) stands in place of GPTDataset.
 
-Nothing here imports JAX, and nothing has a position: a batch depends on the data, the seed and the step, never on the
-mesh or on history, so a step number is enough to resume a run.
+Nothing here imports JAX, and no object has a read position. A batch depends on the data, the seed and the step, never
+on the mesh or on history, so a step number is enough to resume a run.
 """

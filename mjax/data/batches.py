@@ -67,7 +67,7 @@ class Batches:
 def label_entropy(batches: Iterable[dict[str, np.ndarray]]) -> float:
     """Entropy in nats of the unmasked labels: the lowest loss of guessing by frequency.
 
-    The frequencies are those of these same labels, so a guess that ignores the text cannot do better on them.
+    The frequencies are counted on the same labels, so a guess that ignores the text cannot do better on them.
     """
     counts = np.bincount(np.concatenate([batch["labels"][batch["loss_mask"]] for batch in batches]))
     frequencies = counts[counts > 0] / counts.sum()

@@ -33,13 +33,13 @@ The target is usually the longest that fits, s − 3 next to [CLS], [SEP] and [S
 shorter, from 2 tokens up, because fine-tuning often sees short inputs (google-research/bert,
 create_pretraining_data.py). One random word decides both whether a sample is short and its length, so with s of 512 and
 one in ten short only even lengths occur. Each epoch draws new ones. All samples of all epochs are shuffled together.
-Documents with fewer sentences than a sample needs are skipped, and so are documents of several sentences with one
+Documents with fewer sentences than a sample needs are skipped, as well as documents of several sentences with one
 longer than 512 tokens.
 
-Every target depends on the number of draws before it, so the walk is a loop, but over samples rather than sentences:
-the end of a sample is looked up among the running totals of tokens.
+Every target depends on the number of draws before it, so the walk is a loop. It runs over samples rather than
+sentences: the end of a sample is looked up among the running totals of tokens.
 
-Given the same files, documents, seed and number of samples the result is that of Megatron's C++, row for row.
+Given the same files, documents, seed and number of samples the result equals Megatron's C++ code, row for row.
 
 Source: Megatron-LM, core/datasets/helpers.cpp (build_mapping).
 
@@ -52,15 +52,14 @@ follow it:
     words            0   1  1        1        2    3
 
 Words are visited in random order. At each the length n of a span is drawn, shorter ones more often: P(n) ∝ 1/n, that is
-55%, 27% and 18%. The span covers that word and the next n − 1; if it would mask too many tokens, it loses words from
-its end until it fits, and if the first word alone is too long, or part of the span is masked already, it is skipped. Of
-the tokens in a span 80% become [MASK], 10% a random token and 10% stay, each drawn separately, so that the model
-cannot see which tokens it has to predict. [CLS] and [SEP] are never masked.
+55%, 27% and 18%. The span covers that word and the next n − 1. If it would mask too many tokens, it loses words from
+its end until it fits. If the first word alone is too long, or part of the span is masked already, it is skipped. Of the
+tokens in a span 80% become [MASK], 10% a random token and 10% stay. Each is drawn separately, so that the model cannot
+see which tokens it has to predict. [CLS] and [SEP] are never masked.
 
 The draws are Megatron's, in their order, on the given generator, so masks are Megatron's token for token. Options that
-pretrain_bert.py leaves off are absent: pieces instead of words, spans that are long rather than short or of a geometric
-distribution (SpanBERT's), and permuted tokens (StructBERT's), which use NumPy's global generator and so cannot be
-reproduced.
+pretrain_bert.py leaves off are absent: pieces instead of words, spans with longer or geometrically distributed lengths
+(SpanBERT's), and permuted tokens (StructBERT's). The last use NumPy's global generator and cannot be reproduced.
 
 Source: Devlin et al. 2019, §3.1; 1909.08053, §4.2; Megatron-LM, core/datasets/masked_dataset.py and bert_dataset.py.
 """
@@ -365,9 +364,9 @@ class BertDataset:
         """Sample `index`.
 
         Returns:
-          "tokens" int32 [s], the inputs; "token_types" int32 [s], 1 in the second segment; "labels" int32 [s], the
-          masked tokens, 0 elsewhere; "loss_mask" bool [s], True for masked tokens; "documents" int32 [s], 1 for
-          padding; "sentence_order" int32 [], 1 if the segments are swapped.
+          Arrays int32 [s]: "tokens", the inputs; "token_types", 1 in the second segment; "labels", the masked tokens, 0
+          elsewhere; "documents", 1 for padding. "loss_mask" bool [s] is True for masked tokens, "sentence_order" int32
+          [] is 1 if the segments are swapped.
 
         Raises:
           IndexError: there is no such sample.

@@ -1,4 +1,4 @@
-"""Conversations packed into sequences, each of which is trained as if it were alone.
+"""Conversations packed into sequences. Each conversation is trained as if it were alone.
 
 A conversation of n tokens takes n - 1 positions, because its last token predicts nothing. Best-fit decreasing places
 the longest first, each into the sequence with the smallest sufficient free space (arXiv 2107.02027 compares packing
@@ -8,8 +8,8 @@ a packed sequence has the loss and the gradients of its separate conversations.
     positions   0 1 2 3 4 0 1 2 0 1 2 3 0 0       the last two are padding
     documents   0 0 0 0 0 1 1 1 2 2 2 2 3 3
 
-Every epoch has each conversation once. Conversations of the same length are shuffled every epoch, and so are the
-sequences; both depend on the seed and the epoch alone.
+Every epoch has each conversation once. Conversations of the same length and the sequences are shuffled every epoch;
+both orders depend on the seed and the epoch alone.
 """
 
 from bisect import bisect_left, insort
@@ -95,7 +95,7 @@ class ConversationDataset:
         lengths = indexed.lengths[documents.start : documents.stop]
         if not len(lengths):
             fix = "change --data.split, or train without validation: --train.eval-interval 0"
-            raise UsageError(f"the {name} of {indexed.prefix} has none of its {len(indexed):,} conversations; {fix}")
+            raise UsageError(f"the {name} of {indexed.prefix} gets 0 of {len(indexed):,} conversations; {fix}")
         if lengths.max() > sequence + 1:
             longest, count = int(lengths.max()), int((lengths > sequence + 1).sum())
             fix = f"raise it to {longest - 1}, or prepare them with --max-length {sequence + 1}"

@@ -1,6 +1,6 @@
 """Byte-pair encoding at the speed of memory, for texts that gigatoken and `tokenizers` encode equally.
 
-gigatoken is optional: `pip install 'mjax[fast]'`. Its word rules use an older version of Unicode than those of
+gigatoken is optional: `pip install 'mjax[fast]'`. Its word rules use an older Unicode version than the rules of
 `tokenizers`, which therefore encodes a text that contains
 
 - a code point that Unicode 16 lacks: gigatoken treats a new letter as one, and splits the contraction in `X's`;

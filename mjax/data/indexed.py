@@ -511,7 +511,7 @@ def check_output(prefix: str, overwrite: bool) -> None:
 
 
 def publish_metadata(prefix: str | Path, metadata: DatasetMetadata | None) -> None:
-    """Give the metadata and the temporary tokenizer their final names, replacing those of an older dataset.
+    """Give the metadata and the temporary tokenizer their final names, replacing an older dataset's files.
 
     Call it when the tokens are written but not yet renamed: it removes an old dataset, and the index, which makes the
     new one readable, is renamed last. With None the new dataset has neither metadata nor tokenizer.

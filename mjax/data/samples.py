@@ -34,7 +34,7 @@ So every prefix of the blend has the weights' proportions, to a sample or so eac
 
 Each choice depends on all before it. Megatron has a loop in C++; this is many short loops in parallel. The samples are
 divided into lanes of `LANE_SAMPLES`. A lane begins with a guess of the counts at its start (the shares, rounded by
-largest remainder), and all lanes do their first step together, then their second, and so on, each step one operation on
+largest remainder). All lanes do their first step together, then their second, and so on, each step one operation on
 arrays. Then the counts at the end of each lane are compared with the guess of the next one, and lanes with wrong
 guesses are repeated from the right counts. When all guesses are right, the lanes are exactly the sequential loop.
 

@@ -9,8 +9,8 @@ character of the first two planes of Unicode, many languages, long words, and th
 
 Not covered: a regular expression that matches only texts which neither the trial nor the file contains.
 
-The checksum of a tokenizer that passes is stored, for this process and in the cache folder, and so is that of a
-tokenizer that mjax trained. `gpt2` and `bert-…` have rules of mjax and need no trial.
+The checksum of a tokenizer that passes, or that mjax trained, is stored for this process and in the cache folder.
+`gpt2` and `bert-…` have rules of mjax and need no trial.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ folder next to the data and copied into the run folder, so you name it once, on 
 In Hugging Face's tokenizers a text that contains `<|endoftext|>` or `[SEP]` encodes to that token. In Megatron's and in
 mjax it does not: otherwise a web page about GPT-2 would end in the middle.
 
-The backend splits and merges text exactly by the rules of its file. Settings that would silently change a corpus are
-disabled: truncation and padding (some files truncate at 128 tokens), tokens added around the text, random merges (BPE
-dropout), and special tokens matched inside the text, one of which ends documents.
+The backend splits and merges text exactly by the rules of its file. Settings that would change a corpus are disabled:
+truncation and padding (some files truncate at 128 tokens), tokens added around the text, random merges (BPE dropout),
+and special tokens matched inside the text. One of them ends documents.
 
 A saved tokenizer is a folder with copies of its source files and `mjax_tokenizer.json`:
 
@@ -34,10 +34,10 @@ each line of `merges.txt` (`vocab.bpe`) is a pair, in the order of learning.
 
 BERT's `vocab.txt` has a piece per line, whose number is its id. Text is cleaned of control characters and split at
 white space and around each punctuation mark and Chinese character. A word becomes its longest known beginning, then the
-longest known continuation ("##…"), and so on (Devlin et al. 2019, §3). A word that cannot be encoded is [UNK], and so
-is one of more than 100 characters: Hugging Face's limit, while Megatron's and Google's code has 200. White space is
-lost, so decoding does not restore the text. [CLS], [SEP] and [MASK] are added when samples are built; no text encodes
-to them, because their brackets are punctuation: `[MASK]` in a text is `[`, `mask`, `]`, as in Megatron.
+longest known continuation ("##…"), and so on (Devlin et al. 2019, §3). A word that cannot be encoded or has more than
+100 characters is [UNK]: Hugging Face's limit, while Megatron's and Google's code has 200. White space is lost, so
+decoding does not restore the text. [CLS], [SEP] and [MASK] are added when samples are built; no text encodes to them,
+because their brackets are punctuation: `[MASK]` in a text is `[`, `mask`, `]`, as in Megatron.
 
 **Training.** A sentencepiece model trained by mjax adds no leading space, collapses no spaces and normalizes nothing.
 Characters without a piece become UTF-8 bytes. So `decode(encode(text)) == text`, except "▁" (U+2581), sentencepiece's
@@ -726,8 +726,8 @@ SPACE = "▁"  # U+2581, sentencepiece's
 def train_sentencepiece(texts: Iterable[str], vocabulary: int) -> SentencePieceTokenizer:
     """Train a byte-pair vocabulary of exactly `vocabulary` pieces; the same texts give the same model.
 
-    Byte pairs and unigram, sentencepiece's two algorithms, give tokens of the same length (3.46 and 3.45 bytes at 4,096
-    pieces of Wikipedia), and byte pairs train over ten times faster (0.4 s and 6 s for 5 MB).
+    Byte pairs and unigram, sentencepiece's two algorithms, give tokens of the same length: 3.46 and 3.45 bytes at 4,096
+    pieces of Wikipedia. Byte pairs train over ten times faster (0.4 s and 6 s for 5 MB).
 
     Raises:
       UsageError: there is no text, or it has too few words for the vocabulary or too many characters.

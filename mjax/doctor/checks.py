@@ -86,7 +86,7 @@ def _with_name(name: str, finding: Finding) -> Finding:
 
 
 def answer(question: bytes) -> list[dict[str, Any]]:
-    """In the child: the findings of a check."""
+    """Return the findings of a check; runs in the child."""
     name, values = json.loads(question)
     config = load_config(values["name"]) if values["name"] else None
     machine = MachineInfo(**values | {"config": config, "runs": Path(values["runs"])})

@@ -110,7 +110,7 @@ def check_device_memory(machine: MachineInfo) -> Finding | None:
 
 
 def judge(check: str, rate: float, peak: float, text: str) -> Finding:
-    """Compare a measured rate with `peak`, that of the device's data sheet; 0 without one."""
+    """Compare a measured rate with `peak`, the data-sheet value; 0 without a data sheet."""
     scale, unit = (1e12, "TFLOP/s") if check == "matmul" else (1e9, "GB/s")
     text, share = f"{rate / scale:,.3g} {unit}, {text}", rate / (peak or np.inf)
     compared = f"{text}, {share:.0%} of the {peak / scale:,.0f} {unit} of the data sheet"

@@ -236,7 +236,7 @@ def check_packages(machine: MachineInfo) -> Finding:
 
 
 def _unmet(requirements: Iterable[Requirement], extra: str = "") -> dict[Requirement, str | None]:
-    """The requirements that are not met, with the installed version; `extra` is that of an installation."""
+    """The unmet requirements, with the installed version; `extra` names an extra of the installation."""
     installed = packages.list_versions()
     needed = [item for item in requirements if item.marker is None or item.marker.evaluate({"extra": extra})]
     versions = {item: installed.get(canonicalize_name(item.name)) for item in needed}
@@ -283,7 +283,7 @@ class Driver:
       gpus: names of the GPUs that the driver shows.
       memory: bytes of each GPU.
       used: bytes in use of each GPU.
-      on_bus: NVIDIA GPUs on the PCI bus, with or without a driver; a container sees those of its host.
+      on_bus: NVIDIA GPUs on the PCI bus, with or without a driver; a container sees its host's GPUs.
       problem: error of NVML; empty if it works.
     """
 

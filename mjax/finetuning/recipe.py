@@ -1,7 +1,8 @@
 """The request of a fine-tuning: the task's recipe, changed by flags, and the resulting config.
 
-Recipes are those of the paper and of Megatron-LM v1.0 (`tasks/labelled.py`): AdamW with Megatron's decay mask, linear
-warm-up over a share of the steps, then linear decay to 0, gradients clipped at norm 1, and the dropout of pre-training.
+Recipes come from the paper and from Megatron-LM v1.0 (`tasks/labelled.py`). They use AdamW with Megatron's decay mask,
+linear warm-up over a share of the steps, then linear decay to 0, gradients clipped at norm 1, and the dropout of
+pre-training.
 """
 
 from __future__ import annotations

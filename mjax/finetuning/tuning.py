@@ -412,7 +412,7 @@ class FinetuningStart:
           step: the checkpoint; None: the newest intact one.
 
         Raises:
-          UsageError: there is no such checkpoint, or its model is not that of its config.
+          UsageError: there is no such checkpoint, or its model does not match its config.
           RunError: it is damaged.
         """
         step, model = restore_weights(self.run, self._source, step, on_notice)

@@ -87,7 +87,7 @@ class Chat:
 
         Args:
           folder: of the tokenizer, such as RUN/tokenizer.
-          tokenizer: whose end of document ends an answer too; by default that of the folder.
+          tokenizer: whose end of document ends an answer too; by default the folder's tokenizer.
           flag: that asked for it, for messages.
 
         Raises:
@@ -167,7 +167,7 @@ class Chat:
             return self._template.render(requests)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a rendered conversation, in which special tokens are what they spell."""
+        """The ids of a rendered conversation; special tokens are encoded as such."""
         return self.encode_marked(text, [])[0]
 
     def encode_marked(self, text: str, spans: Spans) -> tuple[list[int], list[bool]]:
@@ -484,7 +484,7 @@ def _reasoning(message: Message) -> str:
 
 
 def _remove_untrained(text: str, spans: Spans, written: list[Sequence[Message]], reasoning: bool) -> Iterator[Span]:
-    """The `spans` of a text, each of which renders the messages in `written`, without what is not trained."""
+    """Remove untrained text from the `spans`; each span renders the messages in `written`."""
     for (begin, end), messages in zip(spans, written, strict=True):
         first, last = _span_without_loss(text[begin:end], messages, reasoning)
         yield from (part for part in ((begin, begin + first), (begin + last, end)) if part[0] < part[1])

@@ -53,7 +53,7 @@ class Template(Child):
 
 
 def render_texts(question: bytes) -> list[Rendered]:
-    """In the child: the texts of a template with values, from a list of its source and the values in JSON.
+    """Render the texts of a template with values, from a list of its source and the values in JSON; runs in the child.
 
     Raises:
       ChildError: the template refuses them, or writes too much.

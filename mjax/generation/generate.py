@@ -174,8 +174,8 @@ def unstack_layers(blocks, take: Callable[[Any, int], Any] = lambda weight, repe
 
 
 def _list_slices(blocks, gathers: Sequence[Sequence[Callable | None]] | None = None) -> list[tuple]:
-    """For each layer of `blocks`, in order, its stack, its repetition, the function that gathers its weights (`gathers`
-    of `run_blocks`), and its kind."""
+    """List, for each layer of `blocks` in order, its stack, its repetition, the function that gathers its weights
+    (`gathers` of `run_blocks`), and its kind."""
     slices = []
     for stacks, run_gathers, count in iterate_runs(blocks, gathers):
         for number in range(count):
@@ -416,7 +416,7 @@ class Generator:
 
         on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
         weights = weight_specs(config, layout)
-        # Whatever the caches of the layers are, the global array is that of all ranks along its first dim.
+        # The global cache concatenates the caches of all ranks along its first dim, for every kind of layer.
         cached = Cache(P(cache_axes(config)), P(CONTEXT) if config.context_attention else P())
         state = _State(P(), P(), P(), P(), P(), cached)
 

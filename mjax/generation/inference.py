@@ -56,14 +56,7 @@ class OpenRun:
         return run_tokenizer(self.folder, self.config.model, flag=None)
 
     def weights_for(self, target: Model) -> Model:
-        """The weights as those of another program on the same mesh: with another attention kernel, sequence or dtype.
-
-        Args:
-          target: its model of ShapeDtypeStructs, such as `program.abstract_state.model`.
-
-        Raises:
-          UsageError: its weights have other names or shapes.
-        """
+        """The weights for another program on the same mesh: with another attention kernel, sequence or dtype."""
         stored, expected = (
             {name: leaf.shape for name, leaf in leaves_by_path(model).items()} for model in (self.weights, target)
         )
@@ -129,7 +122,7 @@ def inference_config(
 ) -> Config:
     """The config for using the model of a run on `mesh`, on this machine's devices, without dropout.
 
-    The `sequence` of a causal model is that of all its positions, however short the samples were.
+    The `sequence` of a causal model covers all its positions, however short the samples were.
 
     Args:
       config: as saved by the run.

@@ -31,11 +31,11 @@ PREFIX_IDS = 16  # the text of a token depends on the few before it
 Run = str | Path | OpenRun
 Texts = Sequence[Sequence[int]]
 MeshShape = MeshConfig | dict[str, int] | None
-REPLACEMENT = "\ufffd"  # the text of bytes that are no whole character
+REPLACEMENT = "\ufffd"  # the text of an incomplete character
 
 
 def decode_suffix(decode: Decode, prompt: list[int], tokens: list[int]) -> str:
-    """The text of a continuation, which is what `StreamingText` shows of it."""
+    """The text of a continuation, as `StreamingText` shows it."""
     streamed = StreamingText(decode, prompt)
     streamed.finish(tokens)
     return streamed.text
@@ -44,9 +44,9 @@ def decode_suffix(decode: Decode, prompt: list[int], tokens: list[int]) -> str:
 class StreamingText:
     """A continuation in the making.
 
-    It is decoded after what comes before it, because the text of a token can depend on the previous one: sentencepiece
-    drops the space before the first, and a token may hold part of a character. Byte fallback turns a run of bytes that
-    ends within a character into U+FFFD altogether, so ids are only parted between whole characters.
+    It is decoded together with the prompt, because the text of a token can depend on the previous one. For example,
+    sentencepiece drops the space before the first token, and a token may hold part of a character. Byte fallback turns
+    a run of bytes that ends within a character into U+FFFD altogether, so ids are only parted between whole characters.
     (`tokenizers.decoders.DecodeStream` does this for the tokenizers of that library.)
 
     Attributes:
@@ -56,7 +56,7 @@ class StreamingText:
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int]):
-        """`decode` gives the text of ids; `prompt` is what the continuation follows."""
+        """`decode` returns the text of ids; the continuation follows `prompt`."""
         self._decode, self._ids, self._whole = decode, list(prompt), ""
         self._prompt = self._done = len(self._ids)  # ids whose text is whole
         # The ids from here are decoded: they begin with a whole character, and the text of those done is not empty.
@@ -82,7 +82,7 @@ class StreamingText:
             self._whole, self._done, self._before = self.text, len(self._ids), text
 
     def finish(self, tokens: Sequence[int]) -> None:
-        """Add those of all `tokens` of the text that were not added yet, and end it."""
+        """Add the tokens among all `tokens` of the text that were not added yet, and end it."""
         if not self.ended:
             for token in [*tokens[len(self._ids) - self._prompt :], None]:
                 self.add(token)

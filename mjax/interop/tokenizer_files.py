@@ -2,9 +2,9 @@
 
 An export contains the source files and `mjax_tokenizer.json`, so that an import restores the tokenizer. For
 `transformers.AutoTokenizer` it has an equivalent tokenizer.json with the same ids. GPT-2's, BERT's and Hugging Face's
-tokenizers run on the package `tokenizers` in mjax too. Bytes are BPE without merges. sentencepiece joins the neighbors
-whose piece has the best score, `tokenizers` the pair that was learned first: every two pieces that form a third are a
-pair, in the order of the third's score. Spaces become "▁", and one is added in front.
+tokenizers run on the package `tokenizers` in mjax too. Bytes are BPE without merges. The package sentencepiece joins
+the neighbors whose piece has the best score, `tokenizers` the pair that was learned first. So every two pieces that
+form a third are exported as a pair, in the order of the third's score. Spaces become "▁", and one is added in front.
 
 Not every tokenizer has an exact equivalent, so ids and text of the two are compared before a file is written.
 """

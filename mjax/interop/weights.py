@@ -1,8 +1,8 @@
 """Foreign tensors as the weights of a model, and back, by the table of a `Family`.
 
-Shapes are those of mjax's parameters; a family describes the layout in its files. BLOOM's queries, keys and values are
-a `torch.nn.Linear` [out, in], fused head by head: a layer of `blocks.attention.qkv.kernel` [l, h, c, n, d] is
-transposed to [n, c, d, h] and flattened to [n · c · d, h]. Both directions are a transposition and a reshape.
+Shapes come from mjax's parameters; a family describes the layout in its files. For example, BLOOM's queries, keys and
+values are a `torch.nn.Linear` [out, in], fused head by head. A layer of `blocks.attention.qkv.kernel` [l, h, c, n, d]
+is transposed to [n, c, d, h] and flattened to [n · c · d, h]. Both directions are a transposition and a reshape.
 
 Everything is checked before a number is read. Then one layer of a weight at a time is assembled from its tensors, or
 split into them.

@@ -9,8 +9,8 @@ unchanged, and the layer learns a product of two narrow matrices, A of r columns
 
 The adapter is inside the region of its layer: f is applied once for both, and g sums both together. A weight that is
 whole on every rank has a part of its gradient on each, and these are summed once a step (`grad_partial_over_model`).
-Queries, keys and values have a pair (A, B) each, although they are one kernel, and so have the gate and the other half
-of a gated MLP.
+Queries, keys and values have a pair (A, B) each, although they are one kernel. The gate and the other half of a gated
+MLP have a pair each, too.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def add_adapters(model: nnx.Module, key: Array, dtype) -> nnx.Module:
     layer, and B is zero, so that the results of the model do not change.
 
     Raises:
-      UsageError: the model has no such layer, or the rank is above that of a matrix.
+      UsageError: the model has no such layer, or the rank is above the maximum for a matrix.
     """
     config, known = model.config, set()
     for _, weight in nnx.iter_graph(model):
@@ -138,7 +138,7 @@ def match_targets(name: str, layer: Linear) -> tuple[str, ...]:
 def _column_adapter(
     key: Array, layer: ColumnParallelLinear, config: ModelConfig, parts: tuple[int, ...], dtype
 ) -> ColumnAdapter:
-    """For a kernel [*layers, h, (parts,) *out]."""
+    """Make the adapter for a kernel [*layers, h, (parts,) *out]."""
     (layers, (width,), out), rank = _kernel_sizes(layer), config.lora_rank
     _check_rank(rank, width, math.prod(out))
     make, count = partial(_matrix, key, layers, dtype=dtype), len(parts)
@@ -148,7 +148,7 @@ def _column_adapter(
 
 
 def _row_adapter(key: Array, layer: RowParallelLinear, config: ModelConfig, _, dtype) -> RowAdapter:
-    """For a kernel [*layers, *into, h]."""
+    """Make the adapter for a kernel [*layers, *into, h]."""
     (layers, into, (width,)), rank = _kernel_sizes(layer), config.lora_rank
     _check_rank(rank, math.prod(into), width)
     make = partial(_matrix, key, layers, dtype=dtype)

@@ -16,8 +16,8 @@
        └──────────────────────────────┘   └────────────────────────┘
 
 Attention and MLP each open and close a tensor-parallel region, so a layer has two all-reduces forward and two backward.
-Between them the stream is [t, h], one row per token: all tokens of the micro-batch, or with sequence parallelism those
-of this rank.
+Between them the residual stream is [b·s, h], one row per token of the micro-batch. With sequence parallelism a rank
+holds its share of the rows.
 """
 
 from __future__ import annotations

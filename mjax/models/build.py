@@ -52,7 +52,7 @@ def _trace_model(config: ModelConfig) -> Model:
 
 @lru_cache(maxsize=64)
 def mixing_class(config: ModelConfig) -> str | None:
-    """The name of the first class of the model that may mix or count positions by itself; None: there is none.
+    """Name the model's first class that may mix or count positions on its own; None if no class does.
 
     A user-defined class may, unless its `mixes_positions` is False. A layer's counts for the modules in it, too, a
     model's for its `embed` and `loss` alone.

@@ -5,7 +5,7 @@ the module. The module turns a batch into the stream, contains stacks of layers,
 Everything else is derived from the traced program: storage, checkpoints, the pipeline, FLOPs, memory, the communication
 ledger.
 
-    batch ── embed ──▶ x [t, h] ── blocks ──▶ x [t, h] ── loss ──▶ {name: sum}     ÷ counts ──▶ {name: mean}
+    batch ── embed ──▶ x [b·s, h] ── blocks ──▶ x [b·s, h] ── loss ──▶ {name: sum}     ÷ counts ──▶ {name: mean}
 
 A loss is a mean over the global batch, and a model sees a part of it, so it gives sums and counts by name. `counts`
 depends on the batch alone: the step first adds the counts of all devices and then differentiates the sums divided by
@@ -38,7 +38,7 @@ class ForwardContext:
     Attributes:
       tokens: layout of the tokens in the rows of the stream.
       key: of the dropout masks of this forward pass, inside a layer of the layer's; None: no dropout.
-      positions: of each token; None: those of `tokens.position_ids`.
+      positions: of each token; None: `tokens.position_ids`.
       documents: number of a token's document, if attention must stay within it; of whole sequences, also
         where a rank has a part of their positions.
       kind: of a layer, from the pattern of the model.
@@ -100,8 +100,8 @@ class Model(Protocol):
         """The denominator of each sum by name, for this part [b, …] of a batch.
 
         An int, or an array of NumPy, if it is the same for all parts: the step adds them up. An int32 array if it
-        depends on the batch, added up too, or if it is that of the whole batch already, the same on every device: with
-        1 the mean is a sum.
+        depends on the batch, added up too, or already the whole batch's denominator, the same on every device: with 1
+        the mean is a sum.
         """
 
     def loss(self, x: Float[Array, "t h"], batch: Batch, context: ForwardContext) -> dict[str, Array]:

@@ -4,19 +4,19 @@
 of sums: auxiliary losses, such as load balancing in a mixture of experts. They count as if the model's `loss` had
 returned them (`protocol.py`).
 
-**The config has the pattern of the layers** (`config/pattern.py`), and `stack` makes them: of each run of equal groups
-one stack with a leading layer dim, or a `LayerGroup` of stacks, if the layers of a group have different weights.
+**The config has the pattern of the layers** (`config/pattern.py`), and `stack` makes them. A run of equal groups
+becomes a stack with a leading layer dim, or a `LayerGroup` of stacks if the layers in a group have different weights.
 Several runs are an `nnx.List`. Scans, pipelines and storage divide a run between its groups. `context.kind` is a
 layer's entry in the pattern.
 
-The residuals of a layer have names, and `recompute` selects which of them are saved (arXiv 2205.05198, section 5):
-`none` saves what autodiff needs, `selective` the names below, `full` only the layer's input, and which experts a router
-chose.
+The residuals of a layer have names, and `recompute` selects the saved ones (arXiv 2205.05198, section 5). `none` saves
+all residuals of autodiff, `selective` the names below, `full` only the layer's input and the router's choice of
+experts.
 
-`offload` saves the same as `full`, but the layer's input in host memory. It is the one residual from which all others
-can be recomputed, and the smallest: nothing that grows with the sequence stays on the device for each layer, and the
-link to the host carries least. A copy out overlaps the whole forward pass of its layer. A copy back delays the layer:
-XLA starts it where the layer begins, and not during the one before.
+`offload` saves the same as `full`, but the layer's input in host memory. It is the smallest residual from which all
+others can be recomputed: no layer leaves anything on the device that grows with the sequence, and the link to the host
+carries least. A copy out overlaps the whole forward pass of its layer. A copy back delays the layer: XLA starts it
+where the layer begins, and not during the one before.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def map_stacks(function: Callable, blocks) -> list[list]:
 
 
 def group_kinds(stacks: Sequence) -> list[tuple[int, int, LayerKind]]:
-    """For each layer of the group that a run repeats: its stack, its number among the group's layers in that stack, and
-    its kind."""
+    """List, for each layer of the group that a run repeats: its stack, its number among the group's layers in that
+    stack, and its kind."""
     layers_of_stack = range(len(stacks[0].kinds))
     return [(i, number, stacks[i].kinds[number]) for number in layers_of_stack for i in range(len(stacks))]
 
@@ -163,7 +163,7 @@ def _add_sums(a: Sums, b: Sums) -> Sums:
 
 
 def iterate_runs(blocks, gathers: Sequence[Sequence[Callable | None]] | None) -> Iterator[tuple]:
-    """For each run its stacks, their entries of `gathers` and the number of its layers on this device."""
+    """Yield, for each run, its stacks, their entries of `gathers` and the number of its layers on this device."""
     gathers = gathers or map_stacks(lambda _: None, blocks)
     for stacks, run_gathers in zip(layer_runs(blocks), gathers, strict=True):
         yield stacks, run_gathers, jax.tree.leaves(stacks[0])[0].shape[0] * len(stacks)

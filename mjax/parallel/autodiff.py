@@ -93,7 +93,7 @@ def blockwise_sum(x: Float[Array, " t *out"], reduce: Callable = jnp.sum) -> Flo
     """Sum over the first dim, or reduce it otherwise: blocks of rows first, and then their results.
 
     On a GPU the kernel that computes x can reduce blocks as it writes, or instead of writing; over all rows it cannot,
-    and XLA does not always split the sum by itself.
+    and XLA does not always split the sum.
     """
     if x.shape[0] % BLOCK or x.shape[0] == BLOCK:
         return reduce(x, 0)

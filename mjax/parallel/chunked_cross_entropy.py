@@ -2,7 +2,7 @@
 never stored.
 
 The forward pass updates a running maximum and sum, as the ranks combine theirs (`cross_entropy.py`). The backward pass
-goes through the chunks again: with D the gradient of their logits, Dᵀ x are their rows of the gradient of E, and the
+goes through the chunks again. With D the gradient of a chunk's logits, Dᵀ x gives its rows of E's gradient, and the
 gradient of x is the sum of D E over the chunks. That is a fourth matmul of the size of the head's three.
 """
 

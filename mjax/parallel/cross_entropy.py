@@ -1,10 +1,10 @@
-"""Cross entropy over a split vocabulary: each rank has v/p rows of the table that scores tokens, and computes only
+"""Cross entropy over a split vocabulary: each rank has v/t rows of the table that scores tokens, and computes only
 these logits (arXiv 1909.08053, section 3).
 
     −log softmax(x Eᵀ)[label] = log Σ_j exp(x · E_j − m) + m − x · E_label,     m = max_j x · E_j
 
-Only m, the sum of total and the label's logit are communicated over the model axis: three numbers per token
-instead of v. The logits [t, v / p] are in memory, and so is their gradient; `chunked_cross_entropy.py` stores neither.
+Only m, the sum of total and the label's logit are communicated over the model axis: three numbers per token instead of
+v. The logits [b·s, v / t] and their gradient are in memory; `chunked_cross_entropy.py` stores neither.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mjax.parallel.reductions import accumulation_dtype
 
 @jax.custom_vjp
 def vocab_parallel_cross_entropy(logits: Float[Array, "t v_local"], labels: Int[Array, " t"]) -> Float[Array, " t"]:
-    """Cross entropy −log softmax(logits)[label] when each rank has v/p of the logits (arXiv 1909.08053, section 3).
+    """Cross entropy −log softmax(logits)[label] when each rank has v/t of the logits (arXiv 1909.08053, section 3).
 
     The only copy of the logits saved for the backward pass has the compute dtype.
 
@@ -32,7 +32,7 @@ def vocab_parallel_cross_entropy(logits: Float[Array, "t v_local"], labels: Int[
 
 def _cross_entropy_forward(logits: Array, labels: Array):
     wide = logits.astype(accumulation_dtype(logits.dtype))
-    largest = mappings.pmax(wide.max(-1))  # [t]
+    largest = mappings.pmax(wide.max(-1))  # [b·s]
     local, is_local = to_local_ids(labels, logits.shape[-1])
     label_logit = jnp.take_along_axis(wide, local[..., None], -1)[..., 0]
     label_logit = jnp.where(is_local, label_logit - largest, 0.0)

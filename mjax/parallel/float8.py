@@ -3,11 +3,11 @@
     x ≈ scale · values        values    e4m3 (activations, weights) or e5m2 (gradients), rounded to nearest
                               scale     a power of two: the smallest for which no value overflows
 
-The scale follows from the largest magnitude in the array as it is, not in earlier steps, and all ranks that hold a part
-of the array agree on it. As a power of two it changes no digit of a value, only which of the very small ones are
-rounded to fewer digits or to zero: below 2^-14 of the largest in e4m3, below 2^-30 in e5m2. So another scale, because
-another mesh or micro-batch puts other tokens together, hardly changes a matmul. It also makes `quantize` exact for
-arrays that are in float8 already, so that these can be sent in float8.
+The scale follows from the largest magnitude in the current array, not in earlier steps, and all ranks that hold a shard
+of the array agree on it. As a power of two it changes no digit of a value. It only decides which of the very small
+values lose digits or become zero: below 2^-14 of the largest in e4m3, below 2^-30 in e5m2. So the scale of another mesh
+or micro-batch hardly changes a matmul. It also makes `quantize` exact for arrays that are in float8 already, so that
+these can be sent in float8.
 
 Matmuls multiply the result of `dequantize`. On a GPU XLA compiles that to a matmul of the float8 values (cuBLASLt),
 with float32 sums; elsewhere the matmul has the dtype of the stream, in which the same values are exact.
@@ -68,7 +68,7 @@ def quantize(x: Array, dtype, scale: Array | None = None) -> Float8:
     """`x` in float8; NaN and infinities stay NaN or infinity.
 
     Args:
-      scale: from `tensor_scale`; by default that of this array over the ranks that have its parts.
+      scale: from `tensor_scale`; by default computed from this array over the ranks that hold its shards.
     """
     scale = tensor_scale(x, dtype, (MODEL, *axes_sharing_weights())) if scale is None else scale
     wide = to_at_least_float32(x)
@@ -89,7 +89,7 @@ def dequantize(x: Float8, dtype) -> Array:
 
 
 def fake_quantize(x: Float[Array, "*dims"], dtype, scale: Array | None = None) -> Float[Array, "*dims"]:
-    """`x` with its values rounded to those of float8."""
+    """`x` with its values rounded to float8 values."""
     return dequantize(quantize(x, dtype, scale), x.dtype)
 
 
@@ -102,7 +102,7 @@ def tensor_scale(x: Float[Array, ...], dtype, axes: tuple[str, ...] = ()) -> Flo
     axes = tuple(axis for axis in axes if axis in mappings.varying_axes(x))
     largest = mappings.pmax(blockwise_sum(jnp.abs(x), jnp.max).max().astype(jnp.float32), axes)
     # With largest = m · 2^e and the dtype's limit = M · 2^E: the smallest k with largest ≤ limit · 2^k. No division is
-    # rounded. For zero and for what is not finite e is 0.
+    # rounded. For zero, infinities and NaN e is 0.
     max_fraction, max_exponent = math.frexp(float(jnp.finfo(dtype).max))
     fraction, exponent = jnp.frexp(largest)
     exponent = jnp.where(fraction == 0, max_exponent, exponent)

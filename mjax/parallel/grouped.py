@@ -58,7 +58,7 @@ class Groups:
     Attributes:
       of_tile: the group of each tile; E - 1 for unused tiles, which come last.
       used: the number of tiles in use.
-      first: each group's first tile; that of the next group if it has none.
+      first: each group's first tile; the next group's first tile if it has no rows.
       tiles: the number of tiles of each group.
       counts: the number of rows of each group, without the zeros that fill its last tile.
       rows: rows of a tile.

@@ -65,7 +65,7 @@ class ColumnParallelLinear(nnx.Module):
     def __call__(
         self, x: Float[Array, "t h"], tokens: TokenLayout, key: DropoutKey | None = None
     ) -> Float[Array, " bs *out"]:
-        """Map this rank's rows of the stream to the whole output, with out[split] / p, varying over `model`; `key`
+        """Map this rank's rows of the stream to the whole output, with out[split] / t, varying over `model`; `key`
         draws the adapter's dropout masks."""
         return apply_column_parallel(x, tokens, self, whole=True, key=key)[0]
 
@@ -135,13 +135,13 @@ class RowParallelLinear(nnx.Module):
         y = linear.linear(self.kernel[...], rows, x.ndim - 1, is_frozen(self.kernel))  # x_i A_i
         y = y if self.adapter is None else y + self.adapter(x, tokens, key)
         y = linear.row_parallel_output(y, tokens)  # g
-        return y if self.bias is None else add_bias(y, self.bias[...])  # before the sum it would be added p times
+        return y if self.bias is None else add_bias(y, self.bias[...])  # before the sum it would be added t times
 
 
 class VocabParallelEmbedding(nnx.Module):
     """Token embedding split by vocabulary rows, used at both ends of the model (tied weights).
 
-    Rank i has the rows of the ids from i·v/p up to (i + 1)·v/p. It looks those up, other ids are zeros, and g sums.
+    Rank i has the rows of the ids from i·v/t up to (i + 1)·v/t. It looks those up, other ids are zeros, and g sums.
 
     Rows from `vocabulary` on are padding that makes the table divisible: they get the lowest possible score, so that a
     loss does not depend on their number. (Megatron includes them in the softmax, and trains the model to avoid them.)

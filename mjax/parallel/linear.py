@@ -49,8 +49,8 @@ def column_parallel_input(
 ) -> tuple[Rows, tuple]:
     """f of x, in float8 for layers that multiply in it, and the kernels that will multiply the result.
 
-    The kernels pass through, so that the backward pass computes their gradients while it reduces that of x over the
-    ranks; `frozen` ones have none.
+    The kernels pass through, so that the backward pass computes their gradients while it reduces the gradient of x over
+    the ranks; `frozen` kernels have no gradient.
     """
     if frozen:
         return _column_parallel_input(x, (), tokens)[0], kernels
@@ -101,7 +101,7 @@ def row_parallel_output(partial: Float[Array, " bs *dims"], tokens: TokenLayout)
 
 
 def _gather_float8(x: Float[Array, " t *dims"], dtype, tokens: TokenLayout) -> Float8:
-    """Quantize this rank's rows and gather those of all ranks."""
+    """Quantize this rank's rows and gather the rows of all ranks."""
     quantized = float8.quantize(x, dtype)
     return Float8.from_scaled(tokens.gather_rows(quantized.values), quantized.scale)
 
@@ -197,8 +197,8 @@ def _stack_parts(parts: tuple[Float[Array, " t *out"], ...]) -> Float[Array, "t 
 # --- Logits of the vocabulary -----------------------------------------------------------------------------------------
 
 
-# A custom backward pass, for its order. By itself XLA computes the table's gradient only after the backward pass of all
-# layers, and the gradient of the logits, [t, v / p], stays in memory until then. With a bias it would compute that
+# A custom backward pass, for its order. XLA alone computes the table's gradient only after the backward pass of all
+# layers, and the gradient of the logits, [b·s, v / t], stays in memory until then. With a bias it would compute that
 # gradient twice, and save the logits for the second time.
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def vocab_parallel_logits(

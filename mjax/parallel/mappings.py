@@ -13,7 +13,7 @@ writes the backward pass. The types reject a region that is opened twice or neve
 closed twice, which multiplies by the number of ranks: `reduce_from_region` checks for that.
 
 With sequence parallelism the tokens between two regions are split over `model` as well (arXiv 2205.05198, section
-4.2.2). f becomes an all-gather of the tokens and g a reduce-scatter; again each is the transpose of the other, and an
+4.2.2). f becomes an all-gather of the tokens and g a reduce-scatter; again each is the transpose of the other. An
 all-reduce is one of each, so the same number of bytes is sent. Megatron's functions (core/tensor_parallel/mappings.py):
 
     here                           in Megatron                                  forward          backward
@@ -118,8 +118,10 @@ def reduce_scatter_tokens(partial: Shaped[Array, " bs *dims"], axis: str = MODEL
 
 
 def zigzag_permute(x: Shaped[Array, "... s"]) -> Shaped[Array, "... s"]:
-    """Exchange half of the positions of every rank, so that causal attention costs all of them the same: of 2c chunks
-    rank r has 2r and 2r + 1 before, r and 2c − 1 − r after."""
+    """Exchange half of the positions of every rank, so that causal attention costs all ranks the same.
+
+    Of 2c chunks rank r has 2r and 2r + 1 before, r and 2c − 1 − r after.
+    """
     ranks = size(CONTEXT)
     even, odd = (lax.ppermute(half, CONTEXT, [(r, _chunk_rank(2 * r + i, ranks)) for r in range(ranks)])
                  for i, half in enumerate(jnp.split(x, 2, axis=-1)))  # fmt: skip

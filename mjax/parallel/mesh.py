@@ -1,7 +1,7 @@
 """The mesh: devices laid out along the axes pipe × replicate × data × expert × context × model (`axes.py`).
 
 `model` is the innermost axis, so the devices that exchange activations in every layer are neighbours, on one server and
-its NVLink; replicas along `data` communicate once per step, over the network (arXiv 2104.04473, section 3.4).
+its NVLink. Replicas along `data` communicate once per step, over the network (arXiv 2104.04473, section 3.4).
 
     8 GPUs as data 2 × model 4:     data 0: GPU 0 1 2 3     data 1: GPU 4 5 6 7
                                     model:      0 1 2 3                 0 1 2 3

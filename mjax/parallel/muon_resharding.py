@@ -65,7 +65,7 @@ class MatrixLayout:
 
     @property
     def num_matrices(self) -> int:
-        """Matrices of which a device has a shard or all."""
+        """Count the matrices that a device holds, complete or as a shard."""
         ranks = math.prod(axes.sizes(self.mesh)[axis] for dim in self.batch_dims for axis in self._dim_axes(dim))
         return math.prod(self.shape[dim] for dim in self.batch_dims) // ranks
 

@@ -43,7 +43,7 @@ class StageProgram:
     """The functions that the stages of a pipeline run.
 
     Attributes:
-      embed: (shared weights, micro-batch) → the stream before the first layer [t, h].
+      embed: (shared weights, micro-batch) → the stream before the first layer [b·s, h].
       layers: (layers of a chunk, stream, micro-batch, index of the virtual stage) → the stream after these layers, and
         their parts of the means by name, [] each.
       head: (shared weights, stream, micro-batch) → parts of means by name, [] each.
@@ -140,9 +140,9 @@ class _State(NamedTuple):
     """The state of a stage from tick to tick.
 
     Attributes:
-      received: an activation and a gradient [t, h] that have just arrived.
-      activations, gradients: received and not yet used, [slots, t, h].
-      outputs: on the last stage, outputs of its last layers that the head has not used yet, [slots, t, h].
+      received: an activation and a gradient [b·s, h] that have just arrived.
+      activations, gradients: received and not yet used, [slots, b·s, h].
+      outputs: on the last stage, outputs of its last layers that the head has not used yet, [slots, b·s, h].
       residuals: of each forward in flight, [slots, …] each.
       aux: parts of means from the layers.
       sums: means and gradients so far.
@@ -215,7 +215,7 @@ class _Stage:
         return y, write_slot(outputs, slot["output"], y), residuals, tree_add(aux, means)
 
     def _backward(self, slot: dict, outputs: Array, residuals: list[Array], received: Array, sums: _Sums):
-        """B: return the gradient of the stage's input, and add those of weights to the sums."""
+        """B: return the gradient of the stage's input, and add the weight gradients to the sums."""
         micro_batch = self.micro_batch(slot)
         residuals = [buffer[slot["residual"]] for buffer in residuals]
 
@@ -255,9 +255,11 @@ class _Stage:
         return *jax.eval_shape(forward, self.chunk({"chunk": 0}), self.message), *programs
 
     def _differentiate(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array):
-        """The stream after the layers, their parts of means, and the derivative of both in two parts: the residuals;
-        and the backward program, the structure of the result of `jax.vjp` and for each of its leaves the index of a
-        weight (None: a residual)."""
+        """Return the residual stream after the layers, their parts of means, and the derivative of both.
+
+        The derivative has two parts: the residuals, and the backward program, which is the structure of the result of
+        `jax.vjp` and for each of its leaves the index of a weight (None: a residual).
+        """
         trainable, frozen = partition_trainable(chunk)
 
         def layers(trainable, x):
@@ -279,7 +281,7 @@ class _Stage:
         return jax.tree.unflatten(structure, leaves)((dy, dmeans))
 
     def _add_to_chunk(self, sums: Weights, new: Weights, slot: dict) -> Weights:
-        """Add the gradients of one chunk to those of the stage."""
+        """Add one chunk's gradients to the stage's gradients."""
         if self.schedule.chunks == 1:
             return tree_add(sums, new)
         index = slot["chunk"]

@@ -2,12 +2,12 @@
 
 A pipeline splits the layers of a model into p *stages*, one per rank of the axis `pipe`. The global batch is split into
 m *micro-batches* that follow each other through the stages, forward and then backward. With V *chunks* a stage holds V
-groups of layers instead of one, and a micro-batch goes round the ring of stages V times: virtual stage v × p + i is
+groups of layers instead of one, and a micro-batch goes round the ring of stages V times. Virtual stage v × p + i is
 chunk v of stage i (interleaving).
 
-Time is counted in *ticks*. In every tick a stage runs what its *slots* of that tick say: a forward pass F of one
-micro-batch through one chunk, a backward pass B, both, or neither; then it sends the results to its neighbours, who can
-use them from the next tick on. A schedule is the table of all slots. p = 3, m = 6, V = 1, the schedule 1F1B:
+Time is counted in *ticks*. In every tick a stage runs the operations in its *slots*: a forward pass F of one
+micro-batch through one chunk, a backward pass B, both, or neither. Then it sends the results to its neighbours, which
+can use them from the next tick on. A schedule is the table of all slots. p = 3, m = 6, V = 1, the schedule 1F1B:
 
     tick      0    1    2      3      4      5      6      7      8    9
     stage 0   F0   F1   F2     F3     F4 B0  F5 B1  B2     B3     B4   B5
@@ -23,12 +23,12 @@ of compute time: (p − 1) / (V m) for both schedules here.
             With V > 1 it is the interleaved schedule (arXiv 2104.04473, section 2.2).
 
 **Lock-step.** The stages run one program and synchronize at the end of every tick, so a tick takes as long as its
-slowest stage. That is why a tick of gpipe and 1f1b has a slot for F and one for B: with one operation per tick, a stage
+slowest stage. That is why a tick of gpipe and 1f1b has a slot for F and one for B. With one operation per tick, a stage
 in its forward would always wait for a neighbour in its backward, and every tick would cost max(f, b). With both, a tick
 of the steady state costs f + b on every stage, and the bubble is exactly the formula's for any ratio f : b.
 
 The cost is memory. In the papers stages run asynchronously and stage i of 1F1B stores p − i micro-batches. In lock-step
-a micro-batch that has left stage i comes back 2 (p − 1 − i) ticks later, and a new one enters in every tick: the stage
+a micro-batch that has left stage i comes back 2 (p − 1 − i) ticks later. A new one enters in every tick, so the stage
 stores 2 (p − 1 − i) + 1. (Megatron's interleaved order stores as many, and (V − 1) p more, for the same reason.)
 
 Results wait in numbered slots of fixed-size buffers, which the table assigns too: the interpreter in `pipeline.py` only

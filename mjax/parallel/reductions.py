@@ -1,9 +1,9 @@
 """Operations whose gradients are sums over many rows, accumulated in float32 and rounded once.
 
-Autodiff writes the transpose of a broadcast as a sum, and that of a lookup as a scatter-add, in the dtype of the
-weight. In bf16, with 8 bits, such a sum rounds at every addition and stops growing once it is 256 times a term: the
-gradient of an embedding row used 400 times in a micro-batch is 2% off, of one used 4,000 times 7% and more. The
-functions here accumulate in float32, like PyTorch's autocast; in float32 and float64 they equal autodiff.
+Autodiff transposes a broadcast to a sum and a lookup to a scatter-add, both in the weight's dtype. In bf16, with 8
+bits, such a sum rounds at every addition and stops growing once it is 256 times a term. The gradient of an embedding
+row used 400 times in a micro-batch is 2% off, used 4,000 times 7% and more. The functions here accumulate in float32,
+like PyTorch's autocast; in float32 and float64 they equal autodiff.
 
     operation        forward          gradient of the weight
     add_bias         y + b            sum over rows, accumulated in float32

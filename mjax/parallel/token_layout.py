@@ -1,9 +1,9 @@
 """The residual stream as rows, one per token, and their layout over the ranks of `model` and `context`.
 
 Between the regions of tensor parallelism the stream is a matrix [b · s, h], the positions of sequence 0 first. Either
-every rank of `model` holds all rows, or, with sequence parallelism, each holds a contiguous range: rank i the rows from
-i · t to (i + 1) · t with t = b · s / p. Splitting the flat rows rather than the positions of every sequence means that
-collectives move only whole, contiguous rows.
+every rank of `model` holds all rows, or, with sequence parallelism, each holds a contiguous range: rank i of t the rows
+from i · b · s / t to (i + 1) · b · s / t. Splitting the flat rows rather than the positions of every sequence means
+that collectives move only contiguous rows.
 
 With `--mesh.context` a rank has a part of the positions of every sequence, and s is the number of these.
 `TokenLayout.position_ids` lists them. Arrays of a batch arrive in equal, contiguous parts. Where attention gathers keys
@@ -36,7 +36,7 @@ class TokenLayout:
 
     Attributes:
       sequences: b, of this replica's micro-batch.
-      positions: s, tokens per sequence; with context parallelism those of this rank.
+      positions: s, tokens per sequence; with context parallelism this rank's share of them.
       sequence_parallel: whether the rows are split over `model` (sequence parallelism).
       float8: whether column- and row-parallel layers multiply these rows in float8 (`float8.py`).
       context_attention: how attention reaches the positions of other ranks of `context`; None: a rank has whole
@@ -71,7 +71,7 @@ class TokenLayout:
         return jnp.where(local < half, rank * half + local, (last - rank) * half + local - half)
 
     def exchange_positions(self, x: Shaped[Array, "... s"]) -> Shaped[Array, "... s"]:
-        """Turn this rank's contiguous positions of a batch's array into those of `position_ids`."""
+        """Reorder a batch array from this rank's contiguous positions to `position_ids`."""
         with jax.named_scope(named_scopes.EMBEDDING):
             return mappings.zigzag_permute(x) if self.context_attention == "allgather" else x
 

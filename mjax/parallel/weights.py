@@ -78,18 +78,18 @@ def add_layer_dim(stacked: nnx.Module) -> nnx.Module:
 
 
 def read_dims(weights) -> list[Dims]:
-    """For each leaf of `weights` the names of its dims; None: unknown."""
+    """The names of the dims of each leaf of `weights`; None: unknown."""
     return [_weight_dims(weight, jax.tree.leaves(weight)[0].ndim) for weight in _parameters(weights)]
 
 
 def are_stacked(weights) -> list[bool]:
-    """For each leaf of `weights` whether it has a leading layer dim."""
+    """True for each leaf of `weights` with a leading layer dim."""
     return [LAYER in dims for dims in read_dims(weights)]
 
 
 def weight_metadata(weights, name: str) -> list:
-    """For each leaf of `weights`, in the order of `jax.tree.leaves`, this entry of its `nnx.Param`'s metadata, or
-    None."""
+    """This metadata entry of the `nnx.Param` of each leaf of `weights`, in the order of `jax.tree.leaves`; None without
+    one."""
     return [weight.get_metadata().get(name) for weight in _parameters(weights)]
 
 
@@ -113,13 +113,13 @@ def matrix_dims(dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def muon_matrices(weights) -> list[tuple[tuple[int, ...], tuple[int, ...]] | None]:
-    """For each leaf of `weights` its `matrix_dims`, or None if Muon does not train it."""
+    """The `matrix_dims` of each leaf of `weights`, or None if Muon does not train it."""
     marks = zip(read_dims(weights), weight_metadata(weights, "muon"), strict=True)
     return [None if muon is False else matrix_dims(dims) for dims, muon in marks]
 
 
 def has_weight_decay(dims: Dims) -> bool:
-    """Whether weight decay applies: to matrices and embeddings, not to biases and the scales of norms."""
+    """True if weight decay applies: to matrices and embeddings, not to biases and the scales of norms."""
     return None in dims or not ({*OUTPUTS}.isdisjoint(dims) or {*INPUTS, TOKEN, POSITION}.isdisjoint(dims))
 
 
@@ -127,7 +127,7 @@ def has_weight_decay(dims: Dims) -> bool:
 
 
 def is_frozen(weight: nnx.Param) -> bool:
-    """Whether a weight is not trained; then it is stored in the compute dtype."""
+    """True if a weight is not trained; then it is stored in the compute dtype."""
     return bool(weight.get_metadata().get("frozen"))
 
 

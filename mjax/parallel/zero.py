@@ -1,7 +1,7 @@
 """Storage of weights, moments and gradients: one layout for plain data parallelism, ZeRO-1, FSDP and pipelines.
 
-A weight of the model names the axes it is split over *during the computation*: `model`, and `expert` for those of
-experts. Between steps it may be split further, and its moments with it:
+A weight of the model names the axes it is split over *during the computation*: `model`, and `expert` for expert
+weights. Between steps it may be split further, and its moments with it:
 
     weights of the layers     their layer dim over `pipe`: a stage has its layers only
     all other weights         also over `pipe`, if there is one: the embedding is used at both ends of the pipeline,
@@ -12,7 +12,7 @@ experts. Between steps it may be split further, and its moments with it:
 
 Shards become weights at one of two points. ZeRO-1 gathers everything at the start of the step, in the compute dtype.
 ZeRO-3, or FSDP, gathers a layer's weights inside the loop over layers, and again in the backward pass, so that no
-device ever has more than one layer; it treats embeddings, the final LayerNorm and weights that `data` does not divide
+device ever has more than one layer. It treats embeddings, the final LayerNorm and weights that `data` does not divide
 like ZeRO-1. Weights that are multiplied in float8 are sent in float8. Either way the gradient of a shard is
 reduce-scattered in float32.
 
@@ -111,8 +111,11 @@ def num_layer_dims(mesh: MeshConfig) -> int:
 
 
 def compute_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
-    """Adapt the module's `spec` of a weight to a mesh: a dim with fewer parts than `model` has ranks, such as key-value
-    heads, is whole on each of them, and experts are whole on a mesh that does not split them."""
+    """Adapt the module's `spec` of a weight to a mesh.
+
+    A dim with fewer parts than `model` has ranks, such as key-value heads, is unsharded on each of them. Experts are
+    unsharded on a mesh that does not split them.
+    """
     entries = (None,) * (len(shape) - len(spec)) + tuple(spec)  # a chunk dim is not in the model's spec
 
     def is_whole(dim: int, entry: str | None) -> bool:
@@ -182,12 +185,12 @@ def local_shard(whole: Array, spec: P) -> Array:
 def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False):
     """Gather the weights of the computation in `dtype`, inside `shard_map`; those gathered per layer stay shards.
 
-    With `in_float8` those of linear layers are gathered in float8, with the values to which these layers would round
+    With `in_float8` linear layers' weights are gathered in float8, with the values to which these layers would round
     them.
 
-    They vary over every axis over which their gradients are summed after the backward pass
-    (`axes.gradient_sum_axes`), and over `model` where its ranks have parts of the gradient: else the backward pass
-    would sum these layer by layer.
+    They vary over every axis over which their gradients are summed after the backward pass (`axes.gradient_sum_axes`),
+    and over `model` where its ranks have parts of the gradient. Otherwise the backward pass would sum these layer by
+    layer.
     """
 
     def gather(shard: Array, storage: Storage) -> Array:

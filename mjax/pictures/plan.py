@@ -131,8 +131,8 @@ def _style(part: str, phase: str) -> dict[str, str]:
 
 
 # --- The schedule of a pipeline -------------------------------------------------------------------------------------
-# As in figures 3 and 4 of arXiv 2104.04473: two colors for forward and backward, lighter for later virtual stages of a
-# rank, the number of the micro-batch in the box, grey where a stage is idle. Time is that of the lock-step table: a
+# As in arXiv 2104.04473, figure 4: two colors for forward and backward, lighter for later virtual stages of a
+# rank, the number of the micro-batch in the box, grey where a stage is idle. Time is lock-step: a
 # tick lasts as long on every stage, and all forward passes of a tick begin together, as do all backward passes.
 
 COLORS = {"forward": PALETTE[0], "backward": PALETTE[2]}

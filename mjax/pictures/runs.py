@@ -1,4 +1,4 @@
-"""Pictures of runs and tasks, and the curves from which those of runs are drawn."""
+"""Pictures of runs and tasks, and the curves in the pictures of runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Curve:
         return width
 
     def bins(self, width: int | None = None) -> Bins:
-        """The values in bins of `width` steps, by default that of the curve, without empty bins."""
+        """The values in bins of `width` steps, by default the curve's width, without empty bins."""
         import numpy as np
 
         steps, values = np.array(self.steps), np.array(self.values)
@@ -110,7 +110,7 @@ def curve_names(metrics: Sequence[Metric]) -> list[str]:
     """The fields of metrics.jsonl that the pictures of a run may show.
 
     Args:
-      metrics: those of the model (`ModelConfig.metrics`).
+      metrics: the model's metrics (`ModelConfig.metrics`).
     """
     shown = [name for metric in metrics if metric.axis for name in (metric.name, metric.guess) if isinstance(name, str)]
     return [before + name for name in dict.fromkeys(("loss", *OF_EXPERTS, *shown)) for before in ("", "val_")]
@@ -123,7 +123,7 @@ def draw_loss(curves: Mapping[str, Curve], file: Path, title: str, metrics: Sequ
       curves: by field of metrics.jsonl.
       file: the picture.
       title: name of the run.
-      metrics: those of the model (`ModelConfig.metrics`): those with an axis that have a curve are drawn next to each
+      metrics: the model's metrics (`ModelConfig.metrics`). Metrics with an axis and a curve are drawn next to each
         other, instead of the loss.
     """
     from matplotlib.figure import Figure
@@ -153,7 +153,7 @@ def draw_experts(curves: Mapping[str, Curve], step: int, shares: np.ndarray, fil
 
     Args:
       curves: by field of metrics.jsonl.
-      step: the shares are those of this step.
+      step: the shares were measured at this step.
       shares: of each expert in the assignments of its layer, [l, E], of the layers with experts.
       file: the picture.
       title: name of the run.

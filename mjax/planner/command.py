@@ -54,7 +54,7 @@ def run_search(
       config: valid except for the searched fields.
       name: of the config, or of its file.
       devices, gpu, calibration: the number of GPUs, each of them, and its rates.
-      fix: fields that stay as they are.
+      fix: fields that the search does not change.
 
     Raises:
       UsageError: there is no candidate, or none fits.
@@ -514,7 +514,7 @@ def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, na
 #
 # XLA needs no GPU to compile for one, only a description. `targets/` has a file for each GPU in XLA's format
 # (GpuTargetConfigProto), and a topology of servers gives a mesh of virtual devices. The step is the one that training
-# runs, from `build_program`, with the XLA flags of this process. The result is what a cluster would compile, with one
+# runs, from `build_program`, with the XLA flags of this process. A cluster would compile the same program, with one
 # difference: without a GPU XLA cannot autotune, so it uses its default tiles for matmuls (Triton's) where on a GPU it
 # times several, including cuBLAS's. Collectives, their order and memory hardly depend on that; the speed of matmuls
 # does. `benchmarks/aot/` reads the compiled program.

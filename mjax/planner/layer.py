@@ -80,10 +80,10 @@ class Layer(NamedTuple):
 
     Attributes:
       elements: of the residual stream on all ranks of `model`.
-      branches: the products with weights before each sum over `model`, those of the same input as one; the last of a
+      branches: the matmuls with weights before each sum over `model`, merged if they share their input; the last of a
         branch is row-parallel.
-      activation_products: products of two activations, as in attention.
-      collectives: those over one axis: the axis, the name, and bytes of the larger of input and output.
+      activation_products: matmuls of two activations, as in attention.
+      collectives: collectives over one axis: the axis, the name, and bytes of the larger of input and output.
       weights: inner and outer size of each weight.
     """
 
@@ -135,7 +135,8 @@ class Head(NamedTuple):
     """Everything after the last layer, including the loss, for one sample on one rank of `model`.
 
     Attributes:
-      products: of all tokens with a weight, in order; those of a few tokens, such as a pooler's, are in `flops` only.
+      products: matmuls of all tokens with a weight, in order; matmuls of a few tokens, such as a pooler's, are in
+        `flops` only.
       saved: bytes saved for the backward pass, and of the largest array again; without logits.
       flops: of its forward pass.
       trained: True if its weights are.
@@ -167,10 +168,10 @@ class TraceSpec:
 
     Attributes:
       model: without dropout, with stand-ins for its kernels, and with one layer if all are equal.
-      data: the arrays of a batch, without what they are read from.
+      data: the arrays of a batch, without their sources.
       compute: dtype.
       mesh: as far as the work of layers depends on it, without a pipeline, replicas and gathers of weights.
-      kind: number of the stack (`config/pattern.py`) of which a layer is traced; None: of the only one.
+      kind: number of the stack (`config/pattern.py`) with the traced layer; None: the only stack.
     """
 
     model: ModelConfig
@@ -231,7 +232,7 @@ def _drop_dropout_and_barriers(model: ModelConfig) -> ModelConfig:
 
 
 def layer_kinds(config: Config) -> list[tuple[int, TraceSpec]]:
-    """For each stack how many layers it has, in order, and what a layer of it depends on."""
+    """List, for each stack in order, its number of layers and the trace spec of one of them."""
     spec, stacks = TraceSpec.from_config(config), layer_stacks(config.model)
     if len(stacks) == 1:
         return [(config.model.layers, spec)]
@@ -317,7 +318,7 @@ def earlier_traces(folder: Path) -> Iterator[None]:
 
 def _trace(spec: TraceSpec, config: Config, part: Callable) -> Any:
     """The result of `part`, called inside the `shard_map` with `spec`, the forward pass, weights, a micro-batch and the
-    stream; the blocks among the weights are those of the traced kind."""
+    residual stream. The weights contain only the blocks of the traced kind."""
     mesh, arrays, results = abstract_mesh(config.mesh), config.batch_arrays(), []
     rows = config.train.global_batch
     batch = {name: jax.ShapeDtypeStruct((rows, *shape), kind) for name, (shape, kind) in arrays.items()}

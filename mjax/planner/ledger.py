@@ -7,12 +7,11 @@ embedding once more, but needs only its derivative. A loop of unknown length wit
 collective in it is an error.
 
 The source of a collective is read from the names that the step puts on its equations (`parallel/named_scopes.py`),
-which JAX carries through differentiation; `find_source` does the same with a name in the metadata of a compiled
-program.
+which JAX carries through differentiation. `find_source` reads it from a name in the metadata of a compiled program.
 
-Bytes are those of ring algorithms, the minimum: of a tensor of k bytes on n ranks each rank sends 2 (n − 1) / n · k in
-an all-reduce, (n − 1) / n · k in an all-gather, a reduce-scatter or an all-to-all (k is the whole tensor), and k in a
-permute (arXiv 1909.09756, section 2).
+Bytes are counted for ring algorithms, the minimum (arXiv 1909.09756, section 2). Of a tensor of k bytes on n ranks each
+rank sends 2 (n − 1) / n · k in an all-reduce and k in a permute. In an all-gather, a reduce-scatter or an all-to-all it
+sends (n − 1) / n · k, where k is the unsharded tensor.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Collective:
 
     Attributes:
       operation: all-reduce, all-gather, reduce-scatter, all-to-all or permute.
-      axes: the mesh axes it runs over, without those of size 1, in the order of the mesh.
+      axes: the mesh axes it runs over with more than one rank, in the order of the mesh.
       ranks: devices that take part in it.
       shape: of a device's operand.
       dtype: of the operand.

@@ -9,8 +9,8 @@
     logits                   [b s, v / p] of one micro-batch
     workspace                temporaries of one layer's backward pass at its peak
 
-A layer's saved activations are read from the traced layer (`layer.py`) and multiplied by layers, micro-batches
-and stages; the temporaries of its backward pass are a multiple of the largest array that one of its kernels writes
+A layer's saved activations are read from the traced layer (`layer.py`) and multiplied by layers, micro-batches and
+stages. The temporaries of its backward pass are a multiple of the largest array that one of its kernels writes
 (`ARRAY_TEMPORARIES`). Memory can peak at four points in a step, and the largest of them determines the step:
 
     head        every saved activation, and the logits
@@ -24,7 +24,7 @@ again. The counting follows arXiv 2205.05198, section 4, with JAX's residuals in
 Letters: b sequences, s positions, v vocabulary, p devices along `model`.
 
 The storage of weights on a mesh (`parallel/zero.py`) is arithmetic on the shapes of a model that is traced once. Muon's
-matrices have the shapes of the weights (`parallel/muon_resharding.py`); its matmuls are those of the traced iteration
+matrices have the shapes of the weights (`parallel/muon_resharding.py`); its matmuls are read from the traced iteration
 (`step/muon.py`).
 """
 
@@ -218,7 +218,7 @@ class _Sizes:
         return saved
 
     def bytes_in_storage(self, weights: float, trained: float) -> float:
-        """Bytes of weights as stored, of which `trained` elements are trained."""
+        """Bytes of weights as stored; `trained` elements of them are trained."""
         return self.master * trained + self.width * (weights - trained)
 
 
@@ -240,7 +240,7 @@ class _LayerGroup(NamedTuple):
 
 
 class _PerSample(NamedTuple):
-    """For some samples: attributes of `_Sizes`, and elements of attention's scores."""
+    """Attributes of `_Sizes` for some samples, and elements of attention's scores."""
 
     stream: float
     saved: float
@@ -399,9 +399,9 @@ class DeviceWeights:
       stored: master weights between steps, of layers and everything else; as many float32 gradients.
       matrices: of `stored`, the matrices, for which Muon has one moment rather than two.
       layers: weights of its layers, as used in the computation: split over `model`, and experts over `expert`.
-      experts: of `layers`, those that `expert` splits: they are shared by fewer replicas than all other weights.
+      experts: of `layers`, the weights that `expert` splits, which are shared by fewer replicas than all others.
       shared: all other weights, as used in the computation.
-      gathered: of `layers`, those gathered layer by layer inside the loop (ZeRO-3) and never held as a whole.
+      gathered: of `layers`, the weights gathered layer by layer inside the loop (ZeRO-3), never all at the same time.
       gathered_shards: of `stored`, their shards.
       table: of `shared`, the embedding of the tokens.
       largest: of `layers`, the largest weight.

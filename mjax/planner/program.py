@@ -29,7 +29,7 @@ STAND_IN = "pure_callback"  # for a kernel that exists only on a GPU (`models/pa
 KERNELS = {"dot_general", STAND_IN, "scatter", "scatter-add", "sort", "cumsum", "scan", "while", "cond"}
 # These return their input unchanged if the number of elements is the same, such as a broadcast of a dim of 1 to 1.
 RESIZING = {"broadcast_in_dim", "pad", "reduce_sum", "slice"}
-# With float8 values a product on a GPU does these by itself (`parallel/float8.py`).
+# With float8 values a matmul on a GPU includes these (`parallel/float8.py`).
 RESTORING = {"bitcast_convert_type", "convert_element_type", "mul"}
 
 

@@ -16,7 +16,7 @@ With a batch ramp-up, this holds for the greatest common divisor of its sizes.
 Of settings that do the same, only the simplest is a candidate: no schedule and no virtual stages without a pipeline, no
 sequence parallelism on one rank of `model`, no ZeRO on one rank of `data` and `context`, no groups of replicas without
 FSDP. Several ranks of `model` have sequence parallelism where tokens divide: as many bytes, and less memory. The
-schedule stays that of the config: gpipe has the bubble of 1f1b and at least its memory.
+schedule of the config does not change: gpipe has the same bubble as 1f1b and at least its memory.
 
 The time of all candidates is predicted, and in this order their memory, until the rest is slower than the ranked ones.
 A candidate that runs out of memory at the logits is tried with the loss in chunks too. The time is the mean over the
@@ -117,8 +117,8 @@ def _attentions_across(config: Config, context: int, tensor: int, fixed: str | N
 def _possible_values(
     config: Config, pipe: int, data: int, context: int, tensor: int, fixed: dict[str, Any]
 ) -> Iterator[dict[str, Collection]]:
-    """For each micro-batch on a mesh, the possible values of each field of `SEARCHED` but the recomputation; some
-    `fixed` fields have their value even if it has no effect on this mesh."""
+    """Yield, for each micro-batch on a mesh, the possible values of each field of `SEARCHED` but the recomputation;
+    some `fixed` fields have their value even if it has no effect on this mesh."""
     model, share = config.model, batch_unit(config) // data
     across = _attentions_across(config, context, tensor, fixed.get("mesh.context_attention"))
     limit = max(SERVER_GPUS, tensor * config.mesh.expert)
@@ -146,9 +146,9 @@ def _possible_values(
 
 
 def meshes(config: Config, devices: int, context: int | None = None) -> Iterator[tuple[int, int, int, int]]:
-    """(pipe, data, context, model) whose product is `devices` and which divide the model and the global batch; with
-    this `context`, or with those that leave a rank `MIN_POSITIONS`; with at most `SERVER_GPUS` ranks of `model`, or as
-    many as the config has."""
+    """(pipe, data, context, model) with `devices` as their product, which divide the model and the global batch.
+    `context` is this value, or any that leaves a rank `MIN_POSITIONS`. `model` is at most `SERVER_GPUS`, or the
+    config's value."""
     model, unit, limit = config.model, batch_unit(config), max(SERVER_GPUS, config.mesh.model)
     matrices = math.gcd(*model.columns().values())
     for tensor in (n for n in divisors(math.gcd(devices, matrices)) if n <= limit and model.splits(n)):

@@ -33,7 +33,7 @@ The model of each part of a step:
                       (`memory.py`)
 
 The matmuls of a layer and of the head, their shapes, and the number of all-reduces over `model` are read from the
-traced model (`layer.py`), once for each model and size of that axis; the rest is arithmetic, as in arXiv 2104.04473,
+traced model (`layer.py`), once for each model and size of that axis. The rest is arithmetic, as in arXiv 2104.04473,
 sections 2.2 and 3, and in 2205.05198, section 4.
 """
 
@@ -171,7 +171,7 @@ H100 = Calibration(
 
 
 def default_calibration(gpu: Gpu) -> Calibration:
-    """The default rates of a GPU: those of the H100 from Hopper on, and of the A100 before."""
+    """The default rates of a GPU: measured on the H100 for Hopper and later, on the A100 for earlier GPUs."""
     return H100 if gpu.compute_capability >= (9, 0) else A100
 
 
@@ -465,12 +465,12 @@ MJAX = FrameworkModel()
 def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
     """Return the collectives that mjax's step overlaps, by version of jax, read from programs compiled for H100s.
 
-    With sequence parallelism a barrier ties each reduce-scatter of the backward pass to the product next to it, in
-    every version; the all-gather before it is needed immediately, and a repeated one needs only saved activations.
-    Without sequence parallelism XLA decides: jax 0.10 overlaps the all-reduce with the product, 0.11 does not; and
-    0.11 copies into the stacks of a loop during the products. FSDP's all-gathers and reduce-scatters run during the
-    layers. Without ZeRO and a loop over layers the all-reduces of the only micro-batch run during the wgrad matmuls.
-    XLA has one collective in flight, so none of these overlaps those over `model` (benchmarks/log).
+    With sequence parallelism a barrier ties each reduce-scatter of the backward pass to the matmul next to it, in every
+    version. The all-gather before it is needed immediately, and a repeated one needs only saved activations. Without
+    sequence parallelism XLA decides: jax 0.10 overlaps the all-reduce with the matmul, 0.11 does not, but copies into
+    the stacks of a loop during the matmuls. FSDP's all-gathers and reduce-scatters run during the layers. Without ZeRO
+    and a loop over layers the all-reduces of the only micro-batch run during the wgrad matmuls. XLA has one collective
+    in flight, so none of these overlaps the collectives over `model` (benchmarks/log).
     """
     newer = version >= (0, 11)
     if config.mesh.splits_tokens:
@@ -691,7 +691,7 @@ class StepTime:
         elementwise: memory-bound kernels of the layers, including recomputed ones.
         recompute: recomputed matmuls and attention.
         head: embedding, logits and loss, without their collectives.
-        model: exposed collectives over `model`; with Muon also those of its matrices.
+        model: exposed collectives over `model`; with Muon also its matrices' collectives.
         context: attention's collectives over `context`.
         expert: collectives over `expert`, to the experts of a mixture and back.
         pipe: send/recv between stages.
@@ -701,7 +701,7 @@ class StepTime:
         host: exposed copies of the layers' inputs to host memory and back.
         optimizer: gradient accumulation, gradient norm, update of the weights.
       model_tflops: TFLOP/s of one GPU, counted as in `model_flops` (nothing for recomputation, full attention).
-      mfu: those over the peak.
+      mfu: `model_tflops` over the peak.
       error: error bar of `total`, relative to the time that is measured; None if there is none for this config.
       mean: seconds per step, mean over the run: less than `total` with a batch ramp-up.
       caveats: sentences on parts outside the calibration.
@@ -976,8 +976,8 @@ def muon_iteration_seconds(config: Config, rates: Rates) -> float:
 
 
 def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
-    """Seconds in which matrices are resharded and results sent back, by mesh axis: two all-to-alls over an axis that
-    splits a matrix, each with the bytes of an all-gather; an all-gather or all-reduce of results over any other axis.
+    """Seconds in which matrices are resharded and results sent back, by mesh axis. An axis that splits a matrix has two
+    all-to-alls, each with the bytes of an all-gather; any other axis an all-gather or all-reduce of results.
     """
     sizes, seconds = axes.sizes(config.mesh), dict.fromkeys(axes.NAMES, 0.0)
     for matrices in muon_matrices(config.model, config.mesh):
@@ -994,12 +994,7 @@ def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
 
 
 def bubble(mesh: MeshConfig, layer_passes: float) -> float:
-    """Return the idle seconds of the last stage in a step: those of `PipelineSchedule.makespan` in closed form.
-
-    Args:
-      mesh: the pipeline.
-      layer_passes: seconds of the forward and the backward pass of one chunk.
-    """
+    """Return the last stage's idle seconds in a step: `PipelineSchedule.makespan` in closed form."""
     return (mesh.pipe - 1) * layer_passes
 
 

@@ -36,7 +36,7 @@ BY_NAME = (
     (MATMULS, r"gemm|nvjet|cutlass|xmma|cublas|wgmma|splitKreduce|\bdot|convolution"),
     (COPIES, r"^mem(cpy|set)|^copy"),
 )
-GENERIC = re.compile("loop|input|fusion|wrapped|start")  # words in instruction names that are no operation
+GENERIC = re.compile("loop|input|fusion|wrapped|start")  # words in instruction names without an operation
 MOVES = re.compile(
     "copy|slice|dynamic|update|concatenate|transpose|broadcast|in|dim|pad|reshape|reverse|squeeze|bitcast"
 )
@@ -75,7 +75,7 @@ def read_trace(profile: ProfileData, program: str) -> tuple[list[tuple[float, fl
 
     Returns:
       Begin and end of the steps, ns since the profiler was started: one span, or more with evaluations and saves
-      between them; and the kernels on all devices of this process, also some from before and after the steps.
+      between them. Also the kernels on all devices of this process, some of them from before and after the steps.
 
     Raises:
       ValueError: the trace does not have the event WINDOW, or has no kernels.

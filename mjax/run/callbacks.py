@@ -64,8 +64,8 @@ class Callback:
 class KeepBestCheckpoint(Callback):
     """Retains the checkpoint with the lowest validation loss, in addition to the newest ones.
 
-    A checkpoint is saved after each validation that is better than those of all checkpoints, with its loss in the
-    manifest, so that a run that continues retains it. A better one replaces it only when that is on disk.
+    A checkpoint is saved after each validation that is better than the best checkpoint's, with its loss in the
+    manifest, so that a run that continues retains it. A better checkpoint replaces it only once it is on disk.
     """
 
     def on_start(self, run: Run) -> None:

@@ -7,11 +7,11 @@ A run folder holds one experiment. Each config field is in one of three classes,
     learned   changes what is learned: rejected, unless --allow-change is given
     FREE      changes how long, on which devices or in which portions, and what is saved, shown or watched
 
-A field that is derived from another by default is compared by its effective value (`_effective_field`), and data by
-digest: other tokens under the same name are different data, and the same tokens under another name are not. A longer
-run is the same run. So is one whose learning rates change only from here on: a stable phase may end in a decay of any
-shape and length. The learning-rate schedule and Megatron's sample order depend on the number of steps, so notes name
-the flags that restore the previous ones.
+A field that is derived from another by default is compared by its effective value (`_effective_field`). Data are
+compared by digest: other tokens under the same name are different data, the same tokens under another name are not. A
+longer run is the same run. A run also stays the same if its learning rates change only from here on: a stable phase may
+end in a decay of any shape and length. The learning-rate schedule and Megatron's sample order depend on the number of
+steps, so notes name the flags that restore the previous ones.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def compute_digests(data: DataConfig) -> dict[str, list[str]]:
 
 
 def _find_changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str]:
-    """Datasets with other tokens, or with other weights in the blend, than those of the run."""
+    """List datasets with other tokens, or other weights in the blend, than in the run."""
     file, changed = folder / DIGESTS, []
     advice = "remove it to continue without comparing the data with those of the run"
     saved = read(dict[str, list[str]], file, advice) if file.exists() else {}
@@ -239,9 +239,9 @@ def _quote(value: Any) -> str:
 #
 #     runs/q  ──weights of its checkpoint──▶  runs/new: optimizer from scratch, step 0, other data, schedule and mesh
 #
-# The weights must mean the same in both: the architecture is equal, and so is every field that gives a weight its shape
-# or position. Lengths, rotary base, window and dropout may differ, and the differences are printed. The run folder has
-# the origin in `init.json`; a run that has checkpoints continues from them, and does not read the origin again.
+# The weights must mean the same in both: the architecture and every field that gives a weight its shape or position are
+# equal. Lengths, rotary base, window and dropout may differ, and the differences are printed. The run folder has the
+# origin in `init.json`; a run that has checkpoints continues from them, and does not read the origin again.
 
 ORIGIN = "init.json"
 
@@ -253,7 +253,7 @@ class Origin:
     Attributes:
       run: absolute path of the run folder.
       step: the checkpoint; None before it is chosen: the newest intact one.
-      changed: fields of the model that differ, with the value of the origin and that of this run.
+      changed: fields of the model that differ, with the values in the origin and in this run.
     """
 
     run: str
@@ -313,7 +313,7 @@ def choose_origin(folder: Path, config: Config, init: Path | None, step: int | N
 
 
 def _check_origin(folder: Path, init: Path, step: int | None) -> None:
-    """Reject another origin than that of the run in `folder`, which has checkpoints."""
+    """Reject an origin that differs from the recorded origin of the run in `folder`, which has checkpoints."""
     fix = "add --name NEW for a new run, or remove --init to continue it"
     if to_absolute(init) == to_absolute(folder):
         raise UsageError(f"--init {init} is the folder of this run; {fix}")
@@ -325,11 +325,7 @@ def _check_origin(folder: Path, init: Path, step: int | None) -> None:
 
 
 def _find_changed_fields(init: Path, config: Config) -> dict[str, tuple[str, str]]:
-    """The fields of the model that differ from those of `init`, with both values.
-
-    Raises:
-      UsageError: the weights would not fit, or would mean something else.
-    """
+    """List the fields of the model that differ from `init`, with both values."""
     saved = read_settings(init / "config.json")
     if saved.model.kind != config.model.kind:
         other = f"--init {init} holds {saved.model.title} and this config describes {config.model.title}"

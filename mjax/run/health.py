@@ -8,8 +8,8 @@
     spike         the loss is more than k standard deviations above the mean of the last healthy steps
 
 The metrics of a step reach the host while the next one runs. So the limit for the loss of step s is always computed
-from the losses up to step s - 2: it is known before s is started, and the same whether the host waited for s - 1
-(before a save) or not. Everything is a function of the losses; a checkpoint contains `as_dict`, and a run that
+from the losses up to step s - 2. The limit is known before s is started, and the same whether the host waited for s - 1
+(before a save) or not. Everything is a function of the losses. A checkpoint contains `as_dict`, and a run that
 continues from it classifies steps as the run that wrote it did, in every process.
 
 `Guard` responds:
@@ -186,7 +186,7 @@ class Health:
         """Return the reason why the run must not continue, or None.
 
         Args:
-          ended: whether there are no more steps; for a short run the share is then that of the whole run.
+          ended: whether there are no more steps; for a short run the share is then computed over all its steps.
         """
         if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
             return f"{self.skipped_in_a_row} steps in a row were skipped"

@@ -39,7 +39,7 @@ FLUSH_INTERVAL = 10.0  # seconds until TensorBoard scalars are on disk, at most
 OPTIONAL_FIELDS = ("val_loss", "labels", "unhealthy", "checkpoint_blocked_seconds")  # fields that a record may lack
 NOT_NUMBERS = {"skipped", "nonfinite", "unhealthy"}  # fields of a record that are not numbers
 REDRAW_INTERVAL = 10.0  # seconds between two drawings of the pictures, at least
-END_STEPS = 100  # steps at the end of a run, of which the skipped ones are counted
+END_STEPS = 100  # steps at the end of a run, among which skipped ones are counted
 BLOCK_BYTES = 2**16  # bytes read at a time from the end of metrics.jsonl
 VALIDATION = b'"val_loss"'
 MAX_FLOAT = sys.float_info.max
@@ -234,7 +234,7 @@ class MetricsLog(Callback):
       step: the step the run continues from; later lines belong to an abandoned continuation and are dropped.
       log: names the other trackers; None: no others.
       print_line: called with one line about each damage or failure.
-      metrics: those of the model (`ModelConfig.metrics`), which loss.png shows.
+      metrics: the model's metrics (`ModelConfig.metrics`), which loss.png shows.
     """
 
     def __init__(
@@ -389,9 +389,9 @@ class MetricsLog(Callback):
 class _EventFile:
     """TensorBoard's event file.
 
-    It is a sequence of records, each with its length and checksums, and a record is a protocol buffer, `Event` of
-    tensorboard/compat/proto/event.proto. tensorboardX writes the same, but imports torch and boto3 where they are
-    installed, which takes seconds.
+    It is a sequence of records, each with its length and checksums. A record is a protocol buffer, `Event` of
+    tensorboard/compat/proto/event.proto. The package tensorboardX writes the same, but imports torch and boto3 where
+    they are installed, which takes seconds.
     """
 
     def __init__(self, folder: Path, first: int):

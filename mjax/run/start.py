@@ -46,8 +46,8 @@ def first_state(
     """Return the step to continue after, the state, and of a new run the origin with the step that was read, and the
     base of its adapters.
 
-    The state is that of the newest checkpoint; or of step 0, with the weights alone of checkpoint 0 or of `origin`, or
-    with random ones.
+    The state comes from the newest checkpoint. At step 0 it has only weights, from checkpoint 0 or `origin`, or random
+    ones.
     """
     target, folder = program.abstract_state.model, checkpoints.folder.parent
     if checkpoints.steps() == [0]:  # of `mjax convert`: no step has number 0, so there are no moments

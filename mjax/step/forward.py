@@ -62,14 +62,14 @@ class Forward:
 
     @jax.named_scope(named_scopes.EMBEDDING)
     def embed(self, weights: Model, micro_batch: MicroBatch) -> Float[Array, "t h"]:
-        """The stream before the first layer [t, h]."""
+        """The stream before the first layer [b·s, h]."""
         return weights.embed(micro_batch, self.context(micro_batch))
 
     @jax.named_scope(named_scopes.LAYER)
     def layers(
         self, blocks, x: Float[Array, "t h"], micro_batch: MicroBatch, first: Int[Array, ""] | int = 1
     ) -> tuple[Float[Array, "t h"], Sums]:
-        """The stream after some layers, the first of which has number `first`, and the parts of means that they add."""
+        """Return the residual stream after the layers from number `first` on, and the parts of means that they add."""
         dtype = COMPUTE_TYPES[self.config.precision.compute]
         train, context = self.config.train, self.layer_context(micro_batch)
         gathers = map_stacks(partial(layer_gather, dtype=dtype, in_float8=context.tokens.float8), self.plan.blocks)

@@ -42,8 +42,8 @@ def mean_scales(counts: Counts, scale: Array | float = 1.0) -> dict[str, Array |
 
 
 def select_loss(weights: dict[str, float], means: dict[str, Array] | dict[str, float]) -> Array | float:
-    """The loss that a run reports: the mean of this name, such as a causal model's cross entropy, without auxiliary
-    losses; of a model without one, such as a BERT, the weighted sum of the means that have a weight."""
+    """Return the loss that a run reports: the mean of this name, such as a causal model's cross entropy, without
+    auxiliary losses. For a model without it, such as a BERT, it is the weighted sum of the means that have a weight."""
     if "loss" in means:
         return means["loss"]
     return sum(means[name] if weight == 1.0 else weight * means[name] for name, weight in weights.items())

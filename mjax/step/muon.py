@@ -6,12 +6,12 @@
     w ← w − η (scale · O + λ w)        decoupled weight decay, as in AdamW
 
 The dims of a weight (`weights.make_param`) define its matrices, each orthogonalized separately: every layer of a stack;
-q, k and v; gate and up. Embeddings, heads, norms and biases use AdamW. The result is that of one device on every mesh,
-because `MatrixLayout` collects each matrix on one rank.
+q, k and v; gate and up. Embeddings, heads, norms and biases use AdamW. The result is the same on every mesh, because
+`MatrixLayout` collects each matrix on one rank.
 
 The iteration runs in the compute dtype: bf16 as in torch and in the author's code, fp32 or fp64; with fp16, whose small
 numbers underflow, in fp32. It does not converge: its coefficients raise small singular values as fast as possible, and
-those of O end between about 0.7 and 1.2.
+the singular values of O end between about 0.7 and 1.2.
 """
 
 from __future__ import annotations

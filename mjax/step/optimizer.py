@@ -194,8 +194,8 @@ def gradient_names(model, config: ModelConfig) -> list[str]:
 def backward_order(names: list[str], after_layers: Sequence[str]) -> list[int]:
     """Indices of `gradient_names` in the order in which the backward pass reaches them.
 
-    The parts `after_layers` come first, such as the heads of a BERT, then the layers from last to first, then the
-    embeddings: the first gradient in this order that is not finite is where the problem began.
+    The parts `after_layers` come first, such as BERT heads, then the layers from last to first, then the embeddings. A
+    problem began at the first gradient in this order that is not finite.
     """
 
     def sort_key(index: int) -> tuple:

@@ -1,9 +1,9 @@
 """Compute dtypes, and Megatron's dynamic loss scale.
 
-Parameters and optimizer moments are float32; a step casts the parameters to the compute dtype once. Gradients are
-accumulated in float32, over the tokens of a micro-batch (`parallel/reductions.py`), over micro-batches and over
-replicas. fp16 cannot represent small gradients, so the loss is multiplied by a scale and the gradients divided by it.
-A step whose gradients overflow is skipped.
+Parameters and optimizer moments are float32. A step casts the parameters to the compute dtype once. Gradients are
+accumulated in float32: over the tokens in a micro-batch (`parallel/reductions.py`), over micro-batches and over
+replicas. The dtype fp16 cannot represent small gradients, so the loss is multiplied by a scale and the gradients
+divided by it. A step is skipped if its gradients overflow.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def parameter_type(compute: str):
 
 
 def uses_float8(config: PrecisionConfig) -> bool:
-    """Whether the linear layers of the layers multiply in float8, in training."""
+    """True if linear layers inside transformer layers multiply in float8, in training."""
     return config.compute == "fp8"
 
 

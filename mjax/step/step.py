@@ -189,7 +189,7 @@ def initial_state(
     """The initial state for master weights whose layers are split into the chunks of the pipeline.
 
     Args:
-      step: initial step number, for dropout masks other than those of steps 1, 2, …
+      step: initial step number; another number than 0 gives other dropout masks than steps 1, 2, …
     """
     return TrainState(
         model=model,
@@ -343,7 +343,7 @@ def sum_over_batch(
     Args:
       config, plan, model, batch: as for `loss_and_gradients`.
       factors: factor of each sum of the model (`losses.mean_scales`).
-      head: (weights, stream after the last layer [t, h], micro-batch, context) → array of any shape, replicated over
+      head: (weights, stream after the last layer [b·s, h], micro-batch, context) → array of any shape, replicated over
         `model`; by default the means by name.
       loss_fn: instead of `Model.loss`.
 

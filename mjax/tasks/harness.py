@@ -8,9 +8,9 @@ The harness calls three methods of a model:
     loglikelihood_rolling  a text in adjacent windows, each token counted once                   ──▶ `Scorer`
     generate_until         a prompt continued, cut at the first stop sequence                     ──▶ `Generator`
 
-So they run on the mesh of training. Choices that the harness leaves to a model follow its model `hf`: a text is encoded
-together with its context and split where the context's tokens end; inputs that are too long are truncated on the left;
-`bos` precedes every text; without `bos` the end-of-document id precedes a text without context.
+So they run on the mesh of training. Choices that the harness leaves to a model follow its model `hf`. A text is encoded
+together with its context and split where the context's tokens end. Inputs that are too long are truncated on the left.
+The token `bos` precedes every text. Without `bos` the end-of-document id precedes a text without context.
 
 This module needs the package lm-eval; `mjax lm-eval` reports it if it is missing.
 """
@@ -65,7 +65,7 @@ class HarnessModel(TemplateLM):
       batch_size: sequences per forward pass of a data-parallel replica (`--batch_size`); auto: as in training.
       tokenizer: KIND:FILE, for a run that has none.
       seed: determines sampled answers.
-      device: ignored; the harness always passes one, and the devices are those of the mesh.
+      device: ignored; the harness always passes one, and the mesh has its devices.
 
     Raises:
       UsageError: an argument is invalid, or the run folder lacks a config, a tokenizer or a checkpoint.

@@ -302,7 +302,7 @@ class Recipe:
 
 
 # Epochs, batch and learning rate: 1909.08053, table 6, for the 336M model. Warm-up and decay: v1.0's scripts for MNLI
-# and RACE, the former for QQP too. It has none for SQuAD, whose epochs, warm-up and decay are those of Google's BERT.
+# and RACE; QQP uses MNLI's. It has none for SQuAD, so epochs, warm-up and decay come from Google's BERT.
 # Tokens: Google's 128 and 384; v1.0 pads each pair of MNLI to 512, at four times the cost, for the few that are longer.
 RECIPES: dict[str, Recipe] = {
     "mnli": Recipe(10, 128, 1e-5, 0.065, 0.1, 128),

@@ -1,9 +1,9 @@
 """Batches through a trained model: one program on the mesh, under any parallelism, for every task.
 
-It is the evaluation step with a head of the task (`RowScorer.head`), which computes some numbers for each row: for a
-window of text the loss and the correctness of each label, for a labelled example its logits. Each micro-batch writes
-its rows into an array of zeros at the indices of its samples, and one sum over all axes combines the rows of a batch:
-under any parallelism, including a pipeline, every device has all rows at the end.
+It is the evaluation step with a head of the task (`RowScorer.head`), which computes some numbers for each row. For a
+window of text these are the loss and the correctness of each label, for a labelled example its logits. Each micro-batch
+writes its rows into an array of zeros at the indices of its samples. One sum over all axes combines the rows of a
+batch, so under any parallelism, including a pipeline, every device has all rows at the end.
 
 A batch of windows is padded on the right to one width, and only the unmasked labels are read from the result. Causal
 attention never reads the padding after a token. There is one compiled program per width in use, which reads the first
@@ -57,10 +57,10 @@ PROGRAM_COST = 1  # of one more program, in batches: about three if it is compil
 
 
 def vocab_parallel_argmax(logits: Array) -> Array:
-    """The id with the highest logit when each rank holds v/p of them; the lowest id in a tie, as in `argmax`.
+    """The id with the highest logit when each rank holds v/t of them; the lowest id in a tie, as in `argmax`.
 
     Two numbers per token are communicated over `model`: the highest logit, and the lowest id that has it. Shapes:
-    [t, v / p] → int32 [t].
+    [b·s, v / t] → int32 [b·s].
     """
     highest = logits.max(-1)
     ids = jnp.argmax(logits, -1).astype(jnp.int32) + mappings.rank(MODEL) * logits.shape[-1]
@@ -78,7 +78,7 @@ class RowScorer:
     """
 
     head: Callable[[Model, Array, dict[str, Array], ForwardContext], Array]
-    """Inside `shard_map`: weights, residual stream after the last layer [t, h], micro-batch and the context of its
+    """Inside `shard_map`: weights, residual stream after the last layer [b·s, h], micro-batch and the context of its
     tokens → numbers per row [b, …], replicated over `model`."""
 
     def __init__(self, config: Config, mesh: Mesh):
@@ -131,7 +131,7 @@ class Scorer(RowScorer):
             scored = batch["scored"]
             x = jnp.take_along_axis(tokens.split_sequences(x), scored[..., None], axis=1).reshape(-1, x.shape[-1])
             tokens, labels = replace(tokens, positions=scored.shape[1]), jnp.take_along_axis(labels, scored, axis=1)
-        logits = weights.logits(x, tokens)  # [b s, v / p]
+        logits = weights.logits(x, tokens)  # [b·s, v / t]
         losses = vocab_parallel_cross_entropy(logits, labels.reshape(-1))
         correct = vocab_parallel_argmax(logits) == labels.reshape(-1)
         numbers = tokens.split_sequences(jnp.stack([losses, correct.astype(losses.dtype)], -1))
@@ -284,7 +284,7 @@ def row_specs(batch: dict[str, Array | np.ndarray], width: int) -> dict[str, P]:
 
 
 def to_devices(batch: dict[str, np.ndarray], mesh: Mesh, width: int) -> dict[str, Array]:
-    """Shard the arrays of a batch, of which every process has all rows."""
+    """Shard the arrays of a batch; every process has all rows."""
     return {
         name: jax.make_array_from_callback(batch[name].shape, NamedSharding(mesh, spec), batch[name].__getitem__)
         for name, spec in row_specs(batch, width).items()

@@ -209,7 +209,7 @@ class Answer(NamedTuple):
 
     Attributes:
       text: the most likely span.
-      null_odds: the score of "no answer" minus that of the span; above 0 the prediction is "no answer".
+      null_odds: the score of "no answer" minus the span's score; above 0 the prediction is "no answer".
     """
 
     text: str
@@ -222,7 +222,7 @@ def best_answer(
     """The most likely span, the first of equals.
 
     Args:
-      windows: those of one question.
+      windows: of one question.
       logits: float32 [windows, 2, s], of starts and of ends.
     """
     text, highest, logits = "", -np.inf, logits.astype(np.float64)
@@ -356,7 +356,7 @@ def exact_match(answer: str, truth: str) -> bool:
 def f1(answer: str, truth: str, empty_agree: bool) -> float:
     """F1 of the words of two answers, 0 to 1.
 
-    Two answers without words agree by the rules of SQuAD 2.0 (`empty_agree`), but not by those of 1.1.
+    Two answers without words agree by the rules of SQuAD 2.0 (`empty_agree`), but not by the 1.1 rules.
     """
     words, true = normalize_answer(answer).split(), normalize_answer(truth).split()
     if not words or not true:

@@ -340,7 +340,7 @@ def _passage_window(document: Document, context: list[int], labels: list[int], p
 
 
 # --- Perplexity by position: does a model predict better the more it has read? ----------------------------------------
-# Long documents are split into spans of L tokens, each of which the model reads from position 1. Label p of a
+# Long documents are split into spans of L tokens, and the model reads each from position 1. Label p of a
 # span is predicted from the p tokens before it, so the mean loss at p over all spans shows the value of p tokens
 # of context. It falls with p as long as the model uses the earlier tokens, levels off where it does not, and rises at
 # positions that the model cannot handle, such as positions beyond its training length.

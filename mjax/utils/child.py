@@ -40,7 +40,7 @@ class ChildError(ValueError):
     """The reason why a child has no answer, as a clause: "it is not done after 10 s".
 
     Attributes:
-      code: exit code of a child that has ended by itself, or minus the number of the signal.
+      code: exit code of a child that has ended, or minus the number of the signal that ended it.
       log: output of the child until then.
     """
 
@@ -59,7 +59,7 @@ class Child:
           function: module:name; maps bytes to a JSON value, or raises ChildError.
           seconds: processor time of each question; without a memory limit, wall-clock time.
           memory: bytes that the process may map; None: no limit, and files of any size.
-          environment: of the process; by default that of this process.
+          environment: of the child; by default this process's environment.
         """
         self.function, self.seconds, self.memory, self.environment = function, seconds, memory, environment
         self._process: subprocess.Popen | None = None
@@ -123,7 +123,7 @@ class Child:
             _warn_unbounded()
 
     def _lost(self) -> ChildError:
-        """Return the error about a process that has ended by itself."""
+        """Return the error about a child that has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(WAIT)
         self._process.kill()  # if its answer is not JSON

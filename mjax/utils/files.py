@@ -56,7 +56,7 @@ def path_below(folder: Path, name: str, what: str = "name") -> Path:
 def resolve_parents(path: Path) -> Path:
     """`path` without `..`, which the library of checkpoints rejects; relative if it is below the working folder.
 
-    Call it where a path enters. Links before `..` are followed, as the system does; addresses stay as they are.
+    Call it where a path enters. Links before `..` are followed, as the system does; addresses are returned unchanged.
     """
     if ".." not in path.parts or re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
         return path
@@ -196,10 +196,8 @@ def copy_whole(source: str, target: str) -> None:
 
 
 def remove_temporary(folder: Path, name: str = "") -> None:
-    """Remove temporary files of killed processes (`write_whole`) from `folder`, or those of the file `name`.
-
-    Call it only while no other process writes to the folder.
-    """
+    """Remove temporary files of killed processes (`write_whole`) from `folder`; with `name` only the temporary files of
+    that file."""
     for file in folder.glob("*.tmp"):
         if re.fullmatch((re.escape(name) or ".+") + r"\.[0-9a-f]{8}\.tmp", file.name) and file.is_file():
             file.unlink()

@@ -1,4 +1,4 @@
-"""Large files of an object store, of which parts are read: a local file that fills up with ranges of 8 MiB.
+"""Large files of an object store, read in parts: a local file that fills up with ranges of 8 MiB.
 
     corpus.bin           as large as the object, with holes where nothing has been read
     corpus.bin.ranges    a byte for each range: 1 when it is local
@@ -32,12 +32,7 @@ WHOLE, IN_RANGES = (".idx", ".json"), (".bin", ".mask")
 
 @functools.cache
 def local_prefix(prefix: str) -> str:
-    """The local prefix of a dataset at an address, whose small files are fetched; any other prefix as it is.
-
-    Raises:
-      UsageError: the dataset or bucket does not exist, or may not be read.
-      RunError: the store does not respond.
-    """
+    """The local prefix of a dataset: small files of an address are fetched, any other prefix is returned unchanged."""
     if not is_address(prefix):
         return prefix
     local, store = mirror_address(prefix, FETCHED), Store(prefix, to_stderr)

@@ -1,6 +1,6 @@
 """Files behind an address that fsspec reads, such as s3://bucket/a.jsonl or https://host/a.txt, as paths.
 
-In an object store they can be written too, each as a whole: `put`, `remove` and `write_whole` accept local paths and
+In an object store they can be written too, each in one piece: `put`, `remove` and `write_whole` accept local paths and
 addresses.
 """
 
@@ -49,7 +49,7 @@ class RemoteFile(PosixPath):
     def _make_files(self, names: dict[str, dict[str, Any]]) -> Iterator[RemoteFile]:
         for name, info in sorted(names.items()):
             file = RemoteFile(self.store.fs.unstrip_protocol(name))
-            file.__dict__["_info"] = info  # as listed: no request of its own
+            file.__dict__["_info"] = info  # as listed: no separate request
             if file.is_file():
                 yield file
 
@@ -109,7 +109,7 @@ class RemoteFile(PosixPath):
 
 
 def locate(path: Path) -> Path:
-    """A RemoteFile for an address; any other path as it is."""
+    """A RemoteFile for an address; any other path unchanged."""
     match = ADDRESS.fullmatch(str(path))
     return path if match is None else RemoteFile(f"{match[1]}://{match[2]}")
 

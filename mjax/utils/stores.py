@@ -64,11 +64,7 @@ def is_address(path: str | Path) -> bool:
 
 
 def mirror_address(address: str | Path, kind: str = WRITTEN) -> Path:
-    """The local path of an address, of what is `WRITTEN` or `FETCHED`; any other path as it is.
-
-    Raises:
-      UsageError: the address has a part such as .., or no cache folder exists for local copies.
-    """
+    """The local path of an address, for `WRITTEN` or `FETCHED` files; any other path unchanged."""
     if (match := ADDRESS.fullmatch(str(address))) is None:
         return Path(address)
     if problem := name_problem(match[2]):
@@ -145,8 +141,8 @@ class Store:
     def files(self, folder: str) -> dict[str, dict[str, Any]]:
         """Return the objects under an address by name, with size, LastModified and on S3 ETag; {} without objects.
 
-        A key that cannot be the name of a file below a folder is left out, with a line: one with .. or an empty part
-        (the marker of a folder too), or below the name of another object.
+        A key that cannot be the name of a file below a folder is left out, with a line. Such keys have .. or an empty
+        part (as folder markers do), or are below the name of another object.
 
         Raises:
           UsageError: the bucket does not exist, or may not be read.

@@ -182,7 +182,7 @@ def _boxes(schedule: PipelineSchedule, unit: float) -> list[list[tuple]]:
 
 
 def _draw_row(drawing: Drawing, passes: list[tuple], y: float, mark: bool) -> None:
-    """Draw the passes of a stage, those of micro-batch 0 darker if `mark`, and its idle time hatched."""
+    """Draw a stage's passes, micro-batch 0 darker if `mark`, and its idle time hatched."""
     end = float(LEFT)
     for begin, width, kind, micro_batch, chunk in passes:
         if begin > end + 0.1:

@@ -8,7 +8,7 @@ from benchmarks.aot.schedule import Beside, read_launches, read_overlaps
 
 MESH = {"pipe": 2, "data": 2, "model": 2}
 
-# A loop of 5 layers on the ranks of `model`: one sum beside a matrix product, one beside nothing. Then a gather of two
+# A loop of 5 layers on the ranks of `model`: one sum overlaps a matmul, one overlaps nothing. Then a gather of two
 # weights at once over `data`, a message along `pipe`, and a sum over groups of one.
 PROGRAM = """HloModule jit__train_step, is_scheduled=true, entry_computation_layout={(bf16[64,32]{1,0})->bf16[64,32]{1,0}}
 

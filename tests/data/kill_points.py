@@ -3,9 +3,9 @@
     python -m tests.data.kill_points prepare|merge|dedup|clean|cache FOLDER [--overwrite] [--tasks]
 
 Python announces every file that is opened, renamed or removed to its audit hooks. A forked copy of this process runs
-the command with a hook that sends SIGKILL to itself at the first such event, the next copy at the second, and so on,
-until one reaches the end. After each, the output must not be there, or be whole; then the same command runs
-undisturbed, and must leave the files of a clean run, byte for byte. Prints the number of points.
+the command with a hook that sends SIGKILL to itself at the first such event. The next copy is killed at the second
+event, and so on, until one reaches the end. After each, the output must not be there, or be whole; then the same
+command runs undisturbed, and must leave the files of a clean run, byte for byte. Prints the number of points.
 """
 
 import json

@@ -113,7 +113,7 @@ def test_generators_give_the_standards_words():
 
 
 def test_rows_are_those_of_megatrons_loop(monkeypatch):
-    """The figure is that of helpers.cpp, build_mapping, sentence by sentence."""
+    """The expected rows come from helpers.cpp, build_mapping, sentence by sentence."""
     found = []
     for case in range(60):
         random = np.random.default_rng(case)

@@ -77,7 +77,7 @@ def test_pickles_are_never_opened(tmp_path):
     (file,), (manifest,) = tmp_path.glob("*-one.npy"), tmp_path.glob("*.json")
     np.save(file, np.array([print], dtype=object), allow_pickle=True)
     values = json.loads(manifest.read_text())
-    values["files"]["one"] = cache._checksum(file)  # even if somebody takes the trouble
+    values["files"]["one"] = cache._checksum(file)  # even if a user takes the trouble
     manifest.write_text(json.dumps(values))
     again = CountingCache(tmp_path)
     again.arrays()
@@ -107,7 +107,7 @@ def test_failing_disk_does_not_stop_a_run(tmp_path, monkeypatch):
 
 
 def test_sweep_removes_only_abandoned_temporary_files(tmp_path):
-    """The folder may be the user's: an old file of theirs stays, and so does one that a process still writes."""
+    """The folder may be the user's: an old file of theirs stays, as does a file that a process still writes."""
     key = "0" * 32
     abandoned, written, *foreign = (
         tmp_path / name

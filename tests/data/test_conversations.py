@@ -79,7 +79,7 @@ CHANNEL = CHATML.replace("{{ message['content'] }}", "{{ message.thinking or '' 
 
 
 def chat_of(folder, template, special=(), settings=None):
-    """A chat by single bytes and special tokens, those of ChatML and others."""
+    """A chat by single bytes and special tokens: ChatML's and others."""
     folder.mkdir(exist_ok=True)
     library = bytes_with_special_tokens()
     library.add_special_tokens(list(special))

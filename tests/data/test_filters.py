@@ -186,7 +186,7 @@ def test_evaluation_text_is_cut_out(tmp_path, questions):
 
 
 def test_documents_of_eleven_pieces_are_removed(tmp_path, questions):
-    """So are those of evaluation text alone."""
+    """Documents of evaluation text alone are removed, too."""
     ten, eleven = (f"{LONG}{QUESTION}. " * cuts + LONG for cuts in (9, 10))
     report, documents = cleaned(tmp_path, [QUESTION, ten, eleven], **questions, common=1000)
     assert [one["id"] for one in documents] == [1] * 10
@@ -202,7 +202,8 @@ def test_runs_met_ten_times_are_common_phrases(tmp_path, questions):
 
 
 def test_pieces_are_those_of_the_original():
-    """The figure is that of Megatron's filter_ngrams.py, whose rule was restated word by word to compute it."""
+    """The expected number comes from Megatron's filter_ngrams.py, whose rule was restated word by word to compute
+    it."""
     found = []
     for seed in range(30):
         random, words, parts = np.random.default_rng(seed), [f"w{number}" for number in range(50)], []

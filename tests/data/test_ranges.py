@@ -47,7 +47,7 @@ def opened(prefix=PREFIX):
 
 
 def test_dataset_in_a_store_is_read_in_ranges_of_8_mib(server, tmp_path):
-    """44 MB: each range is asked for once, also by a second process, and no request is for less."""
+    """44 MB: each range is requested once, also by a second process, and no request is for less."""
     here = stored(tmp_path, 1, 22_000_000)
     there = opened()
     for index, begin in ((0, 5_000_000), (1, 11_000_000), (0, 4_000_000), (0, 5_000_000)):
@@ -71,7 +71,7 @@ def test_replaced_dataset_is_read_again(server, tmp_path):
 
 
 def test_dataset_replaced_during_a_run_ends_it(server, tmp_path):
-    """Ranges of one version are not mixed with those of another of the same size."""
+    """Ranges of two versions of the same size are not mixed."""
     stored(tmp_path, 1, 22_000_000)
     there = opened()
     there.get(0)

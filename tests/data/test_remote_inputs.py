@@ -99,7 +99,7 @@ def test_missing_remote_files_are_one_sentence(store, tmp_path, given, sentence)
 
 
 def test_secrets_of_addresses_are_not_recorded(tmp_path, capsys):
-    """In the dataset, its working folder, a report, and sentences about lines and files."""
+    """Searches the dataset, its working folder, a report, and sentences about lines and files."""
     pytest.importorskip("fsspec")
     address = "memory://me:password@bucket/a.jsonl?sig=presigned&e=.jsonl"
     fsspec.filesystem("memory").pipe_file(address, b'{"text": "some text"}\n{"text": 3}\n' * 3)

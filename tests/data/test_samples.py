@@ -47,7 +47,7 @@ def test_split_cuts_sequences_in_order(split, sequences, bounds):
 def test_indices_are_megatrons_for_any_samples(tmp_path, sequence, golden):
     """Documents of 100 tokens, three of them empty, and every number of samples up to four epochs.
 
-    The figures are those of Megatron's walk over the documents (helpers.cpp), step by step.
+    The expected indices come from Megatron's walk over the documents (helpers.cpp), step by step.
     """
     lengths = [0, 7, 13, 1, 20, 0, 9, 25, 5, 20, 0]
     indexed, found = dataset_of(tmp_path, lengths), []

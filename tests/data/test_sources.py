@@ -19,7 +19,7 @@ EOD = 256
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """Datasets a, b and c of bytes: the tokens of a are all 1, those of b 2, and of c 3; 40 documents of 20 each."""
+    """Datasets a, b and c of bytes: all tokens of a are 1, of b 2, and of c 3; 40 documents of 20 each."""
     monkeypatch.chdir(tmp_path)
     for token, name in enumerate("abc", start=1):
         with IndexedDatasetWriter(name, 257) as writer:
@@ -143,7 +143,7 @@ def test_mock_validation_is_not_the_training_data():
 
 
 def test_nothing_is_drawn_for_a_run_that_cannot_be(data, monkeypatch):
-    """A mesh that is not there, and epochs that nobody means."""
+    """A mesh that does not exist, and an implausible number of epochs."""
     monkeypatch.setattr(cache, "MIN_CACHED_BYTES", 0)
 
     def refuse(samples):

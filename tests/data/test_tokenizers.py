@@ -54,7 +54,7 @@ def random_texts(count=150):
 
 
 def test_encoding_obeys_the_laws(kind, tokenizer):
-    """No end of document in the text, no id out of range, no token but those of the text; a batch is its texts."""
+    """No end of document in the text, no id out of range, only tokens of the text; a batch equals its texts."""
     texts = [*NASTY.values(), *random_texts(), "ab漢c" * 25_000]
     batch = tokenizer.encode_batch(texts)
     for text, ids in zip(texts, batch, strict=True):

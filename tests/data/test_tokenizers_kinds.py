@@ -151,7 +151,7 @@ def test_hf_unigram_end_is_spelled_in_two(tmp_path, splits):
     tokenizer = opened(library, tmp_path)
     assert tokenizer.eod == 1
     assert 1 not in tokenizer.encode("a</s> </s></s>b")
-    for text in TEXTS:  # any other text is encoded as it was
+    for text in TEXTS:  # any other text has the same ids as before
         assert tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids
 
 

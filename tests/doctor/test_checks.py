@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 
 
 def act(question):
-    """In the child: what the name of the check says."""
+    """Do what the name of the check says; runs in the child."""
     name, _ = json.loads(question)
     if name == "hang":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -103,7 +103,7 @@ def test_check_that_raises_is_red(monkeypatch):
     ],
 )
 def test_wrong_flag_is_named(flags, words):
-    """The words are those of the installed XLA."""
+    """The words come from the installed XLA."""
     facts = MachineInfo(environment={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags})
     finding, rest = checks.examine(facts, lambda name: None, ["devices", "matmul"])
     assert (finding.check, finding.status, rest.check) == ("devices", RED, "not checked")
@@ -173,7 +173,7 @@ def test_missing_package_of_command_line_is_named(tmp_path):
 
 
 def sleep(question):
-    """In the child: a check that sleeps, and holds the pipe that it is named after."""
+    """A check that sleeps, and holds the pipe that it is named after; runs in the child."""
     name, _ = json.loads(question)
     with open(name, "w", 1) as pipe:
         print("here", file=pipe)

@@ -17,7 +17,7 @@ HUGE = (2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 
 
 class Raw(str):
-    """Characters that stand in JSON as they are."""
+    """Characters that stand in JSON unchanged."""
 
 
 LEAVES: list[Any] = [

@@ -4,7 +4,7 @@
     python tests/faults/faults.py --only kills --tries 20 --seed 7
     python tests/faults/faults.py --seconds 600
 
-Every try is `train.py` in processes of its own, compared with one undisturbed run. The columns:
+Every try is `train.py` in separate processes, compared with one undisturbed run. The columns:
 
     lost         steps that were committed in a checkpoint when the fault struck, and had to be repeated
     silent       tries that ended as if successful, with other losses or weights than the undisturbed run
@@ -182,7 +182,7 @@ def _phase(process: Process, run: Path, resumes: bool) -> str:
 
 
 def _check_resumed(ended: Ended, before: int, outcome: Outcome) -> None:
-    """Whether a process has resumed from the checkpoint that existed when it started."""
+    """True if a process has resumed from the checkpoint that existed when it started."""
     if "run  " in ended.output:  # it came as far as printing it
         outcome.lost += max(0, before - resumed_from(ended.output))
 

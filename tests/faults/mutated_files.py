@@ -1,7 +1,7 @@
 """One small valid file of each kind that mjax reads, and its reader, for `mutations.py`.
 
-A reader's `read` returns the contents of the files as plain values that can be compared; so does `expected`, a second
-reader independent of mjax, if the format is simple enough for one.
+A reader's `read` returns the contents of the files as plain values that can be compared. `expected` is a second reader,
+independent of mjax, if the format is simple enough for one.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Reader:
         return [name for name in files if any(fnmatch(name, pattern) for pattern in self.only)]
 
     def is_checked(self, name: str, how: str) -> bool:
-        """Whether damage to a file cannot change what is read, because a checksum detects it."""
+        """True if damage to a file cannot change its contents unnoticed, because a checksum detects it."""
         return how != "zipped again" and any(fnmatch(name, pattern) for pattern in self.checked)
 
 

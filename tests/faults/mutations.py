@@ -43,7 +43,7 @@ from tests.faults.mutated_files import READERS, Files, Reader
 
 SECONDS = 20  # of processor time for one file of some kilobytes
 WALL_SECONDS = 300  # of a process that waits for something
-MEMORY = 2**30  # bytes beside what the process has when it begins
+MEMORY = 2**30  # bytes in addition to the process's memory at its begin
 SENTENCE = 2000  # characters
 REFUSALS = (UsageError, RunError, Unusable)
 

@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def sound(self) -> bool:
-        """Whether every promise was kept."""
+        """True if every promise was kept."""
         return not (self.lost or self.silent or self.traceback or self.hang or self.words)
 
 
@@ -131,7 +131,7 @@ class Place:
         return Process(argv, self.environment() | changes, self.folder / f"{name.replace('/', '_')}.log")
 
     def environment(self) -> dict[str, str]:
-        """For a process on one CPU device, with a cache of compiled programs."""
+        """Environment for a process on one CPU device, with a cache of compiled programs."""
         kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PYTHONPATH")}
         return kept | {
             "JAX_PLATFORMS": "cpu",
@@ -144,7 +144,7 @@ class Place:
         """Compare a finished run with the reference: every loss and every array of the last checkpoint.
 
         Args:
-          stopped_at: the step at which the run was told to stop. It saves there and does not evaluate.
+          stopped_at: the step at which the run got a stop request. It saves there and does not evaluate.
         """
         run = self.folder / name
         if committed(run)[-1:] != [STEPS]:
@@ -183,7 +183,7 @@ class Process:
         self.process.send_signal(number)
 
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """True if it has not ended."""
         return self.process.poll() is None
 
     def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
@@ -223,7 +223,7 @@ def _has_manifest(checkpoint: Path) -> bool:
 
 
 def saving(run: Path) -> bool:
-    """Whether a checkpoint is being written."""
+    """True while a checkpoint is being written."""
     folder = run / "checkpoints"
     return folder.is_dir() and any(".writing" in entry.name for entry in folder.iterdir())
 

@@ -3,9 +3,9 @@
     python tests/faults/stores.py                          # everything, a quarter of an hour on two cores
     python tests/faults/stores.py --only "403" --markdown
 
-Every row is `train.py` in processes of its own, on moto's S3 server, which is told to fail in the middle. Afterwards a
-machine without local copies continues the run. Its losses are compared with those of an undisturbed run, and every
-checkpoint in the store is read back. Exit code 1 if a row loses something.
+Every row is `train.py` in separate processes, on moto's S3 server, which fails in the middle. Afterwards a machine
+without local copies continues the run. Its losses are compared with an undisturbed run, and every checkpoint in the
+store is read back. Exit code 1 if a row loses something.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def server_stops(place: Place) -> tuple[int, list[str]]:
 
 
 def store_is_gone(place: Place) -> tuple[int, list[str]]:
-    """For longer than the end waits; then the command that the error names."""
+    """The store is gone for longer than the end waits; then the command in the error message continues."""
     process = place.start("one")
     says(process, "step 1/")
     place.server.rule = lambda environ: environ["REQUEST_METHOD"] == "PUT"
@@ -220,7 +220,7 @@ def containers(place: Place) -> tuple[int, list[str]]:
 
 
 def paused(place: Place) -> tuple[int, list[str]]:
-    """For longer than a minute, in which another machine takes the run over and ends it."""
+    """The run pauses for longer than a minute, in which another machine takes the run over and ends it."""
     first = place.start("one", "--train.steps", "3900")
     says(first, "checkpoint 4 copied")
     first.send_signal(signal.SIGSTOP)
@@ -234,7 +234,7 @@ def paused(place: Place) -> tuple[int, list[str]]:
 
 
 def keys(*names: str) -> Callable[[Place], tuple[int, list[str]]]:
-    """Objects of somebody else in the run, which another machine lists and continues."""
+    """Foreign objects in the run, which another machine lists and continues."""
 
     def row(place: Place) -> tuple[int, list[str]]:
         place.train("one", "--train.steps", "8")

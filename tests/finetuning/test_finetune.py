@@ -121,8 +121,8 @@ def test_every_epoch_is_measured_and_first_best_kept(done):
     [(8, False), *(pytest.param(*case, marks=pytest.mark.ci) for case in ((8, True), (10, False), (16, False)))],
 )
 def test_interrupted_finetuning_ends_bit_identical(run, mnli, done, monkeypatch, capsys, tmp_path, stop, damaged):
-    """Step 8 ends an epoch, which is measured when the command runs again, or continued from the epoch before where
-    its checkpoint is damaged; 10 is in the middle of one, 16 is the last of all."""
+    """Step 8 ends an epoch, which is measured when the command runs again. If its checkpoint is damaged, the run
+    continues from the epoch before. Step 10 is in the middle of an epoch, 16 is the last of all."""
     flags = (*MNLI, "--seeds", 1, "--seed", 1235, "--output", tmp_path / "again")
     expected, found = done / "seed-1235", tmp_path / "again" / "seed-1235"
     on_step = Guard.on_step

@@ -26,7 +26,7 @@ def current_share(model, *args):
 
 
 def pieces_of(model, version=3.0, ranks=1, stages=1):
-    """For each stage what each rank holds, by current names."""
+    """The weights that each rank of each stage holds, by current names."""
     return [
         [current_share(model, version, rank, ranks, stage, stages, 32) for rank in range(ranks)]
         for stage in range(stages)
@@ -129,7 +129,7 @@ def test_missing_version_follows_names(version, names, origin, write_rank, tmp_p
 
 
 def test_post_layernorm_bert_is_read_by_old_names(write_rank, tmp_path, capsys):
-    """Its layers are those of the original, cut elsewhere; megatron-core ignores the argument."""
+    """The layers equal the original's, cut elsewhere; megatron-core ignores the argument."""
     model = replace(BERT, layernorm="post", layers=3)
     arguments = {"num_attention_heads": 4, "apply_residual_connection_post_layernorm": True}
     write_rank(tmp_path / "in", "00", model=current_share(model, 3.0), args=arguments)

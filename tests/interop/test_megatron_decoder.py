@@ -247,7 +247,7 @@ RATES = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.0
     ids=["complete", "positions", "epsilon and base", "scaled", "experts"],
 )
 def test_assumed_arguments_equal_stated_ones(given, assumed):
-    """The assumed arguments are those of the model: stating them changes nothing."""
+    """The assumed arguments equal the model's: stating them changes nothing."""
     said, tensors = ARGUMENTS | given, TENSORS if "num_experts" in given else DENSE
     assert assume_arguments(said, "decoder") == RATES | assumed
     models = [decoder_config(each, tensors, "source", 3.0) for each in (said, said | RATES | assumed)]

@@ -97,7 +97,7 @@ def of_torch(name, module="metadata", **values):
 
 
 class Called:
-    """A call in a pickle: what it can do to whoever opens it."""
+    """A call in a pickle: the harm it can do when a process opens it."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments

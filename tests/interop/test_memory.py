@@ -12,7 +12,7 @@ from mjax.commands import cli
 from tests.interop.folders import LLAMA, read_folder, tensors_of, write_folder
 from tests.interop.whole_weights import assert_same
 
-# Its embedding is read in several parts, the last of which has the first rows of padding.
+# Its embedding is read in several parts. The last part has the first rows of padding.
 LARGE = {**LLAMA, "num_hidden_layers": 28, "hidden_size": 256, "intermediate_size": 896, "head_dim": 64}
 LARGE |= {"vocab_size": 8201}
 
@@ -48,7 +48,7 @@ def test_conversions_hold_less_than_half_the_model(tmp_path, monkeypatch):
     size = sum(each.nbytes for each in tensors.values())
     assert size > 100e6
     del tensors
-    for name, folder in {"first": small, "run #1 %20": source}.items():  # the first pays for what is loaded once
+    for name, folder in {"first": small, "run #1 %20": source}.items():  # the first pays for one-time loads
         taken = [
             peak_of(["convert", "from-hf", str(folder), name]),
             peak_of(["convert", "to-hf", name, f"out {name}", "--shard-size", "20MB"]),

@@ -11,7 +11,7 @@ THEIRS = "---\nlicense: apache-2.0\n---\n# Tiny\n\nA card --- of someone else.\n
 
 @pytest.fixture
 def convert(tmp_path):
-    """A function that converts by the names of folders, of which `tiny` has a model; returns the card."""
+    """A function that converts by the names of folders (`tiny` has the models) and returns the card."""
     write_folder(tmp_path / "tiny", LLAMA, tensors_of(LLAMA))
 
     def convert(command, source, output, *flags):
@@ -36,7 +36,7 @@ def test_card_of_source_is_kept(convert, tmp_path):
     ):
         assert said in card, card
     assert "AutoTokenizer" not in card  # there is none
-    # The next conversion replaces the block and adds to the history; what a person wrote beside it stays.
+    # The next conversion replaces the block and adds to the history; text around it stays.
     file.write_text(card + "\nMine.\n")
     convert("from-hf", "out", "again")
     second = convert("to-hf", "again", "second").read_text()

@@ -33,7 +33,7 @@ MIXTURE = OTHERS | {"model_type": "qwen3_moe"}
 GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 2, "max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 SETTINGS = [
-    # Values of which mjax supports one.
+    # Fields with one supported value.
     (CONFIG, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
     (BERT, {"position_embedding_type": "relative_key"}, "'relative_key', but mjax supports only 'absolute'"),
     (BLOOM, {"apply_residual_connection_post_layernorm": True}, "post_layernorm is True"),

@@ -1,4 +1,4 @@
-"""DPO (arXiv 2305.18290) on a Llama: an objective over pairs of sequences, with an array of its own in the batch.
+"""DPO (arXiv 2305.18290) on a Llama: an objective over pairs of sequences, with a custom array in the batch.
 
 A sample is a pair: a prompt with the chosen answer, and with the rejected one. `loss_mask` is True at labels of the
 answer, and `reference` is the sum of their log-probabilities under the model that training started from.

@@ -22,7 +22,7 @@ STEPS = 5
 
 
 def biased(data=1, model=1, micro_batch=2, compute="fp64", **changes):
-    """Scores whose differences are about as large as those of the first biases, so that both matter."""
+    """Scores with differences about as large as the first biases', so that both matter."""
     defaults = {"dropout": 0.0, "aux_loss_coef": 0.0, "z_loss": 0.0, "sequence": 16, "init_std": 0.1, **DEEPSEEK}
     config = config_of(data, model, micro_batch, **{**defaults, "router_bias_update_rate": 0.02, **changes})
     optimizer = replace(config.optimizer, schedule="constant", epsilon=1e-3, clip_norm=100.0)  # clips nothing

@@ -58,7 +58,7 @@ def as_llama(model):
 
 
 def compare(config, total, names=None, batch=None):
-    """The means and gradients of the step with those of `total`: weights → the loss, and the means."""
+    """Compare the means and gradients of the step with `total`: weights → the loss, and the means."""
     with jax.enable_x64(True):
         program, place = gradient_program(config, names)
         batch = batch_of(config) if batch is None else batch
@@ -70,7 +70,7 @@ def compare(config, total, names=None, batch=None):
         np.testing.assert_allclose(gradient.reshape(wanted[name].shape), wanted[name], atol=1e-12, err_msg=name)
 
 
-# --- Sums beside the stream, logits of its own, and stacks of different layers ----------------------------------------
+# --- Sums next to the residual stream, custom logits, and stacks of different layers ----------------------------------
 
 
 class BalancedBlock(Block):

@@ -40,7 +40,7 @@ def is_scores(array):
     return array.shape[-2:] == (POSITIONS, POSITIONS)
 
 
-# arXiv 2205.05198, equation 4 and table 2: 34 sbh / t, of which 2 are dropout masks, hashed again here; selective
+# arXiv 2205.05198, equation 4 and table 2: 34 sbh / t, 2 of them dropout masks, hashed again here; selective
 # recomputation leaves out 12, of norms and GELU, too. With sequence parallelism all of it is divided, but for the
 # gathered inputs of the two regions without recomputation.
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_bf16_cross_entropy_is_computed_in_float32():
 
 
 def output_layer(dtype=jnp.float64, scale=1.0):
-    """Embedding, stream, bias, labels of which the first and the last are at the ends, and weights, some of them 0."""
+    """Embedding, residual stream, bias, labels including both ends of the vocabulary, and weights, some of them 0."""
     embedding = VocabParallelEmbedding(jax.random.key(0), VOCABULARY, ROWS, WIDTH, 1.0, dtype)
     labels = np.random.default_rng(0).integers(0, VOCABULARY, TOKENS)
     labels[0], labels[-1] = 0, VOCABULARY - 1
@@ -101,7 +101,7 @@ def test_loss_of_stream_equals_log_softmax(ways, chunks, split, biased, scale):
 
 
 def test_chunked_bf16_gradients_are_as_exact():
-    """The stream's gradient is a float32 sum over chunks, as exact as that of one product."""
+    """The residual stream's gradient is a float32 sum over chunks, as exact as a single matmul."""
     given, exact = output_layer(jnp.bfloat16), output_layer()
     exact[0].table[...] = given[0].table[...].astype(jnp.float64)
     exact = (exact[0], given[1].astype(jnp.float64), *exact[2:])

@@ -1,4 +1,4 @@
-"""Linear layers in float8 against an emulation in NumPy, whose float8 is that of ml_dtypes."""
+"""Linear layers in float8 against an emulation in NumPy, with float8 from ml_dtypes."""
 
 from functools import partial
 

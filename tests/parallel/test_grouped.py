@@ -73,7 +73,7 @@ IN_PALLAS = {tile: partial(through_groups, kernel=INTERPRETED, tile=tile) for ti
 
 
 def distributions(assignments, groups, most):
-    """Draw distributions of at most so many assignments over groups, of which each gets at most `most`."""
+    """Draw distributions of at most so many assignments over groups; each group gets at most `most`."""
     if not groups:
         yield ()
         return

@@ -101,7 +101,7 @@ def test_memory_of_schedule_is_formula(name):
 
 @pytest.mark.parametrize("shape", SHAPES[::4], ids=str)
 def test_bubble_and_ticks_are_formula(shape):
-    """For any cost of a backward pass."""
+    """Holds for any cost of a backward pass."""
     stages, micro_batches, chunks = shape
     sweep = micro_batches * chunks + stages - 1
     assert forward_schedule(*shape).ticks == sweep

@@ -1,4 +1,4 @@
-"""Dropout masks: the same everywhere, and as good as those of a random-number generator."""
+"""Dropout masks: the same on every mesh, and as random as a random-number generator's."""
 
 from functools import partial
 from itertools import product
@@ -29,7 +29,7 @@ def spread(counts, size, rate=RATE):
 
 
 def correlation(a, b):
-    """In standard deviations, of two masks."""
+    """Correlation of two masks, in standard deviations."""
     a, b = a - (1 - RATE), b - (1 - RATE)
     return abs((a * b).mean() / (RATE * (1 - RATE))) * np.sqrt(a.size)
 

@@ -59,7 +59,7 @@ def test_process_joins_others_of_launcher(environment, where, given, devices, st
     assert found == given
     # JAX's limits are longer than ours, which have a better message.
     assert named == {"local_device_ids": devices, "initialization_timeout": 360, "heartbeat_timeout_seconds": 60}
-    for thread in set(threading.enumerate()) - before:  # the timer that ends a process which finds nobody
+    for thread in set(threading.enumerate()) - before:  # the timer that ends a process without peers
         thread.join(5)
         assert not thread.is_alive()
 

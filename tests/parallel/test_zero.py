@@ -58,7 +58,8 @@ def test_shard_is_cut_as_spec_says(spec):
 
 
 def test_ranks_of_model_are_neighbors():
-    """`model` communicates in every layer: its devices are on one server, those of `pipe` and `data` far apart."""
+    """`model` communicates in every layer: its devices are on one server, the devices of `pipe` and `data` far
+    apart."""
     numbers = [device.id for device in make_mesh(MeshConfig(pipe=2, data=2, model=4)).devices.flatten()]
     assert numbers == list(range(16))
     names = ["pipe", "replicate", "data", "expert", "context", "model"]

@@ -111,7 +111,7 @@ def exported(peer, folder):
 
 
 def assert_scores(run, peer, batch):
-    """A run says what its peer says; of text only, for nobody reads what comes of padding."""
+    """Check that a run scores as its peer does; text only, because padding has no reader."""
     with torch.no_grad():
         if "token_types" in batch:
             expected = outputs_of_pretraining(peer, batch)

@@ -120,7 +120,7 @@ def test_head_equals_transformers(head, layernorm):
             ends = torch.stack([expected.start_logits, expected.end_logits], dim=1).detach().numpy()
             is_text = np.broadcast_to(examples.text, ends.shape)
             np.testing.assert_allclose(found[is_text], ends[is_text], atol=1e-6, rtol=1e-6)
-            batch["documents"] = np.zeros_like(batch["documents"])  # and its peer takes it for one
+            batch["documents"] = np.zeros_like(batch["documents"])  # and its peer reads one document
         else:
             np.testing.assert_allclose(found, expected.logits.detach().numpy(), atol=1e-6, rtol=1e-6)
         weights = weights_of(peer, gradient_program(config)[1](), family, config.model)

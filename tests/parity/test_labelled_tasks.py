@@ -1,7 +1,7 @@
 """Tasks with labels against other people's code: scikit-learn's metrics, the official SQuAD scripts, BERT's features.
 
-The scripts are files of packages: the official one of SQuAD 1.1 in allennlp 0.9.0; that of 2.0, and Google's way from
-logits to answers, in transformers 4, as version 5 has dropped them.
+The scripts are files of packages: the official SQuAD 1.1 script in allennlp 0.9.0; the 2.0 script and Google's way from
+logits to answers in transformers 4, because version 5 has dropped them.
 """
 
 import json
@@ -78,7 +78,7 @@ def test_accuracy_and_f1_equal_scikit_learn(tmp_path, name, classes):
     assert values == pytest.approx(expected | {"correct": (true == chosen).sum()}, abs=1e-12)
 
 
-# --- SQuAD's figures --------------------------------------------------------------------------------------------------
+# --- SQuAD's metrics --------------------------------------------------------------------------------------------------
 
 ADVERSARIAL = [
     "", " ", "the", "a", "An", "the a an", ".", "?!", "“”", "—", "the end", "The End.", "end the", "an end, the end",

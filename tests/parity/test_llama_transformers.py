@@ -243,7 +243,7 @@ CHATS = [
 
 @pytest.mark.parametrize(("family", "meshes"), [("llama 2", 7), ("qwen 3", 2), ("olmoe", 2)])
 def test_packed_conversations_equal_transformers(family, meshes, tmp_path):
-    """Side by side here; there one by one, with labels of -100 for what is not trained."""
+    """Packed into a sequence here; one by one in transformers, with labels of -100 for untrained tokens."""
     random = np.random.default_rng(0)
     with IndexedDatasetWriter(tmp_path / "chats", SMALL["vocab_size"]) as writer:
         for length in random.integers(2, 22, 12):
@@ -283,7 +283,7 @@ def test_auxiliary_loss_equals_transformers(family, tmp_path):
         program, build = gradient_program(config, names_of(model))
         means, gradients = program(weights_of(peer, build(), table_of(model), model), batch, 0, 1.0)
         found, loss = outputs_of(peer, batch, output_router_logits=True)
-        # Theirs pools the layers, and is k when balanced: it is asked for each layer, and divided by k.
+        # Theirs pools the layers, and is k when balanced: it is computed for each layer, and divided by k.
         k = model.experts_per_token
         theirs = [load_balancing_loss_func((each,), model.experts, k) / k for each in found.router_logits]
         (loss + 0.5 * sum(theirs)).backward()

@@ -98,7 +98,7 @@ def theirs(folder):
 
 
 def test_run_that_trains_is_evaluated_as_its_checkpoint(folder, fewer_devices):
-    """Every four steps: the metrics are those of `mjax lm-eval` with the checkpoint of that step."""
+    """Every four steps the metrics equal `mjax lm-eval` with the checkpoint of that step."""
     config = read_config(folder / "run" / "config.json")
     train = replace(config.train, steps=6, eval_interval=0, global_batch=4, micro_batch=2)
     config = replace(config, train=train, precision=PrecisionConfig(compute="fp32"), mesh=MeshConfig(data=2))

@@ -1,4 +1,5 @@
-"""Adapters beside peft's: folders in both directions, merged weights, and twenty steps of AdamW on four meshes."""
+"""Adapters compared with peft's: folders in both directions, merged weights, and twenty steps of AdamW on four
+meshes."""
 
 import copy
 import dataclasses
@@ -43,7 +44,7 @@ MESHES = [{}, {"model": 2, "sequence_parallel": True}, {"pipe": 2}, {"data": 2, 
 
 @pytest.fixture(scope="module", params=CASES)
 def both(request, tmp_path_factory):
-    """A folder with the run of a base and that of adapters, and peft's model of both."""
+    """A folder with a base run and an adapter run, and peft's model of both."""
     folder = tmp_path_factory.mktemp("lora")
     family, targets, settings = CASES[request.param]
     kind, fields, _ = FAMILIES[family]

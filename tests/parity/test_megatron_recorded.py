@@ -1,7 +1,7 @@
 """A checkpoint that megatron-core 0.19.2 wrote, recorded: arguments and version are a shard, and there is no common.pt.
 
 `llama_stacked` of `write_megatron_core.py` with 2 layers, hidden size 8, 2 heads, 1 group and an MLP of 12; scores.npz
-is what megatron-core computes. 0.19 needs Python 3.12.
+contains megatron-core's scores. 0.19 needs Python 3.12.
 """
 
 import io

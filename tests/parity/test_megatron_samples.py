@@ -46,7 +46,7 @@ def prefixes(tmp_path_factory):
 
 
 def settings(cache, sequence, seed=1234, **options):
-    """Megatron's config. Its cache key leaves out documents and options, so every case brings a folder of its own."""
+    """Megatron's config. Its cache key leaves out documents and options, so every case brings a separate folder."""
     tokenizer = SimpleNamespace(vocab_size=VOCABULARY, eod=EOD, unique_identifiers={"class": "none"})
     switches = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     return gpt_dataset.GPTDatasetConfig(

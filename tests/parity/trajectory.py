@@ -52,7 +52,7 @@ def _optimizers_of(peer, optimizer):
         options = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
         rate = optimizer.learning_rate
         found.append(torch.optim.Muon(matrices, lr=rate, weight_decay=optimizer.weight_decay, **options))
-    # As Megatron: no decay of what has one dim, biases and LayerNorm.
+    # As Megatron: no decay of weights with one dim, biases and LayerNorm.
     decayed, spared = ([p for p in weights.values() if (p.ndim > 1) == many] for many in (True, False))
     groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": spared, "weight_decay": 0.0}]
     betas = optimizer.beta1, optimizer.beta2

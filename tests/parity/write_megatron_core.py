@@ -65,7 +65,7 @@ def main(folder: Path, kinds: list[str]) -> None:
     tensor_ranks = world // expert_ranks
     torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")
-    # Without a GPU: what asks for one is told that the CPU is it.
+    # Without a GPU: calls that require one get the CPU.
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *_: None
     from megatron.core import dist_checkpointing, parallel_state

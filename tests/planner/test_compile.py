@@ -98,7 +98,7 @@ def check_report(config, compiled, folder):
         assert (saved.step.nr_devices, saved.step.platforms) == (8, ("cuda",))
         assert saved.manifest["arguments"][-1]["name"] == "tokens"
         assert "__cudnn$fmhaSoftmaxBackward" in saved.step.mlir_module()
-    # Of each layer's backward all-reduces at least one runs beside the products that make weight gradients.
+    # At least one of each layer's backward all-reduces overlaps the wgrad matmuls.
     hidden = [c for c in read_overlaps(compiled.text, axes.sizes(config.mesh)) if c.overlap == "products"]
     assert {c.axes for c in hidden} == {("model",)}
 

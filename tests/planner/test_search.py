@@ -58,7 +58,7 @@ def splits_tokens(config):
 
 
 def is_simplest(config):
-    """Whether no setting is there that does nothing, and tokens are divided where they can be."""
+    """True if no setting is without effect, and tokens are divided where possible."""
     mesh = config.mesh
     return (
         (mesh.pipe > 1 or mesh.schedule == "1f1b")

@@ -90,8 +90,8 @@ def test_rates_in_code_are_those_fitted(calibration, runs, names):
 @pytest.mark.ci
 @pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 2)], ids=str)
 def test_error_bars_hold_on_published_runs(monkeypatch, version):
-    """Times of mjax, compiled by either jax, against the times of other programs: no rate was fitted to it, but
-    those of the A100 to Megatron-LM's own program."""
+    """Times of mjax, compiled by either jax, against the times of other programs: no rate was fitted to it, except the
+    A100 rates to Megatron-LM's program."""
     monkeypatch.setattr(jax, "__version_info__", version)
     weak_scaling = tuple(run for run in v100_scaling() if run.source.endswith("figure 5"))
     compared = {"a100": table_1() + table_5(), "h100": (), "v100-dgx2h": weak_scaling}
@@ -218,7 +218,7 @@ def test_attention_rate_depends_on_head_and_length():
     rates = Rates(H100, replace(H100_RATES, attention=rows), "bf16")
     assert rates.flash_rate(64, 8192) == pytest.approx(0.3 * 989.4e12)  # no other length of 64 was measured
     assert rates.flash_rate(128, 2048, backward=True) == pytest.approx(0.4 * 989.4e12)  # half way, in powers of two
-    assert rates.flash_rate(96, 1024) == pytest.approx(0.75 * 0.4 * 989.4e12)  # as 128, of which a quarter is wasted
+    assert rates.flash_rate(96, 1024) == pytest.approx(0.75 * 0.4 * 989.4e12)  # as 128, a quarter of it wasted
     assert rates.flash_rate(256, 4096) == pytest.approx(0.6 * 989.4e12)
 
 
@@ -313,7 +313,7 @@ def test_bytes_on_wire_are_those_of_trace(mesh, train, compute):
 
 def test_stages_send_a_message_each_way_per_chunk():
     one, two = (config_with(mesh={"pipe": 4, "virtual_stages": chunks}) for chunks in (1, 2))
-    stream = 2 * 4 * 1024 * 2048  # of a micro-batch, of which there are 8
+    stream = 2 * 4 * 1024 * 2048  # of a micro-batch; there are 8
     sent = [predict_time(each, BYTE_A_SECOND, OPEN, NOTHING_HIDDEN).parts["pipe"] for each in (one, two)]
     assert sent == pytest.approx([2 * 8 * stream, 4 * 8 * stream])
 

@@ -1,7 +1,7 @@
 """The reader of a GPU's trace, on a trace made by hand: no GPU is at hand where these tests run.
 
-Its planes, lines and statistics are those of XLA's profiler for CUDA: kernels on the lines `Stream #…` of the plane
-`/device:GPU:N`, each with the instruction that launched it; lines that repeat them; and the host's threads.
+Its planes, lines and statistics follow XLA's profiler for CUDA. The lines `Stream #…` of the plane `/device:GPU:N` hold
+kernels, each with the instruction that launched it. Other lines repeat them. The host's threads follow.
 """
 # ruff: noqa: E501 (HLO has long lines)
 

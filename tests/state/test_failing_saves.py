@@ -176,7 +176,7 @@ def test_checkpoint_that_failed_is_never_good(tmp_path, fail):
             guard.observe(record(step, loss=4.0))
             if step % 20 == 0:
                 guard.save(step, state, ends=False)
-        assert guard.good == 40  # nobody knows yet
+        assert guard.good == 40  # not known yet
         guard.spike = 60, 9.0
         assert guard.go_back() == 20
         assert (guard.good, checkpoints.last_good(), checkpoints.steps()) == (20, 20, [20])

@@ -45,7 +45,7 @@ def tokenizer_of(folder: Path, vocabulary=VOCABULARY) -> BertTokenizer:
 
 
 def write_task(folder: Path, name: str, train: int = 256, validation: int = 64, seed: int = 0) -> TaskFiles:
-    """Write a task's files of `train` and `validation` examples, half of the latter in each set where there are two."""
+    """Write a task's files of `train` and `validation` examples; two validation sets get half each."""
     tokenizer = tokenizer_of(folder)
     draw = random.Random(f"{name} {seed}")
     files = WRITERS[name](folder, draw, train, validation)

@@ -104,7 +104,7 @@ def assert_same(ours, theirs):
     "mesh", [ONE, THREE_AXES, *(pytest.param(mesh, marks=pytest.mark.ci) for mesh in OTHERS)], ids=str
 )
 def test_scorer_equals_numpy(mesh):
-    """Every pass by itself, full and short windows, and a last batch that is filled up."""
+    """Every pass separately, full and short windows, and a last batch that is filled up."""
     scorer, model = scorer_and_model(mesh)
     reported, passes = [], [windows(), windows()[3:20], windows()[:1], []]
     for found, of_pass in zip(scorer(model, passes, reported.append), passes, strict=True):

@@ -94,7 +94,7 @@ def test_span_of_text_is_found_again(real_tokenizer, data):
     last = data.draw(st.integers(first, len(context.ids) - 1))
     begin, cut = int(context.begin[first]), context.extract_text(TokenSpan(first, last))
     again = context.locate(begin, len(cut))
-    # Pieces of one character, such as those of "½", cannot be told apart by characters; then the text is the same.
+    # Pieces of one character, such as those of "½", cannot be distinguished by characters; then the text is the same.
     if (context.begin[1:] >= context.end[:-1]).all() and begin + len(cut) == context.end[last]:
         assert again == (first, last)
     assert context.extract_text(again) == cut
@@ -152,7 +152,7 @@ def test_training_skips_and_counts_misplaced_answers(tokenizer, tmp_path):
     assert len(task.train.tokens) == 1
     skipped = "2 of 3 questions were skipped: the context does not contain their answer at its answer_start"
     assert task.notes == [f"{file}: {skipped}"]
-    assert len(task.validation["validation"].tokens) == 3  # nobody is measured by less
+    assert len(task.validation["validation"].tokens) == 3  # no model is measured by less
 
 
 # --- Answers ----------------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def test_tensor_parallelism_sends_four_or_five_all_reduces(recompute, micro_batc
         ("layer backward", "all-reduce"): (2 * L * m, 2 * tokens * H),
         ("head backward", "all-reduce"): (m, 2 * tokens * H),
     }
-    if recompute == "full":  # the sum of attention alone: nobody needs that of the MLP again
+    if recompute == "full":  # the sum of attention alone: the MLP's is not needed again
         rows["layer recomputation", "all-reduce"] = L * m, 2 * tokens * H
     found = summed(ledger(gpt_8b(recompute=recompute, micro_batch=micro_batch)).filter_axes("model"))
     cross_entropy = found.pop(("head forward", "all-reduce"))  # maximum; sum of exponentials and the label's logit
@@ -206,7 +206,7 @@ def test_pipeline_runs_its_table(schedule, chunks):
     # The embedding is used at both ends: one master copy, gathered over the stages in bf16, its gradients scattered.
     assert stages("weights", ["pipe"], "all-gather")[1][0] == on_a_ring("all-gather", P_, 2 * OTHERS)
     assert stages("gradient", ["pipe"], "reduce-scatter")[1][0] == on_a_ring("reduce-scatter", P_, 4 * OTHERS)
-    # A stage sums the gradients of its own layers over data, and of its part of the embedding.
+    # A stage sums the gradients of its layers over data, and of its part of the embedding.
     own = L // P_ * ((12 * H * H + 7 * H) // p + 6 * H) + OTHERS // P_
     assert stages("gradient", ["data"])[1][0] == on_a_ring("all-reduce", D, 4 * own)
 

@@ -67,7 +67,7 @@ def data_file(folder: Path) -> Path:
 
 
 def flip_a_bit(folder: Path) -> str:
-    """Damage the arrays' bytes; returns how that is told."""
+    """Damage the arrays' bytes; returns the expected report."""
     file = data_file(folder)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -79,7 +79,7 @@ def test_initial_a_is_uniform_as_pefts_and_never_repeats():
 
 
 def test_plan_and_flops_count_what_is_trained():
-    """A frozen weight costs the gradient of its input and no other; the first layer's too, which nobody needs."""
+    """A frozen weight costs the gradient of its input and no other; the first layer's too, although it has no use."""
     mesh = MeshConfig(data=4, model=2, zero=3)
     whole, own = (device_weights(ADAPTED.model, mesh, trained=trained).stored for trained in (False, True))
     base = device_weights(CONFIG.model, mesh).stored
@@ -219,7 +219,7 @@ def test_opened_base_is_not_rounded_to_bf16(runs, moved):
 
 def test_a_base_that_is_gone_or_another_is_refused(moved, capsys):
     generate = ["generate", "--run", str(moved / "lora"), "--tokenizer", "bytes", "--prompt", "a", "--tokens", "2"]
-    assert cli.main(generate) == 0  # it stands beside the run
+    assert cli.main(generate) == 0  # it is next to the run
     base = moved / "lora" / "base.json"
     known = json.loads(base.read_text())
     base.write_text(json.dumps(known | {"digest": "0" * 16}))

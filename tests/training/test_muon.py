@@ -32,7 +32,8 @@ def orthogonal(u: np.ndarray) -> np.ndarray:
 
 
 def by_matrix(name, weight, function):
-    """`function` of each matrix of one layer's weight: the rows of an output are heads, those of others the stream."""
+    """`function` of each matrix of one layer's weight: an output's rows are heads, other weights' rows the residual
+    stream."""
     if name.endswith("attention.out.kernel"):
         return function(weight.reshape(-1, weight.shape[-1])).reshape(weight.shape)
     if name.endswith(("qkv.kernel", "key_value.kernel")) or (name.endswith("up.kernel") and weight.ndim == 3):
@@ -143,7 +144,7 @@ def _directions(config, layout, weights, gradients):
 
 
 def test_fp16_step_iterates_in_float32():
-    """In fp16 these gradients would become 0."""
+    """These gradients would become 0 in fp16."""
     found = []
     for compute in ("fp16", "fp32"):
         config = replace(small_config(layers=1, compute=compute), optimizer=OptimizerConfig(name="muon"))

@@ -109,7 +109,7 @@ def marked(address):
 
 
 def sound(address):
-    """The checkpoints that a machine sees, each of which is whole; the metrics reach the newest."""
+    """The checkpoints that a machine sees, all of them whole; the metrics reach the newest."""
     folder = local_run(address)
     steps = steps_in(folder / "checkpoints")
     for step in steps:
@@ -287,7 +287,7 @@ def test_folder_that_is_behind_is_set_aside_not_removed(server, elsewhere, tmp_p
 
 
 def test_rotation_leaves_what_this_machine_has_never_had(server, run):
-    """Such as a checkpoint that somebody has copied there."""
+    """Such as a checkpoint that another user has copied there."""
     with Mirror(run, ADDRESS, print) as mirror:
         copy(mirror, 10)
         store = Store(ADDRESS)
@@ -351,7 +351,7 @@ def test_credentials_appear_nowhere(server, tmp_path, monkeypatch, capfd, quick)
 
 
 def test_run_continues_on_another_machine(server, elsewhere, tmp_path, capsys):
-    """Losses, rotation, the good checkpoint, the list of runs and an export are those of a run on a disk."""
+    """Losses, rotation, the good checkpoint, the list of runs and an export are the same as with a run on a disk."""
     runs = "s3://bucket/runs"
     run_here(tmp_path, "--runs", runs, "--train.steps", "8", "--optimizer.decay-steps", "12")
     elsewhere()
@@ -499,7 +499,7 @@ def manifest(step):
 
 @pytest.fixture
 def pair(run, tmp_path, monkeypatch):
-    """A process that is paused, and the one that has succeeded it; no beat comes by itself."""
+    """A process that is paused, and the one that has succeeded it; beats come only on request."""
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.setattr(mirrors, "INTERVAL", 1000.0)
@@ -521,7 +521,7 @@ def large_checkpoint(folder, files):
 
 @pytest.mark.parametrize("lost", ["checkpoints", "checkpoints/20"])
 def test_files_lost_here_stay_in_the_store(server, run, lost):
-    """Such as by somebody who cleans ~/.cache."""
+    """Such as by a user who cleans ~/.cache."""
     copied(run, 10, 20)
     shutil.rmtree(run / lost)
     folder = run_to_train(ADDRESS)

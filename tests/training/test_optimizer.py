@@ -105,7 +105,7 @@ def poisoned(tree, name, value):
 
 
 def _step(state, *limit):
-    """The state and the metrics after a step, and whether weights and moments are those of before, bit for bit."""
+    """The state and the metrics after a step, and whether weights and moments are unchanged, bit for bit."""
     program = program_of(CONFIG)
     before = named((state.model, state.optimizer))
     state, metrics = program.train_step(state, program.put_on_devices(batch_of(CONFIG)), *limit)
@@ -178,7 +178,7 @@ def test_infinite_loss_with_finite_gradients_is_not_applied():
     assert all(same)
 
 
-# --- Names of what is broken ------------------------------------------------------------------------------------------
+# --- Names of non-finite arrays ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

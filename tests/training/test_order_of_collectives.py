@@ -1,4 +1,4 @@
-"""No collective of a compiled step can start while a loop that has collectives of its own still runs.
+"""No collective of a compiled step can start while a loop that contains collectives still runs.
 
 XLA for CPUs gives all collectives one channel, and orders a collective after a loop by when the loop *starts*, unless
 the loop's result goes into it (openxla/xla, xla/runtime/execution_graph.cc, kScheduling).
@@ -20,7 +20,7 @@ CALLED = r"(?:body|condition|to_apply|true_computation|false_computation)=%([\w.
 
 
 def unordered(text):
-    """(loop, collective) of which the second is later in the schedule and does not depend on the first."""
+    """(loop, collective) pairs; the collective is later in the schedule and does not depend on the loop."""
     computations, steps = {}, []
     for line in text.splitlines():
         if head := re.match(r"(?:ENTRY )?%([\w.-]+) \(.*\{$", line):

@@ -48,7 +48,7 @@ IN_16_BITS = {
     "sub": "Encoder.pool",  # of its gradient, with one name from jax 0.12 on
     "one_minus_square": "Encoder.pool",
     "gt": "BERT.loss",  # of an accuracy
-    # Results of what is computed in float32, weights, and gradients of what was widened.
+    # Results computed in float32, weights, and gradients of widened arrays.
     "round": """BERT.loss CausalModel.loss Experts.__call__ Output.cross_entropy Router.__call__
         VocabParallelEmbedding.logits _attend_block _attend_in_blocks _dropout _dropout.mask _gather_layer _norm
         _norm.forward _rotate _rotate_by scale_rows _sum_rows _sum_squares _zero_centered_rms_norm _apply_weights

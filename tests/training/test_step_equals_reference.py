@@ -187,10 +187,7 @@ def test_loss_and_gradients_equal_the_serial_reference(case):
 
 
 def can_run(case):
-    """Whether nothing is chosen that is not there, the mesh fits on the simulated devices, and mjax takes it.
-
-    The head of a task scores no vocabulary, which mjax says when it traces the step, and reads no packed samples.
-    """
+    """True if only existing parts are chosen, the mesh fits on the simulated devices, and mjax accepts the config."""
     head = "head" in ARCHITECTURES[case.architecture]
     absent = (
         (case.schedule == "-") != (case.pipe == 1)
@@ -209,7 +206,7 @@ def can_run(case):
 
 
 def simplest_row(**given):
-    """The row with these values in which little else is chosen than what they need."""
+    """The row with these values in which little else is chosen than they require."""
     found = {name: values[0] for name, values in zip(Case._fields, CHOICES, strict=True)} | given
     needed = {}
     if found["schedule"] != "-" or found["virtual_stages"] > 1:

@@ -112,7 +112,7 @@ def test_callback_gets_the_state_it_waits_for(tmp_path):
     ],
 )
 def test_run_told_to_stop_saves_after_the_steps_in_flight(number, moment, last, tmp_path, monkeypatch, capfd):
-    """Whether it is told while a step runs, or before the next one is dispatched."""
+    """The request comes while a step runs, or before the next one is dispatched."""
     monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)  # also under nohup
     shown = []
 

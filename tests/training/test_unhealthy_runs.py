@@ -108,7 +108,7 @@ def test_poisoned_run_keeps_its_last_good_checkpoint(launcher, healthy, capfd):
 
 @pytest.mark.ci
 def test_rollback_reads_the_base_of_adapters_again(launcher, capfd):
-    """Frozen weights that were damaged in memory are those of the base again."""
+    """Frozen weights that were damaged in memory equal the base's again."""
     length = ("--train.steps", "4", "--name", "base")
     assert launcher(*length) == 0
     launcher.run_folder = launcher.folder / "lora"

@@ -173,7 +173,7 @@ STRANGERS = [
 
 
 def test_strangers_on_the_port_are_sent_away():
-    """And one that is silent holds up nobody."""
+    """A silent stranger does not delay the others."""
     run = Run(count=2)
     connect = run.all[1]._connect
 

@@ -26,9 +26,9 @@ again in the others.
 
 **Shingles.** A text is the set of its n-grams of words, each hashed to a 64-bit number.
 
-Two texts are near-duplicates if their sets A and B of shingles overlap: the Jaccard similarity |A ∩ B| / |A ∪ B| is 1
-for equal sets and near 0 for unrelated texts, which share words but hardly any five in a row (Broder 1997, "On the
-resemblance and containment of documents").
+Two texts are near-duplicates if their sets A and B of shingles overlap (Broder 1997, "On the resemblance and
+containment of documents"). The Jaccard similarity |A ∩ B| / |A ∪ B| is 1 for equal sets and near 0 for unrelated texts,
+which share words but hardly any five in a row.
 
     "The cat sat on the mat, twice."  ── words ──▶  the cat sat on the mat twice
                                       ── 5 ──────▶  {the cat sat on the, cat sat on the mat, sat on the mat twice}
@@ -70,7 +70,7 @@ def shingle_hashes(texts: Sequence[str], size: int, unit: ShingleUnit) -> tuple[
     Args:
       texts: one or more.
       size: words or characters in a shingle, at least 1.
-      unit: words or characters. Characters are used as they are, as in Megatron's openwebtext tools: capitals,
+      unit: words or characters. Characters are used unchanged, as in Megatron's openwebtext tools: capitals,
         punctuation and line ends count.
 
     Returns:

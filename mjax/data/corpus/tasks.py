@@ -400,8 +400,8 @@ def _run_command(*command: str, script: str = "") -> str:
 def _workers(job: Job) -> Iterator[ProcessPoolExecutor | None]:
     """Start worker processes with a copy of `job`; None: this process does the work.
 
-    They are spawned, not forked, because this process may already have threads and a GPU. An exception kills them, and
-    so does the end of this process.
+    They are spawned, not forked, because this process may already have threads and a GPU. An exception or the end of
+    this process kills them.
     """
     if not job.processes:
         yield None

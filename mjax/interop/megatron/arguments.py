@@ -79,7 +79,7 @@ class MegatronArguments:
         raise UsageError(f"{self.source}: {problem}; {remedy}")
 
     def count(self, name: str, default: int | None = None, minimum: int = 0) -> int:
-        """An argument as a whole number."""
+        """An argument as an integer."""
         value = default if self[name] is None else self[name]
         if type(value) is not int or value < minimum:
             self.reject(f"{name} is {value!r}, not a whole number from {minimum} on", "copy the files again")
@@ -171,11 +171,7 @@ def _dim_size(tensors: Tensors, name: str, dim: int, source: str) -> int:
 
 
 def drop_ignored(arguments: Mapping[str, Any] | None, ignored: str, source: str) -> dict[str, Any] | None:
-    """The arguments without those of `--ignore`, comma-separated.
-
-    Raises:
-      UsageError: there is no such argument.
-    """
+    """The arguments except for the names in `--ignore`, comma-separated."""
     names = [name for name in ignored.split(",") if name]
     if absent := [name for name in names if name not in (arguments or {})]:
         raise UsageError(f"--ignore {ignored}: {source} has no argument {absent[0]}; remove it")
@@ -257,7 +253,7 @@ def _activations(kind: str, arguments: MegatronArguments) -> dict[str, Activatio
 
 
 def is_decoder(arguments: Mapping[str, Any] | None, names: list[str]) -> bool:
-    """True if a checkpoint has no learned positions, and its arguments are those of a decoder with rotary ones."""
+    """True if a checkpoint has no learned positions, and its arguments describe a decoder with rotary ones."""
     args = arguments or {}
     return not any("position_embeddings" in name for name in names) and (
         args.get("position_embedding_type") not in (None, "learned_absolute") or args.get("normalization") == "RMSNorm"

@@ -15,7 +15,7 @@ Opening a checkpoint replaces its names by current ones (`to_current_name`), so 
 Weights have the layout of `torch.nn.Linear`, [out, in]. Queries, keys and values are fused along out, in one of three
 orders, which only `checkpoint_version` determines, not names or shapes.
 
-Of p ranks, each has its shard along out (column parallel, arXiv 1909.08053) or in (row parallel), or a full copy:
+Of t ranks, each has its shard along out (column parallel, arXiv 1909.08053) or in (row parallel), or a full copy:
 
     out    linear_qkv and linear_fc1 with their biases; the embedding and the output bias, by tokens
     in     linear_proj and linear_fc2, whose biases are full copies
@@ -254,7 +254,7 @@ class RankTensors:
         shards, dim = self._shards[name], split_dim(name)
         if len(shards) == 1 or dim is None:
             return shards[0][rows]
-        # [c, n / p, d, …]: each rank begins with the queries of its heads, so n is concatenated after c.
+        # [c, n / t, d, …]: each rank begins with the queries of its heads, so n is concatenated after c.
         fused = 3 if QKV in name and self._version < 1 else 2 if self._gated and ".linear_fc1." in name else 1
         if fused > 1:
             parts = [shard.reshape(fused, -1, *shard.shape[1:]) for shard in shards]
@@ -428,7 +428,7 @@ def _check_size(file: Path, name: str, tensor: StoredTensor, chunk: TensorChunk)
 # Two tensors of a layer hold several:
 #
 #     linear_qkv  [k · (n / k + 2) · d, h]   of each group its query heads, then its key, then its value
-#     linear_fc1  [2 · f, h]                 gate, then up; but of p ranks each has its gate and its up
+#     linear_fc1  [2 · f, h]                 gate, then up; but of t ranks each has its gate and its up
 #
 # With fewer groups than ranks linear_qkv is still split evenly: no rank has a whole group, and no two ranks have the
 # same rows. Since 0.14 megatron-core may also store gate and up as two tensors, linear_fc1.weight_w and

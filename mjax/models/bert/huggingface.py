@@ -1,17 +1,17 @@
 """BertForPreTraining of `transformers`, the original post-LN BERT, and MegatronBertForPreTraining, the pre-LN one of
-Megatron-LM (arXiv 1909.08053, figures 7a and 7b). `torch.nn.Linear` stores [out, in], so every matrix is transposed.
+Megatron-LM (arXiv 1909.08053, figure 7). `torch.nn.Linear` stores [out, in], so every matrix is transposed.
 
     predicts                  in transformers                     here
     masked tokens             cls.predictions                     mlm
     order of two segments     cls.seq_relationship, on pooler     order, on pooler: class 0 is "in order" in both
 
-Class 1 of the order is what the model was trained with: a segment from elsewhere (next-sentence prediction, as in
-Google's models), or the two segments swapped (sentence order, as in Megatron's and ours). No file says which.
+Class 1 of the order depends on the training task: a segment from elsewhere (next-sentence prediction, as in Google's
+models), or the two segments swapped (sentence order, as in Megatron's and ours). No file says which.
 
 The two differ in their LayerNorms. Megatron's has one before attention (`attention.ln`), one before the MLP
 (`ln`) and a last one (`encoder.ln`), and none after the embedding.
 
-`mjax finetune` replaces both heads by that of a task: `…ForSequenceClassification`, `…ForMultipleChoice` and
+`mjax finetune` replaces both heads by a task head: `…ForSequenceClassification`, `…ForMultipleChoice` and
 `…ForQuestionAnswering`, which has no pooler either.
 """
 

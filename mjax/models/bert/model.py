@@ -9,9 +9,9 @@
     order head   linear, to 2: in order or swapped; sentence order (arXiv 1909.11942) instead of next-sentence
       prediction
 
-Layers, mesh and pipeline are those of GPT; only the architecture differs. The output layer is split by vocabulary like
-its embedding, and so is its bias. The three small linear layers are replicated over `model`: together they have two
-matrices of h × h, a sixth of a layer. With sequence parallelism each rank runs them on its rows.
+Layers, mesh and pipeline are the same as for GPT; only the architecture differs. The output layer and its bias are
+split by vocabulary, like the embedding. The three small linear layers are replicated over `model`: together they have
+two matrices of h × h, a sixth of a layer. With sequence parallelism each rank runs them on its rows.
 
 The place of LayerNorm is an option (arXiv 1909.08053, figure 7). `post` is the original BERT, whose embedding has a
 LayerNorm too. `pre` leaves the residual stream free from embedding to heads, with one LayerNorm at its end; beyond 336M
@@ -29,8 +29,8 @@ The loss is the cross entropy of the label among the scores: classes, choices, o
 the mean of both ends. Padding positions are excluded. Sources: Megatron-LM v1.0, megatron/model/classification.py and
 multiple_choice.py; for spans arXiv 1810.04805, section 4.2, with neither pooler nor dropout.
 
-Heads are replicated over `model`, like those of pre-training. With sequence parallelism a rank has the scores of its
-rows only; they are few, and are combined before the loss.
+Heads are replicated over `model`, like the pre-training heads. With sequence parallelism a rank computes the scores of
+its rows only; they are few, and are combined before the loss.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class Encoder(LanguageModel):
 class BERT(Encoder):
     """An encoder with a head for masked tokens and one for the order of two segments of text.
 
-    Its loss is the mean cross entropy of the masked tokens plus that of the order, Megatron's lm loss and sop loss; it
-    also reports the accuracy of the order.
+    Its loss is the mean cross entropy of the masked tokens plus the cross entropy of the order (Megatron's lm loss and
+    sop loss); it also reports the accuracy of the order.
     """
 
     loss_weights: ClassVar[dict[str, float]] = {"mlm_loss": 1.0, "order_loss": 1.0}
@@ -182,7 +182,7 @@ class BERT(Encoder):
         return {"mlm_loss": masked, "order_loss": sequences, "order_accuracy": sequences}
 
     def loss(self, x: Float[Array, "t h"], batch: dict[str, Array], context: ForwardContext) -> dict[str, Array]:
-        """The cross entropy of the masked tokens, that of the order of the sequences, and the number of correct orders.
+        """Return the cross entropies of the masked tokens and of the sequence order, and the number of correct orders.
 
         These heads have no dropout.
         """
@@ -223,8 +223,8 @@ class TaskBERT(Encoder):
           context: of its tokens.
 
         Returns:
-          Scores of the classes [b, classes], of the choices [b, c], or of being the first and the last token of the
-          answer [b, 2, s], −1e30 at padding; float32 or wider, replicated over `model`.
+          Scores of the classes [b, classes], of the choices [b, c], or of each token as the answer's first and last one
+          [b, 2, s]. They are float32 or wider, −1e30 at padding, replicated over `model`.
         """
         x, tokens = self.head_input(x), context.tokens
         if self.config.head == "span":

@@ -16,7 +16,7 @@ from mjax.models.llama.huggingface import FULL, LAYER, LLAMA, SLIDING, attention
 
 
 def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings without those of positions and kinds of layers, and our fields for these."""
+    """Read the positions and layer kinds: return the other settings, and our fields for these."""
     values = dict(values)
     every = _read_interval(values, file)
     by_kind = values.pop("rope_parameters", None) or {}

@@ -40,7 +40,7 @@ from mjax.parallel.weights import make_param
 
 
 class SandwichBlock(Block):
-    """One layer whose attention and MLP are normed before and after. Shapes: x [t, h] → [t, h]."""
+    """One layer whose attention and MLP are normed before and after. Shapes: x [b·s, h] → [b·s, h]."""
 
     def __init__(self, attention_out_norm: nnx.Module, mlp_out_norm: nnx.Module, **parts):
         super().__init__(**parts)

@@ -3,9 +3,9 @@
 A family is a row for each of our modules and a row for each setting. Shapes are in neither: they follow from our
 weights (`weights.py`), so a family only states differences in layout.
 
-A setting of config.json is one of four things: it is a field of `ModelConfig`; it changes what the model computes, and
-mjax supports one value of it; it has no effect on what the model computes; or it is unknown, and rejected by name,
-because ignoring it could silently change the model.
+A config.json setting is one of four things: a field of `ModelConfig`, a setting with a single supported value, a
+setting without effect on the computation, or unknown. Unknown settings are rejected by name, because ignoring one could
+silently change the model.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Family:
       ignored: names of tensors that are not weights, such as stored masks.
       heads: heads that may be initialized at random if the files have none of their tensors: prefix of our weights'
         names, and a description.
-      renamed: (expression, replacement) that turn names of old versions into those of `names`.
+      renamed: (expression, replacement) that turn names of old versions into the current `names`.
       described_by: source of the expected shapes, for messages.
       padded: True if the files have more rows than tokens.
       spelled: takes a name of `names`, gives the name in the files, for messages.
       model_type: in config.json, like everything below.
       written_only: True if no folder of it is read.
-      generates: True if it generates text, and so has a generation_config.json.
+      generates: True if it generates text; its folders then have a generation_config.json.
       fixed: fields of `ModelConfig` with the same value in every model of the family, and in no model of another
         family. A field in neither this nor `fields` has its default.
       fields: transformers' name of a field → ours, and the default if config.json omits it; … for a size that it must
@@ -57,8 +57,8 @@ class Family:
       same: settings for which mjax has one field shared with another setting; and the default if the first is omitted,
         None for the value of the other.
       other_names: names of a setting in old files → current name.
-      read: takes config.json's settings and the file's name, gives the settings without those it has read and our
-        fields they stand for; for what no table can say, such as the scaling of rotary positions.
+      read: takes config.json's settings and the file's name, returns the settings it has not read and the fields they
+        set; for settings that no table row can express, such as rotary scaling.
       write: the inverse: of a model the settings of config.json.
       read_fields: our fields that `read` gives, or that no file has.
       without_effect: settings that do not change what the model computes.

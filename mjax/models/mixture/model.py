@@ -28,8 +28,8 @@ from mjax.parallel import mappings
 class Mixture(Llama):
     """A decoder-only mixture of experts.
 
-    Its auxiliary losses are means over the layers with experts. A coefficient is that of one layer's loss, so the mean
-    has the coefficient times the number of these layers.
+    Its auxiliary losses are means over the layers with experts. A coefficient applies to one layer's loss, so the mean
+    gets the coefficient times the number of these layers.
     """
 
     layers: ClassVar = {"": llama_layer, EXPERTS: partial(llama_layer, mlp=Experts)}

@@ -50,7 +50,7 @@ class Attention(nnx.Module):
           bias: whether these and the output have a bias.
           out_bias: whether the output has a bias; by default as `bias`.
           scale: as in `AttentionMask`.
-          qk_norm: makes the norm of queries or keys [b, s, heads / p, d] from a number of heads; None: no norm.
+          qk_norm: makes the norm of queries or keys [b, s, heads / t, d_h] from a number of heads; None: no norm.
         """
         qkv, out = jax.random.split(key)
         heads, size = config.heads, config.head_size

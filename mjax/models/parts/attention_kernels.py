@@ -155,11 +155,11 @@ def _attend_block(
 #               a reduce-scatter. Queries are in zigzag order: rank r of c has the chunks r and 2c − 1 − r of 2c
 #               (`token_layout.py`).
 #
-# Numbers sent by a rank in the forward pass of a layer: 4 · (c − 1) / c · b s n d / c of `heads`, and 2 · (c − 1) / c ·
-# b s k d of `gather`, with n heads and k key-value heads on a rank of `model`.
+# Numbers sent by a rank in the forward pass of a layer: 4 · (c − 1) / c · b s n d_h / c by `ulysses`, and
+# 2 · (c − 1) / c · b s k d_h by `allgather`, with n heads and k key-value heads on a rank of `model`.
 #
-# If there are fewer key-value heads than ranks of `context`, `heads` sends copies of them: lcm(k, c) heads, of which a
-# rank gets those that it needs. Their gradients are summed on the rank that sent them.
+# If there are fewer key-value heads than ranks of `context`, `ulysses` sends copies of them: lcm(k, c) heads, and each
+# rank gets the heads it needs. Their gradients are summed on the rank that sent them.
 
 
 HEADS, POSITIONS = 2, 1
@@ -179,7 +179,7 @@ def attend_over_context(
       q, k, v: with this rank's positions, and its heads of `model`; keys and values may have fewer.
       mask: with the slopes of these heads, and documents of whole sequences.
       kernel: as for `attend`.
-      tokens: these positions, and how to attend to those of other ranks.
+      tokens: these positions, and how to attend to other ranks' positions.
     """
     if tokens.context_attention == "ulysses":
         local, slopes = q.shape[HEADS] // mappings.size(CONTEXT), mask.slopes

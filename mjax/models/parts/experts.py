@@ -1,12 +1,12 @@
 """The experts of a layer: every token is multiplied by the matrices of the experts that it chose, and by no others.
 
-    x [t, h] ── router ── k experts and weights of each token
+    x [b·s, h] ── router ── K experts and weights of each token
        │
      gather         every rank of `expert` has the tokens of all ranks, and a part of the experts
        │
        f            every rank of `model` has all tokens, and a part of every expert's columns
        │
-    dispatch        a row for each of the A = k · t assignments, sorted by expert (`parallel/grouped.py`)
+    dispatch        a row for each of the A = K · b·s assignments, sorted by expert (`parallel/grouped.py`)
        │
     A ⊙ B, C        three grouped matmuls: act(x A_e) ⊙ x B_e, times the assignment's weight, times C_e
        │
@@ -16,14 +16,14 @@
        │
      scatter        the sum over ranks of `expert`, each with its part of the tokens
        ▼
-    y [t, h]
+    y [b·s, h]
 
 The weight multiplies before C_e, as in megatron-core, which is the same sum, and the rows after it need not be saved.
 
-**Experts on several devices** (`--mesh.expert`). An all-to-all would send a token only to the ranks that have one of
-its k experts, but a rank may have to take all tokens of all ranks: a buffer that can hold them is as large as that of
+**Experts on several devices** (`--mesh.expert`). An all-to-all would send a token only to the ranks that hold one of
+its K experts, but in the worst case one rank receives all tokens of all ranks. A buffer for this case is as large as
 the gathered tokens, and a smaller one drops tokens. So tokens are gathered, and their results are summed by a
-reduce-scatter: both are exact, and a token is sent to all other ranks of `expert`, rather than to k at most. Where
+reduce-scatter: both are exact, and a token is sent to all other ranks of `expert`, rather than to K at most. Where
 experts fit on a device, leave `expert` at 1: only weights and their gradients are sent then.
 """
 
@@ -53,7 +53,7 @@ from mjax.parallel.weights import COLUMNS, EXPERT, IN, OUT, PART, ROWS, make_par
 
 
 class Experts(nnx.Module):
-    """E gated MLPs of which each token takes k, and a shared one that all take."""
+    """E gated MLPs, K of them per token, and a shared MLP for all tokens."""
 
     def __init__(self, key: Array, config: ExpertsConfig, dtype):
         router, up, down, shared = jax.random.split(key, 4)
@@ -173,7 +173,7 @@ class TokenPermutation:
 
     Attributes:
       rows: the row of each assignment; the number of rows for one without.
-      sources: the assignment of each row, numbered token by token; t · k for rows that fill tiles.
+      sources: the assignment of each row, numbered token by token; b·s · K for rows that fill tiles.
     """
 
     rows: Int[Array, "t k"]
@@ -181,7 +181,7 @@ class TokenPermutation:
 
     @property
     def tokens(self) -> Int[Array, " r"]:
-        """The token of each row; t for rows that fill tiles."""
+        """The token of each row; b·s for rows that fill tiles."""
         return self.sources // self.rows.shape[1]
 
 

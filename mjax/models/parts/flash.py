@@ -1,8 +1,8 @@
 """The fused attention kernels: cuDNN's, and `flash`, with dropout, in Pallas for GPUs (arXiv 2307.08691).
 
 cuDNN's attention has no dropout in JAX's public interface, and XLA's writes scores and probabilities [b, n, s, s] to
-memory. Here the mask of a tile is hashed where its probabilities are, from `DropoutKey.row_words`: the same masks as
-those of the other kernels, on every mesh, and nothing of the size s × s in memory.
+memory. Here each tile hashes its dropout mask from `DropoutKey.row_words`, next to its probabilities. The masks equal
+the other kernels' masks on every mesh, and no s × s array is stored.
 
 With P = softmax(S), M the mask over 1 − rate, and O = (P ∘ M) V, the backward pass recomputes P and M, by tiles:
 
@@ -48,8 +48,7 @@ class FlashInputs(NamedTuple):
       first, second: words of the rows of probabilities (`DropoutKey.row_words`).
       documents: number of each token's document.
       slopes: of ALiBi.
-      starts: the first block of each half of the queries among those of the keys, where the queries are not
-        all positions, in order, so that there are more keys than queries.
+      starts: index of each query half's first block among the key blocks; needed if a rank has more keys than queries.
     """
 
     first: UInt32[Array, "b n s"] | None = None
@@ -118,9 +117,9 @@ def flash_attention(
     mask: AttentionMask,
     interpret: bool = False,
 ) -> Float[Array, "b s n d"]:
-    """Attention of the queries to keys and values, of which each has n / k neighboring query heads.
+    """Attend with queries to keys and values; each key-value head serves n / k neighboring query heads.
 
-    S is s, or with `aux.starts` more; documents are those of the keys. `mask` has no arrays. With `interpret` the
+    S is s, or with `aux.starts` more; `documents` belong to the keys. `mask` has no arrays. With `interpret` the
     kernels run without a GPU, for tests.
     """
     return _forward(q, k, v, aux, mask, interpret)[0]
@@ -249,8 +248,8 @@ def _store(ref, values: Array, size: int) -> None:
 
 
 class _Query(NamedTuple):
-    """A block of queries: its number among this rank's, and among all, as the blocks of keys are numbered; and its head
-    among those of the program."""
+    """A block of queries: its number on this rank, its number among the blocks of keys, and its head within the
+    program."""
 
     local: Array
     position: Array

@@ -32,9 +32,9 @@ class AttentionMask:
       rate, key: dropout of the probabilities; without a key there is none, and `rate` has no effect.
       documents: number of each token's document, [b, S]; None: a sample is one document.
       slopes: of ALiBi for these heads; only with `causal`. None: the scores do not depend on positions.
-      first_head: number of the first of these heads among those of all ranks, for dropout; by default that of equal
-        parts over `model`.
-      position_ids: positions of the queries among those of the keys, ascending in each half; None: the same.
+      first_head: global index of the first of these heads, for dropout; by default heads are split equally over
+        `model`.
+      position_ids: positions of the queries among the key positions, ascending in each half; None: the same.
     """
 
     causal: bool = field(default=True, metadata=_static)
@@ -59,6 +59,6 @@ class AttentionMask:
         return visible if self.window is None else visible & (key > query - self.window)
 
     def heads(self, count: int) -> Int[Array, " n"]:
-        """The numbers of this rank's heads among those of all ranks."""
+        """The global indices of this rank's heads."""
         first = mappings.rank(MODEL) * count if self.first_head is None else self.first_head
         return first + jnp.arange(count)

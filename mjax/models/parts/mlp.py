@@ -52,7 +52,7 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "t h"], context: ForwardContext) -> Float[Array, "t h"]:
         gate_up = self.up(x, context.tokens, context.layer_key(random.LORA_UP))
-        gate_up = checkpoint_name(gate_up, "mlp_up")  # [b s, 2, f / p]
+        gate_up = checkpoint_name(gate_up, "mlp_up")  # [b s, 2, f / t]
         activation = rematerialize(partial(apply_gate, activation=self.activation))
         return self.down(activation(gate_up), context.tokens, context.layer_key(random.LORA_DOWN))
 

@@ -49,7 +49,7 @@ class RMSNorm(nnx.Module):
 
 
 def scale_rows(x: Array, inverse: Array, scale: Array) -> Array:
-    """cast(x · inverse) · scale. The product is exact in float32 and rounded once; so is the gradient of the scale."""
+    """cast(x · inverse) · scale. The product and the scale's gradient are exact in float32 and rounded once."""
     wide = accumulation_dtype(x.dtype)
     rows = (x.astype(wide) * inverse).astype(x.dtype)
     return (rows.astype(wide) * scale.astype(wide)).astype(x.dtype)
@@ -65,9 +65,9 @@ def _norm(
 
     The backward pass recomputes the statistics from x, which the residual stream saves anyway: autodiff would save
     several float32 arrays of x's shape, more than the rest of the layer together. It is custom for the memory traffic
-    of a GPU: the gradient of x needs sums along rows and those of the weights sums over rows, and no kernel of XLA
-    computes both. From one program it would write the normalized rows in float32 for the second kernel. After a barrier
-    the second reads x and the statistics of each row.
+    of a GPU: the gradient of x needs sums along rows, the gradients of the weights need sums over rows, and no XLA
+    kernel computes both. From one program it would write the normalized rows in float32 for the second kernel. After a
+    barrier the second reads x and the statistics of each row.
     """
     axes = mappings.varying_axes(x)
     weights = (None if weight is None else mappings.vary(weight, axes) for weight in (scale, bias))

@@ -8,7 +8,7 @@ Nothing is added to the embedding. Each head lowers its scores in proportion to 
 
 Slopes are fixed: no weight, no gradient. A head with a steep slope attends locally, one with a gentle slope far back.
 For n heads, n a power of two, they are the geometric sequence 2^(−8/n), 2^(−16/n), …, 2^(−8). For any other n they are
-those of the next lower power of two, then every second one of twice that many, as in the authors' code:
+the slopes for the next lower power of two, then every second slope for twice that many heads, as in the authors' code:
 
     heads    slopes
     4        2^−2        2^−4        2^−6        2^−8

@@ -2,11 +2,11 @@
 that their scores depend on the distance between them.
 
 The dims i and i + d/2 of a head are a pair, as in Hugging Face and megatron-core (Meta's files pair neighbors). At
-position p the pair i is rotated by p · f_i:
+position j the pair i is rotated by j · f_i:
 
     f_i = θ^(−2i/d)           i < d/2          [a, b] → [a cos − b sin, b cos + a sin]
 
-For sequences longer than those of pretraining the frequencies are lowered, by a factor c:
+For sequences longer than in pretraining the frequencies are lowered, by a factor c:
 
     linear   f / c
     llama3   wavelengths 2π/f below original / 4 stay, those above the original length have f / c, and between the two

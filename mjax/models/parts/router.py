@@ -1,26 +1,26 @@
 """The router of a mixture of experts: the experts of a token, their weights, and the losses that balance them.
 
-    scores l = x R [t, E], in float32 whatever the compute dtype
-    softmax     p = softmax(l)                 the k best of p           Mixtral, Qwen 3 MoE, OLMoE
-    sigmoid     p = σ(l)                       the k best of p           DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)
+    scores l = x R [b·s, E], in float32 whatever the compute dtype
+    softmax     w = softmax(l)                 the K best of w           Mixtral, Qwen 3 MoE, OLMoE
+    sigmoid     w = σ(l)                       the K best of w           DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)
 
-The weights are those p, divided by their sum if `router_normalized`, times `router_scale`. A softmax over the k best
-scores is the same as a softmax over all, divided by the sum of those k. With `router_bias_update_rate` experts, and
-groups of experts, are chosen by p + bias; the weights are still those of p.
+The weights are w, divided by their sum if `router_normalized`, times `router_scale`. A softmax over the K best
+scores is the same as a softmax over all, divided by the sum of those K. With `router_bias_update_rate` experts, and
+groups of experts, are chosen by w + bias; the weights still come from w.
 
 No token is dropped: an expert computes all tokens that chose it. So a token's result does not depend on the other
 tokens of the batch, as it does with a capacity.
 
-**Losses.** Experts that are chosen more often learn more and are chosen more often still. The balance loss
-E · Σ f P (arXiv 2101.03961, section 2.2) compares the share f of assignments with the mean probability P; 1 if all are
-equal. It is a sum of products of two means, not a sum over tokens, so it depends on the tokens of the means: those of a
-sequence here (DeepSeek-V3, section 2.1.2), the same on every mesh; those of a micro-batch in Megatron; those of all
-layers in `transformers`.
+**Losses.** Experts that are chosen more often learn more and are chosen more often still. The balance loss E · Σ f P
+(arXiv 2101.03961, section 2.2) compares the share f of assignments with the mean probability P; 1 if all are equal. It
+is a sum of products of two means, not a sum over tokens, so it depends on the tokens in the means. Here these are one
+sequence's tokens (DeepSeek-V3, section 2.1.2), the same on every mesh. Megatron uses the micro-batch, `transformers`
+all layers.
 
-**Bias.** A loss that balances experts also changes the model. `router_bias_update_rate` balances without one
-(arXiv 2408.15664; DeepSeek-V3, section 2.1.2): after each step the bias of an expert grows by that rate if it had fewer
-tokens than the mean of its layer, and falls by it if more. The tokens are those of the whole batch, and their numbers
-are exact, so the bias is the same on every mesh.
+**Bias.** A loss that balances experts also changes the model. `router_bias_update_rate` balances without one (arXiv
+2408.15664; DeepSeek-V3, section 2.1.2). After each step the bias of an expert grows by that rate if its load was below
+its layer's mean, and falls by it if above. Loads are exact token counts over the whole batch, so the bias is the same
+on every mesh.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class RouterOutput(NamedTuple):
 
 
 class Router(nnx.Module):
-    """Score and choose experts. The weight [h, E] is replicated, and so is the bias [E], without gradient and weight
-    decay, in the master weights' dtype: `Mixture.adjustments` moves it."""
+    """Score and choose experts. The weight [h, E] and the bias [E] are replicated. The bias has no gradient and no
+    weight decay and is in the master weights' dtype: `Mixture.adjustments` moves it."""
 
     def __init__(self, key: Array, config: ExpertsConfig, dtype):
         self.config = config
@@ -90,7 +90,7 @@ class Router(nnx.Module):
         return RouterOutput(experts, weights * config.router_scale, scores, probabilities)
 
     def _choose_experts(self, affinities: Float[Array, "t E"]) -> Int[Array, "t k"]:
-        """The k best experts of each row, in order; of equal ones the first."""
+        """The K best experts of each row, in order; of equal ones the first."""
         config = self.config
         if config.top_groups < config.router_n_groups:
             groups = affinities.reshape(len(affinities), config.router_n_groups, -1)
@@ -102,7 +102,7 @@ class Router(nnx.Module):
     def aux_loss_sums(self, routing: RouterOutput, tokens: TokenLayout) -> Sums:
         """Sums over this rank's rows, from which `layer_sums` computes the layer's losses and metrics."""
         config, scores = self.config, routing.scores
-        chosen = jax.nn.one_hot(routing.experts, config.experts, dtype=scores.dtype).sum(1)  # [t, E]
+        chosen = jax.nn.one_hot(routing.experts, config.experts, dtype=scores.dtype).sum(1)  # [b·s, E]
         entropy = -(routing.probabilities * jnp.log(_clamp_to_tiny(routing.probabilities))).sum()
         sums = {"router_entropy": jax.lax.stop_gradient(entropy), "expert_load": chosen.sum(0)}
         if config.z_loss:
