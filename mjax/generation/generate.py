@@ -357,12 +357,7 @@ def _read(
 
 def _gather_texts(rows: Shaped[Array, " bs *dims"], tokens: TokenLayout) -> Shaped[Array, "b S *dims"]:
     """The rows of whole texts, replicated over `context`, from this rank's positions."""
-    rows = tokens.split_sequences(rows)
-    if tokens.context_attention is None:
-        return rows
-    every = jnp.zeros((len(rows), tokens.global_positions, *rows.shape[2:]), rows.dtype)
-    every = mappings.vary(every, mappings.varying_axes(rows)).at[:, tokens.position_ids()].set(rows)
-    return mappings.psum(every, frozenset({CONTEXT}))
+    return tokens.gather_positions(tokens.split_sequences(rows), mappings.all_gather_invariant)
 
 
 def _attend_and_record(arrays: list[Array], attention: Attention, x: Array, context: ForwardContext) -> Array:
