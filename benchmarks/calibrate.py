@@ -31,7 +31,7 @@ import tyro
 from benchmarks.command import check_counts, check_output, in_one_sentence
 from benchmarks.fitting import SETTLES, Measurement, calibrate
 from mjax.cluster.hardware import Gpu, find_gpu, gpu_named
-from mjax.config import GPTConfig
+from mjax.config import Config, GPTConfig, PrecisionConfig
 from mjax.config.kernels import choose_kernel, gpu_capability
 from mjax.errors import UsageError
 from mjax.planner.time import Calibration, Rates, write_calibration
@@ -189,8 +189,9 @@ def _flash_runs(compute: str) -> bool:
         return False
     _, s, n, d = ATTENTIONS[0]
     model = GPTConfig(hidden=n * d, heads=n, sequence=s, attention_dropout=0.0)
+    config = Config(model=model, precision=PrecisionConfig(compute=compute))
     try:
-        return choose_kernel(model, compute, "gpu", capability=gpu_capability(jax.local_devices()[0]))[0] == "cudnn"
+        return choose_kernel(config, "gpu", gpu_capability(jax.local_devices()[0]))[0] == "cudnn"
     except UsageError as error:
         print(f"attention is not measured: {error}")
         return False

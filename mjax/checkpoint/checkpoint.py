@@ -298,9 +298,8 @@ class Checkpoints:
                 arrays.check_opens(folder, metadata)
                 save.finish(folder, folders.write_manifest(folder, save.step, metadata, save.host))
         except Exception as problem:
-            for leftover in (
-                self.folder.glob(f"{folder.name}*") if is_first() else ()
-            ):  # Orbax begins with a longer name
+            # Orbax begins with a longer name.
+            for leftover in self.folder.glob(f"{folder.name}*") if is_first() else ():
                 shutil.rmtree(leftover, ignore_errors=True)  # a full disk needs the space back
             if save.if_failed is not None:
                 report = self.on_notice if is_first() else to_stderr

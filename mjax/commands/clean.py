@@ -113,7 +113,8 @@ class CleanJob(FilterJob):
         counts: Counter[int] = Counter()
         for block in self.blocks(rank):
             for document in parse_block(block, self.corpus.key)[0]:
-                counts.update(count_matches(document.text, self.grams))
+                found = Words(document.text).find(self.grams)
+                counts.update(gram for matches in found.values() for _, gram in matches)
         with self.open_files(rank, "runs", "counts") as (runs, numbers):
             np.fromiter(counts, np.uint64, len(counts)).tofile(runs)
             np.fromiter(counts.values(), np.int64, len(counts)).tofile(numbers)
@@ -124,7 +125,8 @@ class CleanJob(FilterJob):
         for task in range(self.tasks):
             runs, numbers = self.map_file("runs", task, np.uint64), self.map_file("counts", task, np.int64)
             counts.update(dict(zip(runs.tolist(), numbers.tolist(), strict=True)))
-        grams = remove_common(self.grams, counts, self.arguments.common)
+        often = np.array([gram for gram, count in counts.items() if count >= self.arguments.common], np.uint64)
+        grams = {length: hashes[~np.isin(hashes, often)] for length, hashes in self.grams.items()}
         runs, left = (sum(map(len, table.values())) for table in (self.grams, grams))
         with self.open_files(rank, "grams") as (stream,):
             np.savez(stream, **{str(length): hashes for length, hashes in grams.items()})
@@ -336,17 +338,6 @@ def evaluation_grams(texts: Iterable[str]) -> Grams:
         if length >= MIN_GRAM_WORDS:
             grams.setdefault(length, []).append(words.runs(length))
     return {length: np.unique(np.concatenate(parts)) for length, parts in grams.items()}
-
-
-def count_matches(text: str, grams: Grams) -> Counter[int]:
-    """Count how often each run occurs in `text`, by hash."""
-    return Counter(gram for matches in Words(text).find(grams).values() for _, gram in matches)
-
-
-def remove_common(grams: Grams, counts: Counter[int], common: int) -> Grams:
-    """The runs that occur fewer than `common` times."""
-    often = np.array([gram for gram, count in counts.items() if count >= common], np.uint64)
-    return {length: hashes[~np.isin(hashes, often)] for length, hashes in grams.items()}
 
 
 def cut(text: str, grams: Grams) -> tuple[list[str], list[str]]:

@@ -151,7 +151,7 @@ def _chat(arguments: GenerateArguments) -> int:
         write(conversations, [f"{messages[-1].get('content')}\n" if several else "" for messages, _ in conversations])
         return 0
     for question in filter(str.strip, questions):
-        history.append(_user(question))
+        history.append({"role": "user", "content": question})
         (answer,) = write([([], None)], [""])
         history.append({"role": "assistant", "content": answer.continuation})
     return 0
@@ -163,16 +163,14 @@ def _read_chat(arguments: GenerateArguments) -> tuple[list[Conversation], Iterab
     on_terminal = not prompts and _is_terminal()
     stdin = "" if prompts or on_terminal else _stdin()
     is_json = stdin.lstrip()[:1] in ("[", "{")
-    conversations = read_conversations(stdin) if is_json else [([_user(text)], None) for text in prompts]
+    conversations = (
+        read_conversations(stdin) if is_json else [([{"role": "user", "content": text}], None) for text in prompts]
+    )
     if not (prompts or on_terminal or stdin.strip()):
         raise UsageError("there is no question; add --prompt TEXT, or write one a line to stdin")
     if arguments.num_samples > 1 and not conversations:
         raise UsageError(f"--num-samples {arguments.num_samples} gives a conversation several answers; add --prompt")
     return conversations, _read_questions() if on_terminal else split_lines(stdin)
-
-
-def _user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def _read_questions():

@@ -23,7 +23,7 @@ from mjax.commands.train import TrainArguments, choose_config, default_name
 from mjax.config import Config, axes, differing_fields, load_config, to_flag
 from mjax.config.bounds import Count, Positive
 from mjax.config.checks import check_type, resolve, resolve_steps, validate
-from mjax.config.kernels import attention_on_gpu
+from mjax.config.kernels import HOPPER, attention_on_gpu
 from mjax.config.marks import RUN_SYNONYMS, UNPLANNED
 from mjax.config.run import check_new, write_config
 from mjax.errors import UsageError, check_options, check_picture, name_arguments
@@ -203,10 +203,8 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
         raise UsageError(f"--schedule-figure needs a pipeline; add stages to {name}, such as {stages}")
     if arguments.compile:
         command.check_compile(config, gpu)
-    if gpu is None:
-        attention_on_gpu(config)
-    else:
-        attention_on_gpu(config, gpu.compute_capability)
+    attention_on_gpu(config, HOPPER if gpu is None else gpu.compute_capability)
+    if gpu is not None:
         command.check_float8(config, gpu.name, gpu.compute_capability)
     if arguments.write is not None:  # after all checks
         write_config(config, arguments.write, command.describe_config(sections["search"], name, config))

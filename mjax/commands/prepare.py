@@ -469,7 +469,9 @@ class ConversationEncoder:
         for document in documents:
             try:
                 one = encode(self.chat, document.fields, self.trained)
-                self._check_ids(() if one is None else one.ids)
+                if one is not None and max(one.ids, default=0) >= (ids := self.tokenizer.vocabulary):
+                    written = f"{self.chat.decode([max(one.ids)], special=True)}, id {max(one.ids)}"
+                    raise UntrainableConversation(f"the chat template writes {written}, and the model has {ids:,} ids")
             except UntrainableConversation as error:
                 if not self.skip:
                     raise refusal(document.source, error, document.fields) from None
@@ -495,12 +497,6 @@ class ConversationEncoder:
             trained=trained,
             stops=frozenset(one.stops for one in encoded if one.stops is not None),
         )
-
-    def _check_ids(self, ids) -> None:
-        if ids and max(ids) >= self.tokenizer.vocabulary:
-            token = self.chat.decode([max(ids)], special=True)
-            size = f"{self.tokenizer.vocabulary:,} ids"
-            raise UntrainableConversation(f"the chat template writes {token}, id {max(ids)}, and the model has {size}")
 
 
 # --- Sentences: `mjax prepare --split-sentences`, which BERT is trained on --------------------------------------------

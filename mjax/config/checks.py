@@ -57,7 +57,7 @@ validate_config = name_arguments()(validate)
 
 def _check_divides(flag: str, number: int, what: str, size: int, allowed: list[int] | None = None) -> None:
     if size % number:
-        raise UsageError(f"{flag} {number} does not divide {what}; use {_join_numbers(allowed or _divisors(size))}")
+        raise UsageError(f"{flag} {number} does not divide {what}; use {_join_numbers(allowed or divisors(size))}")
 
 
 def _check_shapes(config: Config) -> None:
@@ -92,12 +92,12 @@ def _check_axes(config: Config) -> None:
         columns = model.columns()
         what, size = next(row for row in (columns | model.column_sizes()).items() if row[1] % mesh.model)
         fails = "does not divide" if what in columns else "neither divides nor is a multiple of"
-        possible = [ranks for ranks in _divisors(math.gcd(*columns.values())) if model.splits(ranks)]
+        possible = [ranks for ranks in divisors(math.gcd(*columns.values())) if model.splits(ranks)]
         raise UsageError(f"--mesh.model {mesh.model} {fails} {what} {size}; use {_join_numbers(possible)}")
     if mesh.expert > 1:
         if not (experts := model.experts):
             raise UsageError(f"--mesh.expert {mesh.expert} needs experts, and {model.title} is dense; remove it")
-        possible = _divisors(math.gcd(mesh.data, experts))
+        possible = divisors(math.gcd(mesh.data, experts))
         for what, size in ((f"--mesh.data {mesh.data}", mesh.data), (f"{experts} experts", experts)):
             _check_divides("--mesh.expert", mesh.expert, what, size, possible)
     if mesh.replicate > 1:
@@ -137,7 +137,7 @@ def _check_context(config: Config) -> None:
         raise UsageError(f"--mesh.context {mesh.context} {cut}; use a --model.sequence that is a multiple of {parts}")
     heads = model.heads // mesh.model
     if config.context_attention == "ulysses" and heads % mesh.context:
-        possible = _join_numbers(_divisors(heads)[1:] or [1])
+        possible = _join_numbers(divisors(heads)[1:] or [1])
         what = f"the {heads} heads of a rank of --mesh.model {mesh.model}"
         fix = f"use --mesh.context {possible}, or --mesh.context-attention allgather"
         raise UsageError(f"--mesh.context {mesh.context} does not divide {what}; {fix}")
@@ -266,7 +266,7 @@ def _check_pipeline(config: Config) -> None:
         below, above = layers // stages * stages, -(-layers // stages) * stages
         counts = f"{below} or {above}" if below else str(above)
         virtual, simplest = (f" × {flag}", simplest) if mesh.virtual_stages > 1 else ("", "--mesh.pipe 1")
-        possible = [n for n in _divisors(layers) if n > 1 and layers % (n * mesh.virtual_stages) == 0]
+        possible = [n for n in divisors(layers) if n > 1 and layers % (n * mesh.virtual_stages) == 0]
         pipe = f"--mesh.pipe {_join_numbers(possible)}" if possible else simplest
         divides = f"--mesh.pipe {mesh.pipe}{virtual} does not divide {layers} layers"
         raise UsageError(f"{divides}; use --model.layers {counts}, or {pipe}")
@@ -275,8 +275,10 @@ def _check_pipeline(config: Config) -> None:
         check_pipeline(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.virtual_stages)
 
 
-def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, min(n, MAX_DIVISOR) + 1) if n % k == 0]
+def divisors(n: int) -> list[int]:
+    """The divisors of `n`, ascending; of a huge number only some."""
+    low = [k for k in range(1, min(math.isqrt(n), MAX_DIVISOR) + 1) if n % k == 0]
+    return low + [n // k for k in reversed(low) if k * k != n]
 
 
 def _join_numbers(numbers: list[int]) -> str:

@@ -32,23 +32,14 @@ FLASH_INTERPRETED = "flash, interpreted"
 """Kernel name for `flash` without a GPU: hundreds of times slower, for tests."""
 
 
-def choose_kernel(
-    model: ModelConfig,
-    compute: str,
-    platform: str,
-    documents: bool = False,
-    capability: tuple[int, ...] = HOPPER,
-    chunks: int = 1,
-) -> tuple[str, str | None]:
+def choose_kernel(config: Config, platform: str, capability: tuple[int, ...] = HOPPER) -> tuple[str, str | None]:
     """Choose the attention kernel.
 
     Args:
-      model: `model.attention` is the requested kernel; `auto` leaves the choice to the rule.
-      compute: compute dtype of the run, as in the config.
+      config: `model.attention` is the requested kernel; `auto` leaves the choice to the rule. With several chunks of a
+        sequence (`Config.sequence_chunks`) a rank has the queries of two, and all keys.
       platform: cpu or gpu.
-      documents: True if attention stays within documents (`data.reset_attention`, and BERT's padding).
       capability: compute capability of the GPU.
-      chunks: chunks of a sequence (`Config.sequence_chunks`): above 1 a rank has the queries of two, and all keys.
 
     Returns:
       The kernel, and why the fused one cannot be used, if so.
@@ -56,11 +47,11 @@ def choose_kernel(
     Raises:
       UsageError: `cudnn` or `flash` was requested by name and does not support the run.
     """
-    requested = model.attention
-    if requested == "flash" or (requested == "auto" and chunks > 1 and platform == "gpu"):
-        fused, obstacle = "flash", _why_not_flash(model, compute, platform, capability, chunks)
+    requested = config.model.attention
+    if requested == "flash" or (requested == "auto" and config.sequence_chunks > 1 and platform == "gpu"):
+        fused, obstacle = "flash", _why_not_flash(config, platform, capability)
     else:
-        fused, obstacle = "cudnn", _why_not_cudnn(model, compute, platform, documents, capability)
+        fused, obstacle = "cudnn", _why_not_cudnn(config, platform, capability)
     return _choose("attention", requested, fused, obstacle, "xla" if platform == "gpu" else "xla_blocks"), obstacle
 
 
@@ -113,9 +104,7 @@ def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> st
     Raises:
       UsageError: as in `choose_kernel`.
     """
-    documents = "documents" in config.model.batch(config.data)
-    compute, chunks = config.precision.compute, config.sequence_chunks
-    return choose_kernel(config.model, compute, "gpu", documents, capability, chunks)[0]
+    return choose_kernel(config, "gpu", capability)[0]
 
 
 def with_kernels(config: Config, platform: str, capability: tuple[int, ...] = HOPPER) -> tuple[Config, list[str]]:
@@ -130,12 +119,11 @@ def with_kernels(config: Config, platform: str, capability: tuple[int, ...] = HO
     Raises:
       UsageError: a requested kernel does not support the run.
     """
-    model, compute, notes = config.model, config.precision.compute, []
-    documents = "documents" in config.batch_arrays()
-    kernel, obstacle = choose_kernel(model, compute, platform, documents, capability, config.sequence_chunks)
+    model, notes = config.model, []
+    kernel, obstacle = choose_kernel(config, platform, capability)
     if model.attention == "auto" and platform == "gpu" and obstacle:
         notes.append(f"attention: the slower kernel xla is used instead of cuDNN flash, because {obstacle}")
-    if kernel == "cudnn" and documents:
+    if kernel == "cudnn" and "documents" in config.batch_arrays():
         notes.append("attention: cuDNN gets the documents as a bias, as JAX has no public interface for their offsets")
     if model.moe_kernel:
         moe_kernel, obstacle = choose_moe_kernel(config, platform, capability)
@@ -207,15 +195,14 @@ def gpu_capability(device) -> tuple[int, ...]:
     return tuple(int(part) for part in number.split(".")) if number[:1].isdigit() else HOPPER
 
 
-def _why_not_flash(
-    model: ModelConfig, compute: str, platform: str, capability: tuple[int, ...], chunks: int
-) -> str | None:
-    if obstacle := _why_not_fused(model, compute, platform, capability):
+def _why_not_flash(config: Config, platform: str, capability: tuple[int, ...]) -> str | None:
+    if obstacle := _why_not_fused(config, platform, capability):
         return obstacle
+    model, multiple = config.model, BLOCK * config.sequence_chunks
     if not 16 <= model.head_size <= 128:
         return f"it needs a head size from 16 to 128 and hidden / heads is {model.head_size}"
-    if model.sequence % (BLOCK * chunks):
-        return f"it needs a multiple of {BLOCK * chunks} positions and --model.sequence is {model.sequence}"
+    if model.sequence % multiple:
+        return f"it needs a multiple of {multiple} positions and --model.sequence is {model.sequence}"
     return None
 
 
@@ -227,9 +214,10 @@ def _why_not_gpu(platform: str, capability: tuple[int, ...]) -> str | None:
     return None
 
 
-def _why_not_fused(model: ModelConfig, compute: str, platform: str, capability: tuple[int, ...]) -> str | None:
+def _why_not_fused(config: Config, platform: str, capability: tuple[int, ...]) -> str | None:
     if obstacle := _why_not_gpu(platform, capability):
         return obstacle
+    model, compute = config.model, config.precision.compute
     if compute not in ("bf16", "fp16", "fp8"):
         return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
     if model.value_size != model.head_size:
@@ -237,11 +225,10 @@ def _why_not_fused(model: ModelConfig, compute: str, platform: str, capability: 
     return None
 
 
-def _why_not_cudnn(
-    model: ModelConfig, compute: str, platform: str, documents: bool, capability: tuple[int, ...]
-) -> str | None:
-    if obstacle := _why_not_fused(model, compute, platform, capability):
+def _why_not_cudnn(config: Config, platform: str, capability: tuple[int, ...]) -> str | None:
+    if obstacle := _why_not_fused(config, platform, capability):
         return obstacle
+    model, documents = config.model, "documents" in config.batch_arrays()
     if model.attention_dropout > 0:
         return f"it has no dropout and --model.attention-dropout is {model.attention_dropout}"
     largest, where = (256, "") if capability >= HOPPER else (128, " on GPUs before H100")

@@ -122,7 +122,7 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
             arguments[name] = build(hints[name], value, source, f"{prefix}{name}.")
         elif fits(value, hints[name]):
             is_tuple = isinstance(value, list) and get_origin(hints[name]) is not list
-            arguments[name] = _to_tuples(value) if is_tuple else value
+            arguments[name] = to_tuples(value) if is_tuple else value
         else:
             raise UsageError(f"{source}: {prefix}{name} is {value!r}, which is not {describe(hints[name])}")
     for f in dataclasses.fields(cls):
@@ -131,8 +131,9 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
     return cls(**arguments)
 
 
-def _to_tuples(value: Any) -> Any:
-    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
+def to_tuples(value: Any) -> Any:
+    """A value of JSON with tuples in place of its lists, which may be in one another."""
+    return tuple(map(to_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def _fits_scalar(value: Any, kind: type) -> bool:

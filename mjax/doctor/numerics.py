@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mjax.config import GPTConfig, ModelConfig
+from mjax.config import Config, GPTConfig, ModelConfig
 from mjax.config.kernels import choose_kernel, choose_moe_kernel, gpu_capability
 from mjax.doctor import GREEN, RED, YELLOW, Finding, MachineInfo
 from mjax.doctor.devices import device_name, devices_to_check
@@ -124,13 +124,11 @@ def check_attention(machine: MachineInfo) -> list[Finding]:
     Raises:
       UsageError: it does not support the config.
     """
-    config, device = machine.config, jax.local_devices()[0]
-    model = GPTConfig(attention_dropout=0.0) if config is None else config.model
-    compute = "bf16" if config is None else config.precision.compute
-    documents, chunks = (False, 1) if config is None else ("documents" in config.batch_arrays(), config.sequence_chunks)
-    kernel, obstacle = choose_kernel(model, compute, device.platform, documents, gpu_capability(device), chunks)
-    findings = judge([attention(kernel, model, compute, documents)], [device], "--model.attention xla, and report it")
-    return findings + _slower(model.attention, device, obstacle)
+    config, device = machine.config or Config(model=GPTConfig(attention_dropout=0.0)), jax.local_devices()[0]
+    kernel, obstacle = choose_kernel(config, device.platform, gpu_capability(device))
+    operation = attention(kernel, config.model, config.precision.compute, "documents" in config.batch_arrays())
+    findings = judge([operation], [device], "--model.attention xla, and report it")
+    return findings + _slower(config.model.attention, device, obstacle)
 
 
 def check_experts(machine: MachineInfo) -> list[Finding]:

@@ -195,11 +195,6 @@ class Chat:
         special = [EOD_PIECE] if self._library is None else [one.content for one in added.values() if one.special]
         return max((token for token in special if text.endswith(token)), key=len, default="")
 
-    def end_id(self, text: str) -> int | None:
-        """The id of the special token that ends a text, white space aside; None: no such token ends it."""
-        end = self.special_end(text.rstrip())
-        return self.encode(end)[-1] if end else None
-
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of ids, with special tokens or without."""
         if self._library is not None:
@@ -532,8 +527,8 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
     cut = len(ids) > most
     if cut and (trained.overflow == "drop" or not any(marks[1:most])):
         return None
-    stops = None if cut else chat.end_id(text[: spans[-1][1]])
-    return Encoded(ids[:most], marks[:most], size, cut, stops)
+    end = "" if cut else chat.special_end(text[: spans[-1][1]].rstrip())
+    return Encoded(ids[:most], marks[:most], size, cut, chat.encode(end)[-1] if end else None)
 
 
 def shorten(fields: Any, most: int = SHOWN) -> str:

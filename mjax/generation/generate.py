@@ -357,12 +357,7 @@ def _read(
 
 def _gather_texts(rows: Shaped[Array, " bs *dims"], tokens: TokenLayout) -> Shaped[Array, "b S *dims"]:
     """The rows of whole texts, replicated over `context`, from this rank's positions."""
-    rows = tokens.split_sequences(rows)
-    if tokens.context_attention is None:
-        return rows
-    every = jnp.zeros((len(rows), tokens.global_positions, *rows.shape[2:]), rows.dtype)
-    every = mappings.vary(every, mappings.varying_axes(rows)).at[:, tokens.position_ids()].set(rows)
-    return mappings.psum(every, frozenset({CONTEXT}))
+    return tokens.gather_positions(tokens.split_sequences(rows), mappings.all_gather_invariant)
 
 
 def _attend_and_record(arrays: list[Array], attention: Attention, x: Array, context: ForwardContext) -> Array:
@@ -420,20 +415,18 @@ class Generator:
         cached = Cache(P(cache_axes(config)), P(CONTEXT) if config.context_attention else P())
         state = _State(P(), P(), P(), P(), P(), cached)
 
-        def read(slots: int, *arguments) -> _State:
-            work = partial(_prefill, config, layout, slots)
-            return on_mesh(work, in_specs=(weights, P(), P()), out_specs=state)(*arguments)
+        def compile_reading(function: Callable, results: Any) -> Callable:
+            def read(choice: int | Program, *arguments):
+                work = partial(function, config, layout, choice)
+                return on_mesh(work, in_specs=(weights, P(), P()), out_specs=results)(*arguments)
 
-        def read_texts(program: Program, *arguments) -> Array:
-            work = partial(_read, config, layout, program)
-            return on_mesh(work, in_specs=(weights, P(), P()), out_specs=P())(*arguments)
+            return jax.jit(read, static_argnums=0)
 
         convert, write = partial(inference_weights, config, layout), partial(_decode, config, layout)
         write = on_mesh(write, in_specs=(weights, P(), state, P()), out_specs=(state, P()))
         self._weights = jax.jit(on_mesh(convert, in_specs=(layout.specs,), out_specs=weights))
-        self._read = jax.jit(read, static_argnums=0)
+        self._read, self._read_texts = compile_reading(_prefill, state), compile_reading(_read, P())
         self._write = jax.jit(write, donate_argnums=2)
-        self._read_texts = jax.jit(read_texts, static_argnums=0)
 
     def prepare(self, model: CausalModel) -> PreparedWeights:
         """Convert master weights, as in `TrainState.model`, once for several calls."""
@@ -507,8 +500,11 @@ class Generator:
           texts: token ids; lengths may differ.
 
         Raises:
-          UsageError: there is no text, or one is empty, too long, or has an invalid id.
+          UsageError: there is no text, or one is empty, too long, or has an invalid id; or a pipeline has the layers
+            whose arrays are read.
         """
+        if program in ("hidden_states", "attention_weights") and (stages := self.config.mesh.pipe) > 1:
+            raise UsageError(f"mjax.{program} is not supported with --mesh.pipe {stages}; use --mesh.model instead")
         lengths = np.array(list(map(len, texts)), np.int32)
         rows = np.asarray(self._read_texts(program, self._prepare(model), self.pad(texts), lengths))
         return [row[:length].astype(np.float32) for row, length in zip(rows, lengths, strict=True)]

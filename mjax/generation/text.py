@@ -284,7 +284,7 @@ def compute_hidden_states(
     Raises:
       UsageError: as for `mjax.logits`, or the mesh has a pipeline.
     """
-    _, generator, weights = _open_generator(run, step, mesh, compute, "mjax.hidden_states")
+    _, generator, weights = _open_generator(run, step, mesh, compute, causal=False)
     return [text.swapaxes(0, 1) for text in generator.read("hidden_states", weights, ids)]
 
 
@@ -304,7 +304,7 @@ def compute_attention_weights(
     Raises:
       UsageError: as for `mjax.hidden_states`, or a layer has no attention.
     """
-    _, generator, weights = _open_generator(run, step, mesh, compute, "mjax.attention_weights")
+    _, generator, weights = _open_generator(run, step, mesh, compute, causal=False)
     texts = generator.read("attention_weights", weights, ids)
     return [text.transpose(1, 2, 0, 3)[..., : len(text)] for text in texts]
 
@@ -330,12 +330,11 @@ def compute_gradients(
         loss scale.
     """
     opened, generator, weights = _open_generator(run, step, mesh, compute)
-    config, texts = inference_config(generator.config, opened.shape, micro_batch=1), list(ids)
+    config = inference_config(generator.config, opened.shape, micro_batch=1)
     if config.precision.compute == "fp16":
         raise UsageError('gradients in fp16 need a loss scale; add compute="fp32"')
-    rows = generator.pad(texts)
-    rows = np.pad(rows, [(0, -len(rows) % config.train.global_batch), (0, 0)])
-    labels = np.array([len(text) - 1 for text in texts] + [0] * (len(rows) - len(texts)))
+    texts = [*ids, *[[0]] * (-len(ids) % config.train.global_batch)]  # those for a whole batch have no label
+    rows, labels = generator.pad(texts), np.array([len(text) - 1 for text in texts])
     if not labels.any():
         raise UsageError("no text has two tokens; give at least one that has a next token")
     mask = np.arange(rows.shape[1]) < labels[:, None]
@@ -357,21 +356,17 @@ def compute_gradients(
 
 
 def _open_generator(
-    run: Run, step: int | None, mesh: MeshShape, compute: str | None, layers_for: str = ""
+    run: Run, step: int | None, mesh: MeshShape, compute: str | None, causal: bool = True
 ) -> tuple[OpenRun, Generator, CausalModel]:
     """A run, the programs that read and continue texts with it, and its weights for them.
 
     Args:
-      layers_for: the function that reads single layers, of a BERT too, but not of a pipeline.
+      causal: True if a BERT is rejected.
     """
     if isinstance(run, OpenRun) and (step is not None or mesh is not None):
         raise UsageError("step and mesh are already set for an opened run; pass them to open_run")
-    if not layers_for:
+    if causal:
         read_run(run.folder if isinstance(run, OpenRun) else Path(run), True, "which predicts no next token")
     opened = run if isinstance(run, OpenRun) else open_run(run, step, mesh)
-    if layers_for and opened.shape.pipe > 1:
-        raise UsageError(
-            f"{layers_for} is not supported with --mesh.pipe {opened.shape.pipe}; use --mesh.model instead"
-        )
     generator = Generator(inference_config(opened.config, opened.shape, compute=compute), opened.mesh)
     return opened, generator, opened.weights_for(generator.abstract_model)

@@ -226,7 +226,8 @@ def _convert_sentencepiece(processor: SentencePieceProcessor) -> BackendTokenize
     special = [piece for piece, number in ids.items() if processor.is_control(number) or processor.is_unknown(number)]
     byte_pieces = [piece for piece, number in ids.items() if processor.is_byte(number)]
     scores = {piece: processor.get_score(ids[piece]) for piece in ids if piece not in {*special, *byte_pieces}}
-    user_defined = _user_defined_pieces(scores)
+    # The trainer scores learned pieces -0.0, -1.0, …
+    user_defined = {piece for piece, score in scores.items() if score == 0 and math.copysign(1, score) > 0}
     learned = {piece: score for piece, score in scores.items() if piece not in user_defined}
 
     unknown = processor.id_to_piece(processor.unk_id())
@@ -242,11 +243,6 @@ def _convert_sentencepiece(processor: SentencePieceProcessor) -> BackendTokenize
     matched = [text for text in scores if text in user_defined and (len(text) > 1 or text in characters)]
     backend.add_tokens([AddedToken(text, special=False, normalized=True) for text in matched])
     return backend
-
-
-def _user_defined_pieces(scores: dict[str, float]) -> set[str]:
-    """Pieces with the score 0.0; the trainer scores learned pieces -0.0, -1.0, …"""
-    return {piece for piece, score in scores.items() if score == 0 and math.copysign(1, score) > 0}
 
 
 def _to_bpe(ids: dict[str, int], scores: dict[str, float], unknown: str, byte_fallback: bool) -> models.BPE:

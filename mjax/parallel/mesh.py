@@ -50,19 +50,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         raise UsageError(f"{mesh}: give smaller axes, or call mjax.simulate({config.devices}) first")
     sizes = axes.sizes(config)
     # Auto outside, manual inside shard_map: by default make_mesh would type arrays with explicit shardings.
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=_auto(sizes), devices=devices[: config.devices]
-    )
+    types, devices = (AxisType.Auto,) * len(sizes), devices[: config.devices]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
 
 
 def abstract_mesh(config: MeshConfig) -> AbstractMesh:
     """The same mesh without devices: enough to trace a step for 512 GPUs on a laptop."""
     sizes = axes.sizes(config)
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=_auto(sizes))
-
-
-def _auto(sizes: dict[str, int]) -> tuple[AxisType, ...]:
-    return (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def sharded_shapes(shapes, specs, mesh: Mesh | AbstractMesh):

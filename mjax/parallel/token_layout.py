@@ -75,11 +75,11 @@ class TokenLayout:
         with jax.named_scope(named_scopes.EMBEDDING):
             return mappings.zigzag_permute(x) if self.context_attention == "allgather" else x
 
-    def gather_positions(self, x: Shaped[Array, "b s ..."]) -> Shaped[Array, "b S ..."]:
+    def gather_positions(self, x: Shaped[Array, "b s ..."], gather=mappings.all_gather) -> Shaped[Array, "b S ..."]:
         """Concatenate the positions of all ranks of `context`, in order; the transpose is a reduce-scatter."""
         if not self.context_attention:
             return x
-        x = mappings.all_gather(x, CONTEXT, 1)
+        x = gather(x, CONTEXT, 1)
         if self.context_attention == "ulysses":
             return x
         halves = x.reshape(len(x), -1, 2, self.positions // 2, *x.shape[2:])

@@ -27,7 +27,7 @@ from mjax.cluster.launch import host_memory
 from mjax.config import Config, MeshConfig, with_values
 from mjax.config.axes import PIPE, describe_mesh
 from mjax.config.batch_size import format_tokens
-from mjax.config.checks import can_run_layers, validate
+from mjax.config.checks import can_run_layers, divisors, validate
 from mjax.config.kernels import HOPPER, gpu_capability, is_unrolled, resolve_kernels, with_unrolling
 from mjax.errors import RunError, UsageError, suggestion
 from mjax.parallel.mesh import make_mesh
@@ -99,7 +99,7 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, fix: Coll
     train = replace(config.train, micro_batch=1, recompute="none")
     validate(replace(config, mesh=MeshConfig(), data=replace(config.data, mock=True), train=train))
     if not any(search.candidates(config, devices, fix)):
-        counts = (*search.divisors(gpus_per_node)[:-1], *range(gpus_per_node, MAX_DEVICES, gpus_per_node))
+        counts = (*divisors(gpus_per_node)[:-1], *range(gpus_per_node, MAX_DEVICES, gpus_per_node))
         counts = [n for n in counts if any(search.candidates(config, n, fix))]
         nearest = [n for n in counts if n < devices][-1:] + [n for n in counts if n > devices][:1]
         use = f"use --devices {' or '.join(map(str, nearest))}" if nearest else "use another --train.global-batch"

@@ -57,6 +57,7 @@ from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainCo
 from mjax.config.kernels import FUSED, with_moe_kernel
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import layer_stacks
+from mjax.config.plain_values import to_tuples
 from mjax.models.parts.flash import FLASH_STAND_IN
 from mjax.models.stack import layer_runs, run_blocks
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
@@ -280,12 +281,8 @@ def trace_once(key: Any, model: ModelConfig, trace: Callable[[], Any], from_json
         return trace()
     digest = hashlib.sha256(repr(key).encode()).hexdigest()
     if digest in _STORES[-1]:
-        return from_json(*_to_tuples(_STORES[-1][digest]))
+        return from_json(*to_tuples(_STORES[-1][digest]))
     return _STORES[-1].setdefault(digest, trace())
-
-
-def _to_tuples(plain: Any) -> Any:
-    return tuple(map(_to_tuples, plain)) if isinstance(plain, list | tuple) else plain
 
 
 # Of `earlier_traces`: plain values of traces, by a digest of their key.

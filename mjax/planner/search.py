@@ -41,7 +41,7 @@ from mjax.cluster.hardware import Gpu
 from mjax.config import Config, MeshConfig, axes, marks, to_flag, with_values
 from mjax.config.axes import shards
 from mjax.config.batch_size import BatchSizes, format_tokens
-from mjax.config.checks import can_run_layers, clip_warmup, validate
+from mjax.config.checks import can_run_layers, clip_warmup, divisors, validate
 from mjax.config.kernels import context_attention_choices, is_unrolled
 from mjax.config.marks import fields_with
 from mjax.config.model import ModelConfig
@@ -176,12 +176,6 @@ def with_loss_chunks(config: Config, memory: Memory) -> list[Config]:
 def batch_unit(config: Config) -> int:
     """The largest number of sequences that divides every global batch size of the run."""
     return math.gcd(*BatchSizes.from_config(config).sizes())
-
-
-def divisors(n: int) -> list[int]:
-    """The divisors of `n`, ascending."""
-    low = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
-    return low + [n // k for k in reversed(low) if k * k != n]
 
 
 # --- The search -------------------------------------------------------------------------------------------------------

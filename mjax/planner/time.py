@@ -43,7 +43,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from operator import attrgetter
 from pathlib import Path
@@ -192,7 +192,6 @@ def read_calibration(file: Path) -> Calibration:
         raise UsageError(f"--calibration {file} is not a calibration of this version of mjax; {advice}")
     try:
         calibration = build(Calibration, values, str(file))
-        calibration = replace(calibration, attention=tuple(map(tuple, calibration.attention)))
         check_bounds(calibration, f"{file}: ")
     except UsageError as error:
         raise UsageError(f"{error}; {advice}") from None

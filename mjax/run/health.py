@@ -568,9 +568,8 @@ class Replicas:
             return
         leaves = jax.tree.leaves(model)
         hashes = jax.device_get(self._hash([leaves[index] for index in self._copied]))  # [*mesh, arrays]
-        differing: dict[tuple[int, ...], list[str]] = defaultdict(
-            list
-        )  # names of the arrays that differ, by position on the mesh
+        # Names of the arrays that differ, by position on the mesh.
+        differing: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for (name, dims), of_array in zip(self._copied.values(), np.moveaxis(hashes, -1, 0), strict=True):
             copies = np.moveaxis(of_array, dims, range(len(dims)))
             if (copies == copies[(0,) * len(dims)]).all():

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from mjax.config import MeshConfig, OptimizerConfig
+from mjax.config import MeshConfig
 from mjax.parallel.autodiff import optimization_barrier
 from mjax.parallel.muon_resharding import MatrixLayout
 from mjax.parallel.reductions import accumulation_dtype
@@ -73,7 +73,7 @@ def collect_matrices(layout: Layout, mesh: MeshConfig) -> dict[str, MatrixLayout
     }
 
 
-def scale_by_muon(config: OptimizerConfig, dtype, matrices: dict[str, MatrixLayout]) -> optax.GradientTransformation:
+def scale_by_muon(dtype, matrices: dict[str, MatrixLayout]) -> optax.GradientTransformation:
     """Muon's update for the weights in `matrices`, without weight decay and learning rate, inside `shard_map`.
 
     Args:

@@ -72,7 +72,7 @@ def muon(config: OptimizerConfig, dtype, layout: Layout, mesh: MeshConfig) -> op
     matrices = collect_matrices(layout, mesh)
     adam = scale_by_adam(config.beta1, config.beta2, config.epsilon)
     return optax.chain(
-        optax.masked(scale_by_muon(config, dtype, matrices), _mask_names(lambda name: name in matrices)),
+        optax.masked(scale_by_muon(dtype, matrices), _mask_names(lambda name: name in matrices)),
         optax.masked(adam, _mask_names(lambda name: name not in matrices)),
         _weight_decay(config),
     )

@@ -321,13 +321,8 @@ def modification_time(about: Mapping[str, Any]) -> float:
 
 def version(about: Mapping[str, Any]) -> str:
     """Return a text that changes with the content of an object."""
-    tag = (
-        about.get("generation")
-        or about.get("ETag")
-        or about.get("etag")
-        or about.get("md5Hash")
-        or modification_time(about)
-    )
+    tags = map(about.get, ("generation", "ETag", "etag", "md5Hash"))
+    tag = next(filter(None, tags), None) or modification_time(about)
     return f"{about['size']} {tag}"
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.config import GPTConfig, load_config
+from mjax.config import Config, DataConfig, GPTConfig, MeshConfig, PrecisionConfig, load_config
 from mjax.config.kernels import choose_kernel
 from mjax.errors import UsageError
 from mjax.models.parts.attention_kernels import attend
@@ -146,16 +146,18 @@ GPT_1B = {"hidden": 1536, "heads": 16, "sequence": 1024, "attention": "flash"}
 def test_kernel_asked_for_is_refused(changes, compute, platform, documents, why):
     """Rather than replaced."""
     model = replace(MODEL, **{"attention": "cudnn", **changes})
+    config = Config(model, data=DataConfig(reset_attention=documents), precision=PrecisionConfig(compute))
     with pytest.raises(UsageError, match=rf"attention {model.attention} is not supported here \(.*{why}.*\); change"):
-        choose_kernel(model, compute, platform, documents)
+        choose_kernel(config, platform)
 
 
 def test_fused_kernels_are_avoided_for_values_of_another_width(monkeypatch):
     monkeypatch.setattr(GPTConfig, "value_size", 4)
-    for chunks in (1, 4):
-        kernel, why = choose_kernel(MODEL, "bf16", "gpu", chunks=chunks)
+    for mesh in (MeshConfig(), MeshConfig(context=2, context_attention="allgather")):
+        kernel, why = choose_kernel(Config(MODEL, mesh=mesh), "gpu")
         assert (kernel, why) == ("xla", "it needs values as wide as keys, and those of a GPT have 4 numbers a head")
 
 
 def test_flash_is_chosen_where_it_can_be():
-    assert choose_kernel(replace(MODEL, **GPT_1B, **DROPOUT), "fp8", "gpu")[0] == "flash"
+    config = Config(replace(MODEL, **GPT_1B, **DROPOUT), precision=PrecisionConfig("fp8"))
+    assert choose_kernel(config, "gpu")[0] == "flash"

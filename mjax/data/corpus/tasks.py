@@ -607,14 +607,11 @@ class FilterJob(Job):
         console = Console(soft_wrap=True, highlight=False)
         console.print(f"{output} is ready after {time.time() - self.start_time:.1f} s", markup=False)
         console.print(facts(_step_rows(report), "right"))
-        lines, malformed, files = (
-            [f"\n{text}" for text in self.remarks(report)],
-            report["malformed"],
-            output_files(output),
-        )
+        lines, malformed = [f"\n{text}" for text in self.remarks(report)], report["malformed"]
         if count := malformed["documents"]:
             examples = (f"  {line}" for line in malformed["examples"])
             lines += [f"\n{count:,} malformed lines were skipped, the first ones:", *examples]
+        files = output_files(output)
         lines += [f"\nRemoved documents, line by line: {files['removed']}", f"Counts and examples: {files['report']}"]
         console.print("\n".join(lines), markup=False)
 
