@@ -77,7 +77,7 @@ def test_byte_pairs_of_other_words_are_refused(tmp_path):
     gpt2_files(source)
     assert open_tokenizer(source, None).scheme == "gpt2"
     (source / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
-    with pytest.raises(UsageError, match="of a Qwen2Tokenizer"):
+    with pytest.raises(UsageError, match="has a Qwen2Tokenizer"):
         open_tokenizer(source, None)
 
 
