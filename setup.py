@@ -1,6 +1,6 @@
 """Version and long description of the package, which pyproject.toml cannot compute.
 
-PyPI shows README.md without the repository, so its links become those of the version's tag on GitHub.
+PyPI shows README.md without the repository, so its links become links to the version's tag on GitHub.
 """
 
 import re

@@ -47,7 +47,7 @@ def one_sentence(message: str) -> str:
 class UsageError(ValueError):
     """An invalid flag, file or shape: exit code 2, nothing was started and nothing was lost.
 
-    The message is one sentence: the value, what is allowed and what to type.
+    The message is one sentence: the value, the allowed values and the line to type.
     """
 
     def __init__(self, message: object = ""):

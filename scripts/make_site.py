@@ -1,7 +1,7 @@
 """Build the site in site/ from docs/: `make docs`. With `serve`, show it at localhost:8000.
 
-The pages are written for GitHub. zensical reads a copy of them, in build/docs, whose links to other files of the
-repository are those of GitHub; a link to a file that is not there ends the build.
+The pages are written for GitHub. The site generator zensical reads a copy of them, in build/docs, with links to GitHub
+for other files of the repository. A link to a missing file ends the build.
 """
 
 import os
@@ -46,7 +46,7 @@ def repository_link(page: str, target: str, repository: str, image: bool = False
 
 
 def convert(text: str, page: str, repository: str) -> str:
-    """Change a page from GitHub's Markdown to that of the site, whose tables show the backslash of `\\|` in code."""
+    """Change a page from GitHub's Markdown to the site's, whose tables show the backslash of `\\|` in code."""
 
     def link(found: re.Match[str]) -> str:
         image, label, target = found.groups()

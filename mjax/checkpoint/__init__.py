@@ -1,1 +1,1 @@
-"""Checkpoints: their files, what each holds, and whether it is whole."""
+"""Checkpoints: their files, contents and integrity."""

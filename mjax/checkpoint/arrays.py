@@ -19,7 +19,7 @@ from mjax.errors import RunError, UsageError
 from mjax.parallel.weights import are_stacked, leaf_name
 
 CHUNK_BYTES = 1 << 26
-"""Of one chunk on disk: what is decompressed to read one number."""
+"""Bytes of a chunk on disk, which is decompressed to read one number."""
 
 
 def open_array(folder: Path, name: str, create: dict[str, Any] | None = None) -> ts.TensorStore:

@@ -98,7 +98,7 @@ class _Save:
 class Checkpoints:
     """The checkpoints of one run, in one folder that all its processes see.
 
-    Every process calls every method; each writes its shards, and process 0 does what has to be done once.
+    Every process calls every method; each writes its shards, and process 0 does the work that is done once.
 
     Attributes:
       folder: runs/NAME/checkpoints; created by the first save.
@@ -390,7 +390,7 @@ class Checkpoints:
         shutil.rmtree(deleting)
 
     def _set_aside(self, step: int) -> None:
-        """Rename what has the name of checkpoint `step` but is not one, so that it is neither used nor lost."""
+        """Rename a path that has the name of checkpoint `step` but is not one; it is neither used nor lost."""
         if not (self.folder / str(step)).exists():  # another process was faster
             return
         aside = set_aside(self.folder / str(step), self._unusable.pop(step, "not-a-checkpoint"))

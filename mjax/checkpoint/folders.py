@@ -165,7 +165,7 @@ class Unusable(Exception):
 
 
 class Damaged(Unusable):
-    """The content is not what was written, or a part of it is missing."""
+    """The content differs from the written one, or a part of it is missing."""
 
     label = "damaged"
 
@@ -183,7 +183,7 @@ class Misnamed(Unusable):
 
 
 def write_manifest(folder: Path, step: int, arrays: dict[str, list], host: dict[str, Any] | None = None) -> int:
-    """Write the manifest of what Orbax wrote at `step`, with the checksums of the files, and return their size.
+    """Write the manifest of Orbax's files at `step`, with the checksums of the files, and return their size.
 
     Args:
       folder: of the checkpoint.
@@ -211,7 +211,7 @@ def read_manifest(folder: Path, print_line: PrintLine = print) -> dict[str, Any]
       run, 'host' {name: plain value}.
 
     Raises:
-      Damaged: it is missing, is not what was written, or names files elsewhere.
+      Damaged: it is missing, differs from the written one, or names files elsewhere.
       Unreadable: the system could not read it, `READ_ATTEMPTS` times; `print_line` reports each attempt.
       Misnamed: it has another step.
     """
@@ -219,7 +219,7 @@ def read_manifest(folder: Path, print_line: PrintLine = print) -> dict[str, Any]
     try:
         manifest = json.loads(content)
         checksum = manifest.pop("checksum")
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # not JSON, or not what was written
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # not JSON, or changed
         checksum, manifest = None, None
     if checksum != _checksum_json(manifest) or misfit(manifest, Manifest):
         raise Damaged(f"{MANIFEST} is not what was written")

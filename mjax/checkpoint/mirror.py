@@ -14,7 +14,7 @@ The mark `commit_success.txt`, which Orbax writes too, is uploaded last: after a
 has listed, after the metrics up to there, and after the manifest. Without the mark it is not a checkpoint: the next
 upload removes it.
 
-**Training does not wait.** A thread uploads what is pending, the newest checkpoint first. A checkpoint is pending until
+**Training does not wait.** A thread uploads pending files, the newest checkpoint first. A checkpoint is pending until
 the store lists all of it, whatever the store answers meanwhile; only one that retention has removed here is left out.
 
 **One process trains** (`checkpoint/store_lock.py`). It reads its lock back at each heartbeat, before a checkpoint is
@@ -100,7 +100,7 @@ def read_folder(run: str | Path) -> Path:
 def fetch_runs(runs: Path) -> list[Path] | None:
     """The local folders of all runs in the folder of an address; None for another folder.
 
-    All runs are fetched at the same time, and of each only what a list shows.
+    All runs are fetched at the same time, each with only the files that a list shows.
     """
     if (address := find_address(runs)) is None:
         return None
@@ -120,7 +120,7 @@ def fetch(folder: Path, print_line: PrintLine, to_list: bool = False, tries: int
     Args:
       folder: of a run; another path is returned unchanged.
       print_line: called with one line about each problem.
-      to_list: fetch only what a list of runs shows.
+      to_list: fetch only the files that a list of runs shows.
       tries: listings at most, while objects that they have are removed.
     """
     if (address := find_address(folder)) is None:
@@ -145,7 +145,7 @@ def fetch(folder: Path, print_line: PrintLine, to_list: bool = False, tries: int
 def run_to_train(run: str | Path, print_line: PrintLine = to_stderr) -> Path:
     """Return the local folder in which to train a run: an address is fetched first, unless this machine is ahead.
 
-    If the store is ahead, what it lacks of this machine's folder is set aside.
+    If the store is ahead, files of this machine's folder that the store lacks are set aside.
     """
     if (address := find_address(mirror_address(run))) is None:
         return Path(run)
@@ -329,7 +329,7 @@ def _complete_steps(objects: Mapping[str, Any], address: str, print_line: PrintL
 
 def _checkpoint_files(folder: Path) -> Iterator[str]:
     """Names of the files of a run, without those in folders of checkpoints, hidden ones and temporary ones."""
-    for parent, folders, files in os.walk(folder):  # ignores what is removed meanwhile
+    for parent, folders, files in os.walk(folder):  # ignores files that are removed meanwhile
         inside = Path(parent).relative_to(folder)
         if inside == Path("checkpoints"):
             folders.clear()
@@ -423,7 +423,7 @@ class Mirror:
         self.lock, self.uploading = StoreLock(self.store, address), None
         self._index, self._last_scan, self._uploads = Index(folder), 0.0, 0
         self._pending: set[int] = set()
-        self._failed: dict[str, str] = {}  # what the last attempt did not upload, and why
+        self._failed: dict[str, str] = {}  # files that the last attempt did not upload, and why
         self._closing, self._wake = threading.Event(), threading.Event()
         self._uploader = threading.Thread(target=self._upload_until_closed, name="upload", daemon=True)
         self.lock.acquire()

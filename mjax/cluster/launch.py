@@ -20,7 +20,7 @@ from mjax.config.bounds import Bounds
 from mjax.errors import PrintLine, UsageError
 from mjax.utils.files import cache_home, make_private
 
-# Two names of one setting; JAX refuses to start with both.
+# Two names of one setting; JAX does not start with both.
 MEMORY_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 # GiB of host memory that XLA may pin for all GPUs of a process, and its default.
 PINNED_LIMIT, PINNED_DEFAULT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
@@ -51,7 +51,7 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> tuple[str, int
     """The launcher that started several processes, and how many if it gives a number; None for a single process."""
     for launcher, names in LAUNCHERS.items():
         count, *details = (environment.get(name, "").strip() for name in names)  # Slurm leaves some empty
-        incomplete = launcher == JAX and (count or details[0])  # `with_launcher` names what is missing
+        incomplete = launcher == JAX and (count or details[0])  # `with_launcher` names the missing fields
         if not incomplete and not (count and all(details)):
             continue
         if details and (count, details[0]) == ("1", "0"):
@@ -128,8 +128,8 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-# XLA's default for CPUs runs what is independent in any order, which differs between devices: two of them that wait for
-# each other in two collectives wait forever (seen with pipe 2 × context 2 × model 4, in one of three starts).
+# XLA's default for CPUs runs independent operations in any order, which differs between devices: two devices that wait
+# for each other in two collectives wait forever (seen with pipe 2 × context 2 × model 4, in one of three starts).
 IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 # On a small machine XLA has one thread per simulated device. A device blocks one in each collective in which it waits,
 # and may wait in two that do not depend on each other. Then another device has no thread, and all wait forever.
@@ -177,7 +177,7 @@ class Distributed:
     start_timeout: Annotated[int, Bounds(ge=5)] = 300
     """Seconds within which all processes have to connect."""
     hang_limit: float | None = None
-    """Seconds without a finished step before the run exits with code 1, so that a launcher restarts it (by default
+    """Seconds without a finished step before the run exits with code 1, for a launcher to restart it (by default
     never). Ten times as many while it compiles, evaluates or saves."""
 
     def with_launcher(self, environment: Mapping[str, str] = os.environ) -> Distributed:
@@ -221,7 +221,7 @@ class Distributed:
 
     @property
     def is_multiprocess(self) -> bool:
-        """True if a launcher or the flags say that this process is one of several."""
+        """True if a launcher or the flags define this process as one of several."""
         return find_launcher() is not None or None not in (self.coordinator, self.processes, self.process)
 
 
@@ -230,7 +230,7 @@ class Distributed:
 DETERMINISTIC_FLAGS = {
     # The gradient of the embedding is summed in a fixed order instead of by atomics; cuDNN's backward pass too.
     "xla_gpu_exclude_nondeterministic_ops": "true",
-    # XLA refuses to compile the step with the flag above and Triton's products: 'Failed to get configs'.
+    # XLA cannot compile the step with the flag above and Triton's matmuls: 'Failed to get configs'.
     "xla_gpu_enable_triton_gemm": "false",
     # A restart would choose other kernels for matmuls, by their time at that point.
     "xla_gpu_autotune_level": "0",
@@ -346,7 +346,7 @@ def enable_compilation_cache(multiprocess: bool | None = None, print_line: Print
     compile would leave the others waiting.
 
     Args:
-      multiprocess: whether this process is one of several; by default what a launcher says.
+      multiprocess: whether this process is one of several; by default as the launcher defines.
       print_line: called with one sentence if nothing can be stored; by default it goes to stderr.
     """
     print_line = print_line or (lambda line: print(line, file=sys.stderr))

@@ -5,10 +5,10 @@ or one of them. Process 0 writes the records of a run; each reads its rows of a 
 checkpoint.
 
 JAX reads the number of processes, this process's index and the address of process 0 from the environment of Slurm, Open
-MPI (before 5) and Kubernetes, and mjax also reads the environments of torchrun, SkyPilot and Kubeflow's Trainer. This
-file decides which GPUs a process owns. JAX uses the GPU with the process's index on its host. That is wrong if the
-launcher shows each process one GPU only (as `srun --gpus-per-task=1` does), and leaves GPUs unused if one process is to
-use all GPUs of a host.
+MPI (before 5) and Kubernetes. For torchrun, SkyPilot and Kubeflow's Trainer mjax reads them. This file decides which
+GPUs a process owns. JAX uses the GPU with the process's index on its host. That is wrong if the launcher shows each
+process one GPU only (as `srun --gpus-per-task=1` does), and leaves GPUs unused if one process is to use all GPUs of a
+host.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def trim_memory() -> None:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float, explain: Callable[[], str]) -> Iterator[None]:
-    """End this process with a sentence if what is inside takes longer.
+    """End this process with a sentence if the block takes longer.
 
     JAX's client would abort it with a stack of C++, and nothing in Python can catch that.
     """
@@ -303,7 +303,7 @@ class StopSignal:
     launchers send them again, and must see the exit code for a saved run.
 
     Attributes:
-      name: of what requested it; "" if nothing has.
+      name: of the signal or caller that requested it; "" if there is no request.
     """
 
     def __init__(self):

@@ -19,7 +19,7 @@ hosts need not agree. JAX's heartbeat remains as a fallback; it ends a process w
 Process 0 also watches the steps. If none has finished for long, it reports the stragglers, where they are and since
 when. It only reports, unless `--distributed.hang-limit` says after how long the run is to end.
 
-The same connections carry what the processes compare before the first step (mjax/run/agreement.py).
+The same connections carry the facts that processes compare before the first step (mjax/run/agreement.py).
 """
 
 from __future__ import annotations

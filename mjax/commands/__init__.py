@@ -1,1 +1,1 @@
-"""One file a command: its flags, what it refuses, and what a person sees. Nothing below imports from here."""
+"""One file per command: its flags, its errors and its output. No other folder of mjax imports from here."""

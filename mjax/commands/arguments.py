@@ -116,7 +116,7 @@ class GenerateArguments(RunArguments):
     """Continuations per prompt."""
     chat: Annotated[bool, Synonyms("interactive")] = False
     """Talk with the model through its chat template: each prompt is a question. Without a prompt, ask on a terminal or
-    read stdin. Lines are one conversation's questions, JSON is whole conversations."""
+    read stdin: lines of one conversation, or whole conversations in JSON."""
     system: Annotated[str | None, Synonyms("system-prompt")] = None
     """With --chat: the system message."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
@@ -135,9 +135,8 @@ class TextArguments:
     output: Any
     """Output."""
     inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES …"), Synonyms("input")] = ()
-    """Text in UTF-8, plain or compressed (.gz, .zst): .txt, .md and .py hold one document, .jsonl one per line,
-    .parquet one per row. Folders and quoted patterns, such as 'data/*.jsonl' or s3://bucket/data/*.jsonl, are expanded
-    in name order."""
+    """Text in UTF-8, plain, .gz or .zst: .txt, .md and .py hold one document, .jsonl one per line, .parquet one per
+    row. Also folders and quoted patterns, such as 'data/*.jsonl' or s3://bucket/data/*.jsonl."""
     key: Annotated[str, Synonyms("json-keys json-key text-column text-field")] = "text"
     """Field of a .jsonl line or column of a .parquet file that holds the text."""
     malformed: Literal["stop", "skip"] = "stop"
@@ -148,7 +147,7 @@ class TextArguments:
     """Worker processes (by default one per core, fewer for little text). The result does not depend on the number."""
     tasks: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
     """Parts of the input, each a task that runs again if killed. By default one per 4 MB, at most 256 until each has 1
-    GB. The result does not depend on the number."""
+    GB. The result does not depend on it."""
     sbatch: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE …")] = ()
     """Run the tasks as Slurm jobs, with these sbatch options: partition=NAME, time=HH:MM:SS (default 24 hours),
     account=NAME, … --workers limits the jobs that run at the same time."""
@@ -329,8 +328,8 @@ class EvaluateArguments(RunArguments):
     """The task's file. wikitext103: wiki.test.tokens. lambada: LAMBADA as .jsonl. perplexity, positions: any .txt,
     .jsonl or .parquet file, or an indexed dataset's prefix. Other tasks: a published file or folder."""
     stride: int | None = None
-    """Tokens by which the window advances over a text longer than the model's sequence. Only these are scored, the rest
-    is context. By default 32 for wikitext103, the sequence length for perplexity."""
+    """Tokens by which the window advances over a long text, and which it scores. The rest is context. By default 32 for
+    wikitext103, the sequence length for perplexity."""
     positions: PositionsOptions = field(default_factory=PositionsOptions)
     figure: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Picture of the results of positions, .png, .pdf or .svg."""

@@ -89,7 +89,7 @@ def clean(arguments: CleanArguments) -> dict[str, Any] | None:
     if grams == {}:
         fix = "give evaluation sets as text, or name their field with --decontaminate-key"
         raise UsageError(f"--decontaminate {evaluation[0]} has no text of {MIN_GRAM_WORDS} words or more; {fix}")
-    Cleaner(arguments, grams)  # what cannot be loaded is refused before anything is read
+    Cleaner(arguments, grams)  # rejects a tokenizer or filter that cannot be loaded, before reading
     return tasks.run_job(CleanJob(arguments, corpus, texts.names, grams))
 
 
@@ -113,8 +113,8 @@ class CleanJob(FilterJob):
         counts: Counter[int] = Counter()
         for block in self.blocks(rank):
             for document in parse_block(block, self.corpus.key)[0]:
-                matches = Words(document.text).find(self.grams).values()
-                counts.update(gram for same_length in matches for _, gram in same_length)
+                occurrences = Words(document.text).find(self.grams)
+                counts.update(gram for matches in occurrences.values() for _, gram in matches)
         with self.open_files(rank, "runs", "counts") as (runs, numbers):
             np.fromiter(counts, np.uint64, len(counts)).tofile(runs)
             np.fromiter(counts.values(), np.int64, len(counts)).tofile(numbers)

@@ -241,7 +241,7 @@ def _find_tokenizer(
 
 
 def _print_next_steps(arguments: ImportArguments, rope: str, config: Config, tokenizer: Tokenizer | None) -> None:
-    """Print what to type after an import."""
+    """Print the next commands after an import."""
     run, causal = shlex.quote(str(arguments.output)), config.model.causal
     if rope:
         print(f"{rope}; evaluate it with --task positions, and train it on long texts")

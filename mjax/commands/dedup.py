@@ -13,7 +13,7 @@ bands by ranges of their values, sorted in the first reading, so that equal ones
     share              ranges of a band     → documents that share it
     shingle, collect   candidates    → their shingles                           a file of 8 bytes a word
     compare, join      buckets       → pairs that are similar, joined to clusters; for a few bands, then for the others
-    choose             what is needed of each document
+    choose             the parts to keep of each document
     write, explain     every text    → the output, and the removed documents with the reason
 
 Values of all documents are files that are mapped into memory. A task holds its share, and a part of all else at a time.
@@ -264,7 +264,7 @@ class DedupJob(FilterJob):
     # --- Writing: the third reading -----------------------------------------------------------------------------------
 
     def fate(self, part: slice) -> "Fate":
-        """Return what happens to some documents, by number."""
+        """Return the verdict on some documents, by number."""
         same = np.array(self.values("same")[part])
         numbers = np.arange(part.start, part.stop)
         exact = same != numbers
@@ -276,7 +276,7 @@ class DedupJob(FilterJob):
         return Fate(numbers, instead, similar, np.where(near, jaccard, 1.0), exact, near)
 
     def choose(self, rank: int) -> dict[str, Any]:
-        """Decide what is needed of each document; returns counts of near-duplicates, and the documents to show."""
+        """Decide which parts of each document to keep; returns counts of near-duplicates, and the documents to show."""
         total, edges = int(self.firsts[-1]), np.linspace(self.arguments.threshold, 1, 7)
         needed, sizes = self.new_values("needed", np.uint8, total), self.new_values("sizes", np.uint32, total)
         shown, by_jaccard = {EXACT: [], NEAR: []}, np.zeros(6, np.int64)

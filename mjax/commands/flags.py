@@ -44,7 +44,7 @@ NO_FLAG = {
     "overlap-grad-reduce overlap-param-gather tp-comm-overlap compile compile.enable torch-compile transformer-impl "
     "use-mcore-models distributed-backend dataloader-num-workers num-workers do-train": "remove it",
 }
-"""Names of other programs for what no field says, and what to do instead."""
+"""Flags of other programs without a field here, and the replacement."""
 OLD_FLAGS = {
     "train": "resume=run",
     "sft": "resume=run template=chat-template turns=train-on",
@@ -87,7 +87,7 @@ class RunArguments:
 def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
     """The dataclass `cls` from the command line; `--help` ends the process, as in tyro.
 
-    A class with more flags than a screen has lines says which are `usual`, by topic; its --help shows these, and
+    A class with more flags than a screen has lines lists the `usual` ones by topic; its --help shows these, and
     --help-all every flag. A class with required flags has `examples`. Defaults that follow from other flags are
     `derived`.
 
@@ -193,7 +193,7 @@ def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
 
 
 def _check_value(flag: Flag, words: Sequence[str]) -> None:
-    """Refuse words of another type or number than this flag takes."""
+    """Reject values with another type or number than this flag has."""
     needs_word = tyro.conf.UseAppendAction in flag.marks
     if (words or not needs_word) and any(_accepts(option, words) for option in _options(flag.kind)):
         return
@@ -340,7 +340,7 @@ def _examples(cls: type) -> list[str]:
 
 
 def _whole_help(cls: type, default: object, prog: str) -> str:
-    """Every flag of a command: what it needs first, then the others by section, each with its default."""
+    """Every flag of a command: required ones first, then the others by section, each with its default."""
     sections: dict[str, list[str]] = {"": [], "required": []}
     positional = {}
     for name, _, _, marks in section_fields(cls):
@@ -389,7 +389,7 @@ class Flag(NamedTuple):
       default: `dataclasses.MISSING` if it is required.
       owner: the dataclass that has it as a `field`.
       marks: annotations of the field.
-      hidden: what to do instead of typing the name of a field that is not a flag.
+      hidden: advice for a field that is not a flag.
     """
 
     name: str

@@ -80,7 +80,7 @@ def lm_eval(argv: Sequence[str]) -> int:
 
 
 def harness_arguments(arguments: LmEvalArguments, rest: Sequence[str]) -> list[str]:
-    """The harness's arguments: `rest`, and what stands for --run, --config and --model_args."""
+    """The harness's arguments: `rest`, and the replacements of --run, --config and --model_args."""
     model_args, config, rest = list(arguments.model_args), arguments.config, list(rest)
     if arguments.run is not None:
         model_args.insert(0, f"run={arguments.run}")

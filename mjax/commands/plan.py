@@ -1,4 +1,4 @@
-"""`mjax plan`: predict what a run of a config will do, before it starts and without using a device.
+"""`mjax plan`: predict the memory, communication and time of a run, before it starts and without a device.
 
 A plan is a list of sections in a fixed order. A section is None if the config has no such part (no schedule without a
 pipeline) or if it was not requested.
@@ -52,7 +52,7 @@ class PlanArguments:
     """Rates measured on your machine by benchmarks/calibrate.py of mjax's repository (by default published rates)."""
     compile: bool = False
     """Compile the step for --gpu ahead of time, without the GPU: memory and collectives by XLA, next to the predicted
-    ones. Takes half a minute to several minutes. Needs JAX's CUDA wheels (pip install 'jax[cuda13]')."""
+    ones. Takes minutes. Needs JAX's CUDA wheels (pip install 'jax[cuda13]')."""
     devices_per_node: Count | None = None
     """GPUs per server, for the search, the time and --compile (by default the GPU's usual number, mostly 8)."""
     network: Positive | None = None

@@ -106,7 +106,7 @@ class PrepareJob(tasks.Job):
     """The stages of `mjax prepare`.
 
     Raises:
-      UsageError: the tokenizer cannot be loaded, or does not do what the arguments ask.
+      UsageError: the tokenizer cannot be loaded, or lacks a feature that the arguments request.
     """
 
     single_task_stages = ("tokenizer", "finish")
@@ -300,7 +300,7 @@ def _find_run(arguments: PrepareArguments) -> Path:
 
 
 def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:
-    """`tokenizer`, with or without a token before each text as --prepend-bos says."""
+    """`tokenizer`, with or without a token before each text, as set by --prepend-bos."""
     if arguments.prepend_bos != "auto":
         tokenizer.bos = tokenizer.find_bos() if arguments.prepend_bos == "on" else None
         if arguments.prepend_bos == "on" and tokenizer.bos is None:
@@ -319,7 +319,7 @@ class Encoded:
       tokens: token ids of all documents one after the other, [tokens] in their dtype on disk.
       lengths: tokens in each sequence, int32 [sequences].
       sequences: sequences in each document, int64 [documents].
-      malformed: what is malformed in the block, in order.
+      malformed: the malformed lines of the block, in order.
       counts: documents, sequences, tokens, text_bytes (in UTF-8); of conversations trained tokens; dropped and cut,
         which were too long; endless, whose last turn ends without a special token.
       trained: of conversations, whether each token is trained, bool [tokens].
@@ -454,7 +454,7 @@ def _turns_to_train(arguments: ConversationArguments) -> Trained:
 
 
 class ConversationEncoder:
-    """Encodes blocks of conversations: renders each by the chat template, and marks what is trained."""
+    """Encodes blocks of conversations: renders each by the chat template, and marks the trained tokens."""
 
     def __init__(self, arguments: ConversationArguments, key: str, folder: Path, tokenizer: Tokenizer):
         self.trained, self.skip = _turns_to_train(arguments), arguments.malformed == "skip"
@@ -514,7 +514,7 @@ def load_splitter(language: str) -> Any:
     """NLTK's Punkt with the tables of a language, such as "english"; sentences do not include the spaces between them.
 
     Raises:
-      UsageError: the language's tables are missing; says where to get them.
+      UsageError: the language's tables are missing; the sentence names their source.
     """
     from nltk.tokenize.punkt import PunktTokenizer  # takes a second to import
 

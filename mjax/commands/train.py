@@ -50,8 +50,8 @@ class TrainArguments:
     run: Annotated[Path | None, RUN_SYNONYMS] = None
     """Continue the run in this folder with its saved config."""
     init: Annotated[Path | None, INIT_SYNONYMS] = None
-    """Start a new run from the weights alone of the run in this folder, trained or converted: optimizer, step and data
-    order start from scratch. Once the new run has checkpoints the same command continues it."""
+    """Start a new run from the weights alone of the run in this folder, trained or converted. Optimizer, step and data
+    order start from scratch. Later starts continue the new run."""
     step: int | None = None
     """With --run: continue from this checkpoint and set later ones aside. With --init: load the weights of this
     checkpoint. By default the newest."""
@@ -262,7 +262,7 @@ def _train_arguments(
 def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> None:
     """Report why this process does not train and, if it is one of several, join the others to tell them; otherwise they
     would wait for it."""
-    typed = first_values(argv).items()  # other flags may be what is wrong
+    typed = first_values(argv).items()  # other flags may be wrong
     words = [f"--{name}={value}" for name, value in typed if value and name.startswith(("distributed.", "simulate"))]
     if not words and launch.find_launcher() is None:
         return

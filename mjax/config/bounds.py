@@ -2,8 +2,8 @@
 
     layers: Annotated[int, Bounds(ge=1)] = 24      or, as it is common, layers: Count = 24
 
-All refusals have one form, for flags, files and Python: `--model.layers is 0; it must be at least 1`. Infinite numbers
-and NaN are always refused, and a choice (`Literal`) has only its values. This module imports no JAX.
+All errors have one form, for flags, files and Python: `--model.layers is 0; it must be at least 1`. Infinite numbers
+and NaN are always rejected, and a choice (`Literal`) has only its values. This module imports no JAX.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def check_bounds(values: Any, prefix: str = "--") -> None:
       prefix: before the names of its fields; they are written as flags if it starts with --, else as in a file.
 
     Raises:
-      UsageError: a number is out of bounds, or a choice unknown; one sentence says what is allowed.
+      UsageError: a number is out of bounds, or a choice unknown; the sentence lists the allowed values.
     """
     spelled = prefix.startswith("--")
     for name, flag, kind, marks in section_fields(type(values)):

@@ -1,6 +1,6 @@
 """Checks before a device is touched, and settings that follow from the data and the length of a run.
 
-An error is one sentence: what was typed, what is allowed, what to type.
+An error is one sentence: the given value, the allowed values, the line to type.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_DIVISOR = 2**16  # a config.json may contain any number: limit the search
 
 
 def check_type(config: Config) -> None:
-    """Reject what is not a `Config`, such as the name of one."""
+    """Reject an object that is not a `Config`, such as the name of one."""
     if not isinstance(config, Config):
         text = repr(config) if isinstance(config, str) else "'gpt_demo'"
         raise UsageError(f"config is {config!r}, not a Config; give one, such as mjax.load_config({text})")
@@ -34,7 +34,7 @@ def validate(config: Config, name: str = "this config") -> None:
     """Check a config before any device is touched.
 
     Raises:
-      UsageError: one sentence naming the field, its value, what is allowed and what to type.
+      UsageError: one sentence with the field, its value, the allowed values and the line to type.
     """
     check_type(config)
     check_bounds(config)
@@ -61,7 +61,7 @@ def _check_divides(flag: str, number: int, what: str, size: int, allowed: list[i
 
 
 def _check_shapes(config: Config) -> None:
-    """Check that heads, mesh axes and micro-batches divide what they split."""
+    """Check that heads, mesh axes and micro-batches divide the dims they split."""
     model, mesh, train = config.model, config.mesh, config.train
     if model.head_dim is None:
         _check_divides("--model.heads", model.heads, f"hidden size {model.hidden}", model.hidden)
@@ -86,7 +86,7 @@ def _check_shapes(config: Config) -> None:
 
 
 def _check_axes(config: Config) -> None:
-    """Check that the axes `model`, `expert`, `replicate` and `context` divide what they split."""
+    """Check that the axes `model`, `expert`, `replicate` and `context` divide the dims they split."""
     model, mesh = config.model, config.mesh
     if not model.splits(mesh.model):
         columns = model.columns()

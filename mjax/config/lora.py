@@ -26,7 +26,7 @@ class LoRAConfig:
     lora_alpha: Annotated[Positive | None, lora_flag("alpha"), UNPLANNED, Synonyms("lora-alpha")] = None
     """Adapters are multiplied by alpha / r (by default alpha = 2 r). rsLoRA (arXiv 2312.03732) is another alpha."""
     lora_targets: Annotated[tuple[str, ...], lora_flag("targets"), Synonyms("lora-target-modules")] = ("all",)
-    """Linear layers with an adapter: all, or some of q, k, v, out, gate, up, down. For example, q,v as in the paper. A
+    """Linear layers with an adapter: all, or some of q, k, v, out, gate, up, down. For example, q v as in the paper. A
     custom model uses its layer names."""
     lora_dropout: Annotated[Share, TUNING, lora_flag("dropout"), UNPLANNED] = 0.0
     """Dropout rate on the input of adapters."""

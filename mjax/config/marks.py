@@ -34,7 +34,7 @@ class Only:
 
 @dataclass(frozen=True)
 class By:
-    """The property with the value of a field that is None."""
+    """The property that supplies the value of an unset field."""
 
     property: str
 
@@ -83,7 +83,7 @@ FILE_ONLY = tyro.conf.Fixed
 
 
 def effective_value(settings: Any, name: str) -> Any:
-    """The value of a field, or if it is None, of its property (`By`)."""
+    """The value of a field, or of its property (`By`) while the field is unset."""
     value = getattr(settings, name)
     sources = [mark.property for mark in _marks(type(settings))[name] if isinstance(mark, By)]
     return getattr(settings, sources[0]) if value is None and sources else value

@@ -195,7 +195,7 @@ class ModelConfig(LoRAConfig):
         """Check the settings of a run, a `Config`, for this model.
 
         Raises:
-          UsageError: the model does not support a setting; one sentence says what to type.
+          UsageError: the model does not support a setting; the sentence contains the line to type.
         """
 
     def without_dropout(self) -> ModelConfig:

@@ -80,7 +80,7 @@ def refuse_unknown(folder: Path, kind: str) -> None:
     """Refuse a run of a custom model that is not registered; do nothing without a model.json.
 
     Raises:
-      UsageError: there is a model.json; the sentence says what to type.
+      UsageError: there is a model.json; the sentence contains the line to type.
     """
     if (model_file := read_model_file(folder)) is None:
         return

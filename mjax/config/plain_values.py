@@ -27,7 +27,7 @@ def read(kind: type[T], file: Path, fix: str, missing: str | None = None) -> T:
     Args:
       kind: as for `check`.
       file: in UTF-8.
-      fix: end of the sentence about a damaged file: what to do.
+      fix: end of the sentence about a damaged file: the remedy.
       missing: end of the sentence about a missing file.
 
     Raises:

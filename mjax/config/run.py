@@ -84,7 +84,7 @@ class MeshConfig:
     """Devices that split every sequence (context parallelism): each has a part of its positions and activations."""
     context_attention: Annotated[Literal["auto", "ulysses", "allgather"], Synonyms("cp-comm-type~")] = "auto"
     """Attention with --mesh.context above 1. ulysses: all-to-all, each rank attends with some heads over all positions.
-    allgather: each rank gathers all keys and values. auto: ulysses if `context` divides a rank's heads."""
+    allgather: ranks gather all keys and values. auto: ulysses if `context` divides the heads."""
     sequence_parallel: Annotated[bool, Synonyms("sp")] = False
     """Split LayerNorm, dropout and the residual stream by tokens over `model` too (arXiv 2205.05198): less memory, same
     communication. No effect with `model` 1."""
@@ -115,8 +115,8 @@ class DataConfig:
     """Sources of samples."""
 
     path: Annotated[tuple[str, ...], BLEND, PLANNED, Synonyms("data data-path dataset data-dir train-file")] = ()
-    """Prefixes of indexed datasets, written by `mjax prepare` or Megatron's preprocess_data. Several are blended: by
-    weight, such as 0.3 data/a 0.7 data/b, or without weights in proportion to their sizes, each used once."""
+    """Prefixes of indexed datasets, written by `mjax prepare` or Megatron's preprocess_data. Several are blended by
+    weight, such as 0.3 data/a 0.7 data/b, or without weights by size."""
     split: str = "949,50,1"
     """Proportions of documents for training, validation and test, as in Megatron: 949,50,1 is 94.9%, 5% and 0.1%. Not
     used with train_path."""
@@ -129,8 +129,8 @@ class DataConfig:
     custom: Annotated[bool, FILE_ONLY] = False
     """Batches come from the caller of `mjax.Trainer`, which sets this field."""
     train_samples: Count | None = None
-    """Training samples in the drawn order (by default the samples of all steps). Megatron's order depends on it:
-    set it to lengthen a run later without changing the order. The last batch of conversations is padded."""
+    """Training samples in the drawn order (by default the samples of all steps). Set it to lengthen a run later without
+    changing Megatron's order. The last batch of conversations is padded."""
     reset_positions: Annotated[bool, PLANNED, TEXT, Synonyms("reset-position-ids")] = False
     """Restart positions at 0 after each end of document."""
     reset_attention: Annotated[bool, PLANNED, TEXT, Synonyms("reset-attention-mask")] = False
@@ -216,8 +216,8 @@ class PrecisionConfig:
     cross entropy and gradients."""
 
     compute: Annotated[Compute, DTYPES] = "bf16"
-    """Dtype of activations and matmuls. fp8: bf16, but training runs the matmuls of linear layers in float8. fp16: with
-    loss scaling. fp64 (parameters too): for tests, with JAX_ENABLE_X64=1 in the environment."""
+    """Dtype of activations and matmuls. fp8: bf16, with linear layers' matmuls in float8 in training. fp16: with loss
+    scaling. fp64 (parameters too): for tests, with JAX_ENABLE_X64=1 in the environment."""
     initial_loss_scale: Annotated[float, Bounds(ge=1), FILE_ONLY] = 2.0**32
     """fp16 only: initial loss scale."""
     loss_scale_window: Annotated[Count, FILE_ONLY] = 1000
@@ -232,7 +232,7 @@ class TrainConfig:
     """Optimizer steps, an epoch being tokens of the data / (global batch × sequence) steps."""
     tokens: Annotated[str | None, FREE, Synonyms("train-tokens total-tokens max-tokens")] = None
     """Instead of steps: training tokens, such as 300B or 1.5T (K, M, B, T: thousands to trillions), rounded up to whole
-    steps of the global batch with its ramp-up. The run's config.json has the steps."""
+    steps. The run's config.json contains the steps."""
     global_batch: Annotated[Count, Synonyms("batch global-batch gradient-accumulation-steps~")] = 512
     """Sequences per step over all devices. With a ramp-up, the final batch."""
     batch_rampup: Annotated[
@@ -250,11 +250,11 @@ class TrainConfig:
     """Activation recomputation. none: store all. selective: attention core and elementwise work. full: whole layers.
     offload: full, with layer inputs in host memory (needs a loop over the layers, no pipeline)."""
     unroll: Annotated[Literal["auto", "on", "off"], FREE] = "auto"
-    """Compile the layers without a loop: faster on a GPU, longer to compile. auto: on GPUs if the step fits into
-    memory, but not in a pipeline, with FSDP or beyond 80 layers."""
+    """Compile the layers without a loop: faster on a GPU, longer to compile. auto: on GPUs if it fits into memory, but
+    not in a pipeline, with FSDP or beyond 80 layers."""
     loss_chunks: Annotated[int, Bounds(ge=1, le=64), FREE, SEARCHED] = 1
-    """Chunks of the vocabulary for logits and loss, computed one after the other. Above 1 the logits of all tokens are
-    never in memory, for one more output-layer matmul in the backward pass."""
+    """Chunks of the vocabulary for logits and loss, computed one after the other. Above 1 the full logits are never in
+    memory, for one more output-layer matmul in the backward pass."""
     seed: Annotated[Seed, UNPLANNED, Synonyms("random-seed")] = 1234
     """Determines initial weights, sample order and dropout, on any mesh."""
     eval_interval: Annotated[CountOrZero, FREE, UNPLANNED, Synonyms("eval-steps~ eval-every")] = 1000
@@ -280,8 +280,8 @@ class HealthConfig:
     """Health checks. A step is unhealthy if it is skipped because of non-finite values, or if its loss spikes."""
 
     spike: Literal["warn", "skip", "rollback", "ignore"] = "warn"
-    """Response to a loss spike, six standard deviations above the mean of 100 steps. warn: report it. skip: drop the
-    update. rollback: load the last good checkpoint, skip the batches before the spike. ignore: nothing."""
+    """Response to a loss spike (six standard deviations above the mean of 100 steps). warn: report. skip: drop the
+    update. rollback: reload the last good checkpoint, skip batches before the spike. ignore: nothing."""
 
 
 @dataclass(frozen=True)

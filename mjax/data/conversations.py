@@ -95,7 +95,7 @@ class ConversationDataset:
         lengths = indexed.lengths[documents.start : documents.stop]
         if not len(lengths):
             fix = "change --data.split, or train without validation: --train.eval-interval 0"
-            raise UsageError(f"the {name} of {indexed.prefix} has none of its {len(indexed):,} conversations; {fix}")
+            raise UsageError(f"the {name} of {indexed.prefix} gets 0 of {len(indexed):,} conversations; {fix}")
         if lengths.max() > sequence + 1:
             longest, count = int(lengths.max()), int((lengths > sequence + 1).sum())
             fix = f"raise it to {longest - 1}, or prepare them with --max-length {sequence + 1}"

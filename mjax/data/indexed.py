@@ -497,7 +497,7 @@ def check_output(prefix: str, overwrite: bool) -> None:
     Files of a killed run may be replaced: the working folder exists, and no index.
 
     Raises:
-      UsageError: `prefix` is not a valid prefix, the dataset exists and `overwrite` is not set, or a store refuses
+      UsageError: `prefix` is not a valid prefix, the dataset exists and `overwrite` is not set, or a store rejects
         it.
     """
     if prefix.endswith(("/", ".bin", ".idx")) or Path(prefix).is_dir():

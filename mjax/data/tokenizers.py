@@ -36,8 +36,8 @@ BERT's `vocab.txt` has a piece per line, whose number is its id. Text is cleaned
 white space and around each punctuation mark and Chinese character. A word becomes its longest known beginning, then the
 longest known continuation ("##…"), and so on (Devlin et al. 2019, §3). A word that cannot be encoded or has more than
 100 characters is [UNK]: Hugging Face's limit, while Megatron's and Google's code has 200. White space is lost, so
-decoding does not restore the text. [CLS], [SEP] and [MASK] are added when samples are built; no text encodes to them,
-because their brackets are punctuation: `[MASK]` in a text is `[`, `mask`, `]`, as in Megatron.
+decoding does not restore the text. The tokens [CLS], [SEP] and [MASK] are added when samples are built. No text encodes
+to them, because their brackets are punctuation: `[MASK]` in a text is `[`, `mask`, `]`, as in Megatron.
 
 **Training.** A sentencepiece model trained by mjax adds no leading space, collapses no spaces and normalizes nothing.
 Characters without a piece become UTF-8 bytes. So `decode(encode(text)) == text`, except "▁" (U+2581), sentencepiece's
@@ -440,7 +440,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     """Load the tokenizer of `--tokenizer SPEC`: KIND, KIND:FILES or run:RUN.
 
     Raises:
-      UsageError: the kind is unknown, or a file is missing or not what the kind needs.
+      UsageError: the kind is unknown, or a file is missing or has another format.
     """
     kind, _, files = spec.partition(":")
     if kind == "run":
@@ -481,7 +481,7 @@ def parse_tokenizer(
       eod: text or id of the token that ends documents, for a tokenizer.json.
 
     Raises:
-      UsageError: a file is not what the kind needs.
+      UsageError: a file has another format than the kind needs.
     """
     if kind == "bytes":
         return ByteTokenizer()
@@ -675,7 +675,7 @@ def gpt2_backend(contents: Sequence[bytes], names: Sequence[str]) -> BackendToke
     """GPT-2's tokenizer from its vocab.json and merges.txt; `<|endoftext|>` ends documents.
 
     Raises:
-      UsageError: a file is not what its name says, or the two do not belong together.
+      UsageError: a file's content does not match its name, or the two do not belong together.
     """
     with convert_errors(f"{names[0]} is not GPT-2's vocab.json, also called encoder.json", "give the right file"):
         ids = json.loads(contents[0])

@@ -1,7 +1,7 @@
 """`mjax doctor`: checks of this installation and this machine, each by trying the real thing.
 
 A check is a function of `MachineInfo`, listed in `checks.py`. It lists rows of a condition and a finding and returns
-the `first` finding whose condition holds: one line of the report, its color, and what to type if it is not green.
+the `first` finding whose condition holds: one line of the report, its color, and the line to type if it is not green.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def check_memory(machine: MachineInfo) -> Finding:
 
 def state_bytes(config: Config) -> int:
     """Bytes of a checkpoint: trained parameters and two moments, float32 (fp64 runs, for tests, twice that)."""
-    from mjax.models.build import count_parameters  # imports JAX, which may be what is broken
+    from mjax.models.build import count_parameters  # imports JAX, which may be broken
 
     return 12 * count_parameters(config.model, trained=True) * (2 if config.precision.compute == "fp64" else 1)
 
@@ -191,7 +191,7 @@ def measure(folder: Path) -> tuple[float, float]:
     return FILE_BYTES / (written - start), FILE_BYTES / (end - middle)
 
 
-# --- The installation: Python, packages and NVIDIA's driver, without JAX, which may be what is broken -----------------
+# --- The installation: Python, packages and NVIDIA's driver, without JAX, which may be broken -------------------------
 
 
 # The oldest Linux driver that runs programs built for a major version of CUDA (NVIDIA's "CUDA Compatibility", minor

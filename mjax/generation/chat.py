@@ -4,7 +4,7 @@ A chat template is a Jinja program in `RUN/tokenizer/chat_template.jinja`, which
 without one can be taught `PLAIN`.
 
 A model is trained on the turns of the assistant, from after its header to the token that ends it. Questions, tool
-results and headers are context. Two sources say where a turn is:
+results and headers are context. Two sources define the place of a turn:
 
     {% generation %}    in the template, if it has it
     prefixes            else: turn k is what rendering the first k messages adds to rendering those before it with
@@ -79,7 +79,7 @@ class Chat:
 
     Attributes:
       stops: ids that end the answer of the model.
-      marks: whether the template may mark what the assistant writes, by {% generation %}.
+      marks: whether the template may mark the assistant's text, by {% generation %}.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer | None = None, flag: str = "--chat"):
@@ -134,7 +134,7 @@ class Chat:
           goes_on: whether the last message is the beginning of the answer, and the text ends with it.
 
         Raises:
-          UsageError: the template refuses it.
+          UsageError: the template rejects it.
         """
         if goes_on:
             last = {**messages[-1], "content": f"{messages[-1].get('content')}{MARK}"}
@@ -151,7 +151,7 @@ class Chat:
           tools: as in `render`.
 
         Raises:
-          UsageError: the template refuses one.
+          UsageError: the template rejects one.
         """
         requests = [
             {
@@ -377,7 +377,7 @@ def find_trained_spans(
     Raises:
       UntrainableConversation: it has no turn of the assistant, or its template renders that differently without what
         follows.
-      UsageError: the template refuses it.
+      UsageError: the template rejects it.
     """
     turns, answers = _list_turns(messages, trained)
     around = [(messages[: number + after], not after) for number in answers for after in (0, 1)]
@@ -505,10 +505,10 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
     Args:
       chat: template and tokenizer.
       fields: a JSON object or a row, as for `read_messages`.
-      trained: what of it is trained.
+      trained: the trained part of it.
 
     Raises:
-      UntrainableConversation: it cannot be trained on, or the template refuses it.
+      UntrainableConversation: it cannot be trained on, or the template rejects it.
     """
     messages, tools = read_messages(fields)
     try:
@@ -538,7 +538,7 @@ def shorten(fields: Any, most: int = SHOWN) -> str:
 
 
 def preview(chat: Chat, encoded: Encoded) -> Text:
-    """A conversation as it is trained: green what is trained, dim what is not, special tokens spelled out."""
+    """A conversation as it is trained: trained text green, other text dim, special tokens spelled out."""
     text, before, end = Text(), "", 0
     for trained, tokens in groupby(encoded.trained):
         end += len(list(tokens))

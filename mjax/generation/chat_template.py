@@ -47,7 +47,7 @@ class Template(Child):
         """The text with each of these values, which JSON can hold, and where in it {% generation %} begins and ends.
 
         Raises:
-          ChildError: the template refuses them, or takes too much time, memory or room.
+          ChildError: the template rejects them, or takes too much time, memory or room.
         """
         return self.ask(json.dumps([self.source, *requests]).encode())
 
@@ -56,7 +56,7 @@ def render_texts(question: bytes) -> list[Rendered]:
     """Render the texts of a template with values, from a list of its source and the values in JSON; runs in the child.
 
     Raises:
-      ChildError: the template refuses them, or writes too much.
+      ChildError: the template rejects them, or writes too much.
     """
     source, *requests = json.loads(question)
     texts = []
@@ -91,7 +91,7 @@ BEGIN, END = (f"\ue000{secrets.token_hex(8)}{name}\ue001" for name in ("begin", 
 
 
 class _Generation(Extension):
-    """{% generation %} … {% endgeneration %} around what the assistant writes: its content, between marks."""
+    """{% generation %} … {% endgeneration %} around the assistant's text: its content, between marks."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -140,7 +140,7 @@ class _Namespace(jinja2.utils.Namespace):
 def environment(marks: tuple[str, str] = ("", "")) -> ImmutableSandboxedEnvironment:
     """Jinja as `transformers` sets it up: the filter `tojson`, the functions `raise_exception` and `strftime_now`.
 
-    `marks` stand around what the assistant writes.
+    `marks` stand around the assistant's text.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]

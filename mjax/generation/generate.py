@@ -411,7 +411,7 @@ class Generator:
 
         on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
         weights = weight_specs(config, layout)
-        # Whatever the caches of the layers are, the global array is that of all ranks along its first dim.
+        # The global cache concatenates the caches of all ranks along its first dim, for every kind of layer.
         cached = Cache(P(cache_axes(config)), P(CONTEXT) if config.context_attention else P())
         state = _State(P(), P(), P(), P(), P(), cached)
 

@@ -31,7 +31,7 @@ PREFIX_IDS = 16  # the text of a token depends on the few before it
 Run = str | Path | OpenRun
 Texts = Sequence[Sequence[int]]
 MeshShape = MeshConfig | dict[str, int] | None
-REPLACEMENT = "\ufffd"  # the text of bytes that are no whole character
+REPLACEMENT = "\ufffd"  # the text of an incomplete character
 
 
 def decode_suffix(decode: Decode, prompt: list[int], tokens: list[int]) -> str:
@@ -97,7 +97,7 @@ class Live:
         self._titles = [f"\x1b[2m{title}\x1b[0m" if console.is_terminal and title else title for title in titles]
 
     def show(self, texts: Sequence[StreamingText]) -> None:
-        """Print what is new."""
+        """Print the new text."""
         whole = ""
         for number, (title, streamed) in enumerate(zip(self._titles, texts, strict=True), start=1):
             whole += title + streamed.text
@@ -145,7 +145,7 @@ def continue_ids(
 
     Args:
       decode: the text of ids.
-      prompts: what the ids are encoded from.
+      prompts: the texts that the ids encode.
       encoded: ids of each prompt.
       eod: the ids that end a text.
       watch: called with the texts so far, whenever a token was generated.
@@ -358,7 +358,11 @@ def compute_gradients(
 def _open_generator(
     run: Run, step: int | None, mesh: MeshShape, compute: str | None, causal: bool = True
 ) -> tuple[OpenRun, Generator, CausalModel]:
-    """A run, what reads and continues texts with it, and its weights for that; `causal`: not of a BERT."""
+    """A run, the programs that read and continue texts with it, and its weights for them.
+
+    Args:
+      causal: True if a BERT is rejected.
+    """
     if isinstance(run, OpenRun) and (step is not None or mesh is not None):
         raise UsageError("step and mesh are already set for an opened run; pass them to open_run")
     if causal:

@@ -11,5 +11,5 @@
 
 Tables of families are with the models, in `models/huggingface/` and folders of architectures.
 
-Foreign files are data: nothing in them is executed, and mjax rejects by name what it does not support.
+Foreign files are data: nothing in them is executed, and mjax rejects unsupported fields and tensors by name.
 """

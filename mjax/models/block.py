@@ -37,7 +37,7 @@ Sums = dict[str, Array]
 
 
 class Block(nnx.Module):
-    """One transformer layer, with norms before attention and MLP, of this rank's rows of the stream."""
+    """One transformer layer, with norms before attention and MLP, of this rank's rows of the residual stream."""
 
     backward_order: ClassVar[tuple[str, ...]] = ("mlp", "mlp_norm", "attention", "attention_norm")
     """The layer's parts in the order of the backward pass."""
@@ -78,7 +78,7 @@ class Block(nnx.Module):
         Args:
           sequences: b, the first dim of every array.
           slots: positions of this rank that the cache must hold.
-          dtype: of the stream.
+          dtype: of the residual stream.
         """
         return self.attention.empty_cache(sequences, slots, dtype)
 
@@ -120,7 +120,7 @@ class PostNormBlock(Block):
 
 
 class OutputNormBlock(Block):
-    """One transformer layer whose attention and MLP are normed before they are added to the stream."""
+    """One transformer layer whose attention and MLP are normed before they are added to the residual stream."""
 
     def __call__(
         self, x: Float[Array, "t h"], context: ForwardContext, attention: Callable | None = None

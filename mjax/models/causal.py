@@ -26,7 +26,7 @@ class Output(NamedTuple):
 
     Attributes:
       table: the embedding of the tokens (tied), or a separate one.
-      x: after the final norm, this rank's rows of the stream.
+      x: after the final norm, this rank's rows of the residual stream.
       bias: of each token, added to its score.
     """
 

@@ -1,9 +1,9 @@
 """The interface of a model: an architecture is a config and a module that follow this page.
 
 The config (`mjax/config/model.py`) lists the arrays of a batch and the sizes that the `model` axis divides, and builds
-the module. The module turns a batch into the stream, contains stacks of layers, and turns the stream into a loss.
-Everything else is derived from the traced program: storage, checkpoints, the pipeline, FLOPs, memory, the communication
-ledger.
+the module. The module turns a batch into the residual stream, contains stacks of layers, and turns the residual stream
+into a loss. Everything else is derived from the traced program: storage, checkpoints, the pipeline, FLOPs, memory, the
+communication ledger.
 
     batch ── embed ──▶ x [b·s, h] ── blocks ──▶ x [b·s, h] ── loss ──▶ {name: sum}     ÷ counts ──▶ {name: mean}
 
@@ -33,10 +33,10 @@ Batch = dict[str, Array]
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """The arguments of a forward pass besides the stream: layout, dropout, positions, documents, layer.
+    """The arguments of a forward pass in addition to the residual stream: layout, dropout, positions, documents, layer.
 
     Attributes:
-      tokens: layout of the tokens in the rows of the stream.
+      tokens: layout of the tokens in the rows of the residual stream.
       key: of the dropout masks of this forward pass, inside a layer of the layer's; None: no dropout.
       positions: of each token; None: `tokens.position_ids`.
       documents: number of a token's document, if attention must stay within it; of whole sequences, also
@@ -72,7 +72,7 @@ class ForwardContext:
         return None if self.key is None else self.key.fold_in(site)
 
     def dropout(self, x: Float[Array, "t h"], rate: float, site: int) -> Float[Array, "t h"]:
-        """Dropout of the stream with the masks of a site."""
+        """Dropout of the residual stream with the masks of a site."""
         return dropout_tokens(x, rate, self.layer_key(site), self.tokens)
 
 
@@ -108,7 +108,7 @@ class Model(Protocol):
         """The sums by name over this micro-batch, float32, replicated over `model`.
 
         Args:
-          x: the stream after the last layer.
+          x: the residual stream after the last layer.
           batch: the arrays of the micro-batch [b, …].
           context: of its tokens.
         """

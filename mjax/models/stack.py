@@ -1,8 +1,8 @@
 """The stacks of a model's layers, and the scan over them.
 
-**A layer is any module** that takes the stream and a `ForwardContext` and returns the stream, or the stream and a dict
-of sums: auxiliary losses, such as load balancing in a mixture of experts. They count as if the model's `loss` had
-returned them (`protocol.py`).
+**A layer is any module** that maps the residual stream and a `ForwardContext` to the residual stream. It may also
+return a dict of sums: auxiliary losses, such as load balancing in a mixture of experts. They count as if the model's
+`loss` had returned them (`protocol.py`).
 
 **The config has the pattern of the layers** (`config/pattern.py`), and `stack` makes them. A run of equal groups
 becomes a stack with a leading layer dim, or a `LayerGroup` of stacks if the layers in a group have different weights.
@@ -119,7 +119,7 @@ def run_blocks(
 
     Args:
       blocks: layers from `stack`.
-      x: this rank's rows of the stream.
+      x: this rank's rows of the residual stream.
       context: of its tokens.
       recompute: `none`, `selective`, `full` or `offload`.
       first_layer: number of the first of these layers in the model, from 1; it selects the dropout masks.

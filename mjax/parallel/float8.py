@@ -5,12 +5,12 @@
 
 The scale follows from the largest magnitude in the current array, not in earlier steps, and all ranks that hold a shard
 of the array agree on it. As a power of two it changes no digit of a value. It only decides which of the very small
-values lose digits or become zero: below 2^-14 of the largest in e4m3, below 2^-30 in e5m2. So the scale of another mesh
+values lose digits or become zero: below 2^-6 of the scale in e4m3, below 2^-14 in e5m2. So the scale of another mesh
 or micro-batch hardly changes a matmul. It also makes `quantize` exact for arrays that are in float8 already, so that
 these can be sent in float8.
 
 Matmuls multiply the result of `dequantize`. On a GPU XLA compiles that to a matmul of the float8 values (cuBLASLt),
-with float32 sums; elsewhere the matmul has the dtype of the stream, in which the same values are exact.
+with float32 sums; elsewhere the matmul has the dtype of the residual stream, in which the same values are exact.
 """
 
 from __future__ import annotations

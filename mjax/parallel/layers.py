@@ -65,8 +65,8 @@ class ColumnParallelLinear(nnx.Module):
     def __call__(
         self, x: Float[Array, "t h"], tokens: TokenLayout, key: DropoutKey | None = None
     ) -> Float[Array, " bs *out"]:
-        """Map this rank's rows of the stream to the whole output, with out[split] / t, varying over `model`; `key`
-        draws the adapter's dropout masks."""
+        """Map this rank's rows of the residual stream to the whole output, with out[split] / t, varying over `model`;
+        `key` draws the adapter's dropout masks."""
         return apply_column_parallel(x, tokens, self, whole=True, key=key)[0]
 
     @property
@@ -152,7 +152,7 @@ class VocabParallelEmbedding(nnx.Module):
         self.table = make_param(key, normal_init(std), (rows, width), (TOKEN, OUT), dtype)
 
     def __call__(self, ids: Int[Array, "b s"], tokens: TokenLayout) -> Float[Array, "t h"]:
-        """Embed `ids`, the same on every rank of `model`, and return this rank's rows of the stream."""
+        """Embed `ids`, the same on every rank of `model`, and return this rank's rows of the residual stream."""
         table = self.table[...]
         local, is_local = to_local_ids(ids.reshape(-1), table.shape[0])
         return tokens.reduce_rows(jnp.where(is_local[:, None], lookup(table, local), 0))

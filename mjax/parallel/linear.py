@@ -28,7 +28,7 @@ class Float8Rows:
     """Rows that are multiplied in float8.
 
     Attributes:
-      rows: in the dtype of the stream, for their gradient alone; None in what is saved for the backward pass.
+      rows: in the dtype of the residual stream, for their gradient alone; None in residuals for the backward pass.
       quantized: the rows in float8.
       quantize_gradient: whether the matmul has to round its gradient; g rounds the one that it gathers.
     """

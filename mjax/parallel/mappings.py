@@ -13,7 +13,7 @@ writes the backward pass. The types reject a region that is opened twice or neve
 closed twice, which multiplies by the number of ranks: `reduce_from_region` checks for that.
 
 With sequence parallelism the tokens between two regions are split over `model` as well (arXiv 2205.05198, section
-4.2.2). f becomes an all-gather of the tokens and g a reduce-scatter; again each is the transpose of the other. An
+4.2.2). Then f is an all-gather of the tokens and g a reduce-scatter; again each is the transpose of the other. An
 all-reduce is one of each, so the same number of bytes is sent. Megatron's functions (core/tensor_parallel/mappings.py):
 
     here                           in Megatron                                  forward          backward

@@ -11,7 +11,7 @@ at most one forward and one backward pass, each under a conditional, and sends t
 **A ring buffer stores residuals.** F differentiates its layers with `jax.vjp`. The result is a pytree: its arrays
 are the residuals, which F writes into a slot of the buffer and B reads back, and its structure is the backward program.
 Weights among them are recognized and not copied. So recomputation inside a stage is up to the model: the buffer stores
-only what its `jax.checkpoint` saves.
+only the residuals that its `jax.checkpoint` saves.
 
 **Collectives over `model` inside a conditional are sound**, and collectives over `data` too: all ranks of such a group
 are on the same stage, read the same column and take the same branch. Collectives over `pipe` would hang. So everything
@@ -43,10 +43,10 @@ class StageProgram:
     """The functions that the stages of a pipeline run.
 
     Attributes:
-      embed: (shared weights, micro-batch) → the stream before the first layer [b·s, h].
-      layers: (layers of a chunk, stream, micro-batch, index of the virtual stage) → the stream after these layers, and
-        their parts of the means by name, [] each.
-      head: (shared weights, stream, micro-batch) → parts of means by name, [] each.
+      embed: (shared weights, micro-batch) → the residual stream before the first layer [b·s, h].
+      layers: (layers of a chunk, residual stream, micro-batch, index of the virtual stage) → the residual stream after
+        these layers, and their parts of the means by name, [] each.
+      head: (shared weights, residual stream, micro-batch) → parts of means by name, [] each.
       loss_weights: by name the weight of a mean in the loss, which is differentiated.
     """
 
@@ -207,7 +207,7 @@ class _Stage:
         return _State(received, activations, gradients, outputs, residuals, aux, sums), None
 
     def _forward(self, slot: dict, received: Array, outputs: Array, residuals: list[Array], aux: Means):
-        """F: write the stream after the layers, and the residuals, into their slots."""
+        """F: write the residual stream after the layers, and the residuals, into their slots."""
         x, micro_batch = self.input(slot, received), self.micro_batch(slot)
         y, means, new, backward = self._differentiate(self.chunk(slot), x, micro_batch, slot["virtual_stage"])
         assert backward[1] == self.backward[1], "layers save the same residuals in every tick"
@@ -357,9 +357,10 @@ def pipeline_decode(
 
     Args:
       stages, chunks: p and V.
-      layers: (layers of a chunk, stream, cache of the chunk) → (stream after these layers, new cache).
+      layers: (layers of a chunk, residual stream, cache of the chunk) → (residual stream after these layers, new
+        cache).
       blocks: this stage's layers, as for `pipeline_gradients`.
-      x: the stream before the first layer, the same on every stage.
+      x: the residual stream before the first layer, the same on every stage.
       caches: caches of the chunks, a pytree with a leading dim of this stage's chunks.
 
     Returns:

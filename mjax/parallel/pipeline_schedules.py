@@ -81,7 +81,7 @@ class Slots:
 class PipelineSchedule:
     """A schedule: the slots of every tick and the sizes of the buffers they name.
 
-    Within a tick a stage first stores what arrived, then runs F and B in this order, then sends. F's result goes to
+    Within a tick a stage first stores arrived arrays, then runs F and B in this order, then sends. F's result goes to
     stage i + 1 (from the last stage to stage 0, for its next chunk), B's to stage i − 1 (from stage 0 to the last).
 
     Attributes:

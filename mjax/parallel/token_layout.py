@@ -1,9 +1,9 @@
 """The residual stream as rows, one per token, and their layout over the ranks of `model` and `context`.
 
-Between the regions of tensor parallelism the stream is a matrix [b · s, h], the positions of sequence 0 first. Either
-every rank of `model` holds all rows, or, with sequence parallelism, each holds a contiguous range: rank i of t the rows
-from i · b · s / t to (i + 1) · b · s / t. Splitting the flat rows rather than the positions of every sequence means
-that collectives move only contiguous rows.
+Between the regions of tensor parallelism the residual stream is a matrix [b · s, h], the positions of sequence 0 first.
+Every rank of `model` holds all rows. With sequence parallelism each holds a contiguous range instead: rank i of t the
+rows from i · b · s / t to (i + 1) · b · s / t. Splitting the flat rows rather than the positions of every sequence
+means that collectives move only contiguous rows.
 
 With `--mesh.context` a rank has a part of the positions of every sequence, and s is the number of these.
 `TokenLayout.position_ids` lists them. Arrays of a batch arrive in equal, contiguous parts. Where attention gathers keys

@@ -284,7 +284,7 @@ def _reduce_layer_gradient(gradient: Array, gathers: Gathers, stored: frozenset[
 
 
 def save_all_but_gathered_weights(primitive, *_, **parameters) -> bool:
-    """Policy of `jax.checkpoint`: save what autodiff needs, except weights gathered by `_gather_layer`."""
+    """Policy of `jax.checkpoint`: save all residuals of autodiff, except weights gathered by `_gather_layer`."""
     if primitive.name != "custom_vjp_call":
         return True
     body = parameters["call_jaxpr"]

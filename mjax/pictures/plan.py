@@ -143,7 +143,7 @@ def draw_schedule(schedule: PipelineSchedule, file: Path | BinaryIO, forward: fl
     """Draw a pipeline schedule: one row a stage, time to the right, every box a pass of one micro-batch.
 
     Args:
-      schedule: what to draw.
+      schedule: the schedule to draw.
       file: .png, .pdf or .svg; or an open file, which gets a PNG.
       forward, backward: time of F and B of one micro-batch through one chunk, in any one unit.
     """

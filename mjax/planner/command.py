@@ -154,7 +154,7 @@ def search_section(result: SearchResult, name: str, config: Config, gpu: Gpu) ->
 
     Args:
       result: with at least one candidate that fits.
-      name, config: what was searched.
+      name, config: of the search.
       gpu: each of the devices.
     """
     best, shown = result.ranked[0], result.ranked[:MAX_ROWS]
@@ -355,7 +355,7 @@ def check_float8(config: Config, gpu: str, capability: tuple[int, ...]) -> None:
       capability: its compute capability.
 
     Raises:
-      UsageError: one sentence, with what to change.
+      UsageError: one sentence, with the flags to change.
     """
     if not uses_float8(config.precision):
         return
@@ -385,7 +385,7 @@ def check_local_gpus(config: Config, name: str, force: bool, print_line: Callabl
       print_line: called with that sentence, or the warning.
 
     Raises:
-      UsageError: the config does not fit, or needs an attention kernel or float8 products that are not available.
+      UsageError: the config does not fit, or needs an attention kernel or float8 matmuls that are not available.
     """
     from mjax.cluster.processes import local_rank_and_size  # imports the driver's library, which no plan needs
 
@@ -623,7 +623,7 @@ def compile_step(
     try:
         lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     except NotImplementedError as error:
-        # JAX queries its GPU for what cuDNN supports. Without a GPU it assumes the oldest.
+        # JAX queries its GPU for the features of cuDNN. Without a GPU it assumes the oldest.
         problem = f"JAX does not lower cuDNN's attention here: {str(error).splitlines()[0]}"
         raise UsageError(f"{problem} Without a GPU it assumes an A100; add --model.attention xla") from error
     traced = time.perf_counter()

@@ -7,9 +7,9 @@ One layer is traced for one sample on one rank of `model`, or for this rank of `
 is proportional to the samples of a micro-batch (but for `expert_rows`). Where layers differ, one of each kind is traced
 (`layer_kinds`). Dropout is left out, since its masks are recomputed and never saved.
 
-    layer_forward    products and collectives of a layer; the time of a step follows from them
+    layer_forward    matmuls and collectives of a layer; the time of a step follows from them
     layer_backward   saved activations of a layer, and the largest arrays of its backward pass, for the memory of a step
-    head             products of the head, and its saved activations
+    head             matmuls of the head, and its saved activations
 
 A trace is a few numbers, which `earlier_traces` keeps for the next command.
 
@@ -150,7 +150,7 @@ class Head(NamedTuple):
 
     @property
     def logits(self) -> int:
-        """Elements of the vocabulary scores: of the last product of all tokens; 0 if there is none."""
+        """Elements of the vocabulary scores: of the last matmul of all tokens; 0 if there is none."""
         return self.products[-1].m * self.products[-1].n if self.products else 0
 
     @classmethod
@@ -243,7 +243,7 @@ def layer_kinds(config: Config) -> list[tuple[int, TraceSpec]]:
 def layer_forward(spec: TraceSpec) -> Layer:
     """The forward pass of a layer, with attention written out.
 
-    Float8 has the products of bf16, and those are traced, without what rounds their operands."""
+    Float8 has the same matmuls as bf16, so the bf16 layer is traced, without the rounding of operands."""
     return _record(replace(spec, compute="bf16" if spec.compute == "fp8" else spec.compute), Layer)
 
 
@@ -386,7 +386,7 @@ def _forward(spec: TraceSpec, forward: Forward, weights, micro_batch, x: Array) 
 
 
 def _scale_to_assignments(spec: TraceSpec, product: Product) -> Product:
-    """A grouped product of all tiles, reduced to the rows of the assignments: equal groups for the experts of a rank,
+    """A grouped matmul of all tiles, reduced to the rows of the assignments: equal groups for the experts of a rank,
     or for fewer if their number does not divide the rows."""
     if not product.grouped:
         return product
@@ -487,7 +487,7 @@ def model_flops(config: Config, causal: bool = False) -> float:
 
 
 def hardware_flops(config: Config, causal: bool = False) -> float:
-    """FLOPs of a step: `model_flops`, and the forward products that `train.recompute` and `train.loss_chunks`
+    """FLOPs of a step: `model_flops`, and the forward matmuls that `train.recompute` and `train.loss_chunks`
     repeat."""
     train, (weights, _, attention) = config.train, _layers(config, causal)
     repeated = {"none": 0.0, "selective": attention}.get(train.recompute, weights + attention)

@@ -6,7 +6,7 @@
     saved activations        for the backward pass, of every layer and micro-batch in flight; with `train.recompute
                              offload` the layer inputs count as host memory
     gradients                of each weight in the compute dtype; float32 accumulators with several micro-batches
-    logits                   [b s, v / p] of one micro-batch
+    logits                   [b·s, v / t] of one micro-batch
     workspace                temporaries of one layer's backward pass at its peak
 
 A layer's saved activations are read from the traced layer (`layer.py`) and multiplied by layers, micro-batches and
@@ -21,7 +21,7 @@ stages. The temporaries of its backward pass are a multiple of the largest array
 `tests/planner/compiled_memory.json` has XLA's allocations for the same configs; `benchmarks/memory.py` compiles them
 again. The counting follows arXiv 2205.05198, section 4, with JAX's residuals instead of PyTorch's.
 
-Letters: b sequences, s positions, v vocabulary, p devices along `model`.
+Letters: b sequences, s positions, v vocabulary, t devices along `model`.
 
 The storage of weights on a mesh (`parallel/zero.py`) is arithmetic on the shapes of a model that is traced once. Muon's
 matrices have the shapes of the weights (`parallel/muon_resharding.py`); its matmuls are read from the traced iteration
@@ -262,7 +262,7 @@ def _measure_sizes(spec: trace.TraceSpec, kernel: str, recompute: str, samples: 
     scores = (product.batch * product.m * product.n for product in layer.activation_products if kernel not in FUSED)
     temporaries = samples * max(ARRAY_TEMPORARIES * backward.largest, SCORE_TEMPORARIES * backward.scores)
     if experts := [product for product in layer.weight_products if product.grouped]:
-        # Of each product the dispatched rows and their gradients, and one more array between them or at their end: XLA
+        # Of each matmul the dispatched rows and their gradients, and one more array between them or at their end: XLA
         # dispatches tokens and gradients together, and computes gradients of weights after those of rows.
         up, down = experts
         temporaries = width * rows * (up.k + 2 * up.n + down.n + max(down.k, up.k))
@@ -366,7 +366,7 @@ def _head(sizes: _Sizes) -> Memory:
     work = sizes.heads + sizes.messages + sizes.batch
     if sizes.config.train.loss_chunks > 1:
         work += sizes.width * sizes.weights.table  # cut into chunks
-    # It does so where their product is Triton's, as in the loops compiled for the table; not where it is cuBLAS's.
+    # It does so where their matmul is Triton's, as in the loops compiled for the table; not where it is cuBLAS's.
     logits = sizes.logits * (2 if sizes.unrolled else 1)
     computed, activations = layers + shared, sizes.activations
     return _memory(sizes, "head", computed, gradients, activations=activations, logits=logits, workspace=work)
@@ -536,7 +536,7 @@ def muon_workspace(config: Config) -> float:
     """Bytes of the temporaries of the largest weight."""
 
     def elements(matrices: MatrixLayout) -> int:
-        # Of an iteration: x, its product, the next x and a copy, and three squares; send and receive buffers.
+        # Of an iteration: x, its matmul, the next x and a copy, and three squares; send and receive buffers.
         whole, squares = math.prod(matrices.matrix_shape), min(matrices.matrix_shape) ** 2
         moved = math.prod(matrices.shape) // math.prod(axes.sizes(matrices.mesh)[axis] for axis in matrices.split_axes)
         return matrices.count_per_rank * (4 * whole + 3 * squares) + (2 * moved if matrices.exchanges else 0)

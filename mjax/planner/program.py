@@ -1,7 +1,7 @@
 """A traced program as one list of operations, and its matmuls.
 
 A jaxpr nests: calls within calls, and views of views. Here calls are inlined, views and barriers resolved and dead code
-removed, so that products, arrays and collectives can be counted on one list.
+removed, so that matmuls, arrays and collectives can be counted on one list.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from mjax.parallel.named_scopes import GROUPED
 
-# The same bytes under another shape or name: a compiler moves nothing for them, or folds them into the next product.
+# The same bytes under another shape or name: a compiler moves nothing for them, or folds them into the next matmul.
 # A copy between device and host is not a kernel either: a copy engine makes it.
 VIEWS = {
     "reshape", "squeeze", "expand_dims", "transpose", "pvary", "name", "copy", "stop_gradient", "reduce_precision",
@@ -25,7 +25,7 @@ VIEWS = {
 }  # fmt: skip
 NO_COMMUNICATION = {"pvary", "axis_index", "pcast", "shard_map"}  # they name a mesh axis but send nothing
 STAND_IN = "pure_callback"  # for a kernel that exists only on a GPU (`models/parts/flash.py`)
-# Besides products and collectives, these read and write whole arrays; all other operations fuse.
+# In addition to matmuls and collectives, these read and write whole arrays; all other operations fuse.
 KERNELS = {"dot_general", STAND_IN, "scatter", "scatter-add", "sort", "cumsum", "scan", "while", "cond"}
 # These return their input unchanged if the number of elements is the same, such as a broadcast of a dim of 1 to 1.
 RESIZING = {"broadcast_in_dim", "pad", "reduce_sum", "slice"}
@@ -35,7 +35,7 @@ RESTORING = {"bitcast_convert_type", "convert_element_type", "mul"}
 
 class Operation(NamedTuple):
     """One equation: its name, its inputs and outputs as numbers of values (None is a constant), the mesh axes that it
-    names, and its product, if it is one."""
+    names, and its matmul, if it is one."""
 
     name: str
     inputs: tuple[int | None, ...]
@@ -160,8 +160,8 @@ def array_bytes(value) -> int:
 class Product(NamedTuple):
     """[m, k] × [k, n], `batch` times.
 
-    `has_weight` is True for a product with a weight, `grouped` for one of experts (`grouped.STAND_IN`): m rows for each
-    of `batch` weights. Of other products with a weight there is one. `trained` is False if the weight is frozen.
+    `has_weight` is True for a matmul with a weight, `grouped` for one of experts (`grouped.STAND_IN`): m rows for each
+    of `batch` weights. Of other matmuls with a weight there is one. `trained` is False if the weight is frozen.
     """
 
     m: int
@@ -179,7 +179,7 @@ class Product(NamedTuple):
 
 
 def read_product(equation) -> Product:
-    """The product of a `dot_general`."""
+    """The matmul of a `dot_general`."""
     (contracting, _), (batch, _) = equation.params["dimension_numbers"]
     left, right = (variable.aval.shape for variable in equation.invars)
     k, times = (math.prod(left[dim] for dim in dims) for dims in (contracting, batch))

@@ -66,7 +66,7 @@ MAX_SLOWDOWN = 1.1
 # Ranks of `expert` and `model` together, at most, unless the config has more: they communicate in every layer.
 SERVER_GPUS = 8
 
-# Positions of a rank of `context`, at least: with fewer, its products and collectives are small.
+# Positions of a rank of `context`, at least: with fewer, its matmuls and collectives are small.
 MIN_POSITIONS = 4096
 
 # Chunks of the loss that are proposed. The logits then take less than the gradient of the table that scores them; more
@@ -399,7 +399,7 @@ def _can_run(changed: Config, config: Config, values: Collection[str]) -> bool:
 
 
 def _includes(values: dict[str, Any], proposed: dict[str, Any]) -> bool:
-    """True if `values` include what is proposed already, or go further, such as a smaller micro-batch."""
+    """True if `values` include the `proposed` ones, or go further, such as a smaller micro-batch."""
 
     def strength(name: str, value: Any) -> int:
         return -value if name == "train.micro_batch" else PRICES.get(name, {}).get(value, value)

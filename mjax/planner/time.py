@@ -13,7 +13,7 @@ The model of each part of a step:
 
     layer matmuls     the FLOPs at `matmul` × peak, less if tiles leave multiprocessors idle or the inner dim is short;
                       or the bytes, if those take longer
-    attention         flash: the FLOPs of unmasked scores, by head size, length and direction. Else: two products over
+    attention         flash: the FLOPs of unmasked scores, by head size, length and direction. Else: two matmuls over
                       s × s, and the scores' bytes
     elementwise       LayerNorm, residual sums, GELU: passes over the stream and over the outputs of column-parallel and
                       the inputs of row-parallel matmuls (`mjax_traffic`) over `memory` × bandwidth, and launches; with
@@ -71,7 +71,7 @@ from mjax.step.precision import uses_float8
 from mjax.utils.figures import format_rows, format_table
 from mjax.utils.files import read_json, write_whole
 
-# Rows of a tile of experts' products.
+# Rows in a tile of the experts' matmuls.
 TILE = TILE_ROWS["pallas"]
 
 
@@ -93,8 +93,8 @@ class Calibration:
 
     Attributes:
       gpu: name of the GPU they apply to (`mjax/cluster/hardware.py`).
-      matmul: fraction of the peak that a matrix product reaches whose tiles fill the GPU.
-      inner: a product's inner dim k costs a factor of k / (k + inner).
+      matmul: fraction of the peak that a matmul reaches whose tiles fill the GPU.
+      inner: a matmul's inner dim k costs a factor of k / (k + inner).
       attention: flash attention, a row for each measured head size and length: head size, positions, and the fractions
         of the peak that the forward and the backward pass reach, counting only unmasked scores.
       memory: fraction of the memory bandwidth that memory-bound kernels reach.
@@ -102,7 +102,7 @@ class Calibration:
       node: fraction of the bandwidth within a server that collectives reach.
       network: the same between servers.
       collective: seconds that a collective takes in addition to messages and bytes.
-      float8: fraction of the float8 peak that such a product reaches; read with `precision.compute fp8` only.
+      float8: fraction of the float8 peak that such a matmul reaches; read with `precision.compute fp8` only.
       error: relative error bar of the time of a step on this GPU.
       error_elsewhere: the same on any other GPU.
       sequences: shortest and longest sequence of the runs behind the error bar; beyond them there is no error bar.
@@ -161,7 +161,7 @@ A100 = Calibration(
     source=f"43 runs of Megatron-LM and llm-foundry, 0.12 to 1,008 billion parameters on 8 to 3,072 GPUs; {_NOT_MJAX}",
 )  # fmt: skip
 
-# `matmul` is 798 TFLOP/s in a product of 8192³ random numbers on one H100. The others are assumed, as those of the
+# `matmul` is 798 TFLOP/s in a matmul of 8192³ random numbers on one H100. The others are assumed, as those of the
 # roofline of compiled programs (`benchmarks/aot/roofline.py`).
 H100 = Calibration(
     gpu="h100", matmul=0.832, inner=180.0, attention=((128, 1024, 0.425, 0.334),), memory=0.85, launch=1.2e-6, node=0.8,
@@ -210,7 +210,7 @@ def read_calibration(file: Path) -> Calibration:
 # --- Seconds of a kernel or a collective on a GPU: the data sheet times the calibration -------------------------------
 
 
-# Tiles of cuBLAS's products, rows × columns of the result, and the rate of each against the largest.
+# Tiles of cuBLAS's matmuls, rows × columns of the result, and the rate of each against the largest.
 TILES = (
     (128, 256, 1.0), (256, 128, 1.0), (192, 128, 1.0), (128, 192, 1.0), (256, 192, 1.0), (192, 256, 1.0),
     (128, 128, 0.92), (64, 256, 0.88), (64, 128, 0.75),
@@ -248,7 +248,7 @@ class Rates:
         return max(seconds, self.bytes(moved)) + self.calibration.launch
 
     def product_rate(self, m: float, n: float, k: float, float8: bool = False) -> float:
-        """FLOP/s of a compute-bound product with m rows in all: less if its tiles leave multiprocessors idle, or its
+        """FLOP/s of a compute-bound matmul with m rows in all: less if its tiles leave multiprocessors idle, or its
         inner dim is short."""
         filled, calibration = tile_efficiency(m, n, self.gpu.multiprocessors), self.calibration
         largest = self.float8_peak * calibration.float8 if float8 else self.peak * calibration.matmul
@@ -315,7 +315,7 @@ class Rates:
 
 @lru_cache(maxsize=65536)
 def tile_efficiency(m: float, n: float, multiprocessors: int) -> float:
-    """The share of the multiprocessors' time that the tiles of a product fill, with the best tile."""
+    """The share of the multiprocessors' time that the tiles of a matmul fill, with the best tile."""
 
     def share(rows: int, columns: int, rate: float) -> float:
         waves = math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / multiprocessors)
@@ -393,8 +393,8 @@ SAVED_COPIES, WEIGHT_COPIES, COPY_LAUNCHES = 3, 6, 20
 
 
 def mjax_traffic(layer: LayerTime) -> Traffic:
-    """Return the traffic of mjax's program: an operand or result of a product is written or read once outside it, and
-    the operations between two products fuse."""
+    """Return the traffic of mjax's program: an operand or result of a matmul is written or read once outside it, and
+    the operations between two matmuls fuse."""
     run, branches, element = layer.run, layer.layer.branches, layer.run.element
     mesh, recompute = layer.config.mesh, layer.config.train.recompute
     outputs = layer.samples * sum(p.batch * p.m * p.n for branch in branches for p in branch[:-1])
@@ -497,7 +497,7 @@ class LayerTime:
 
     Attributes:
       run: shared by all layers.
-      layer: its products.
+      layer: its matmuls.
       weights: elements of its weights, as used in the computation; of them `experts` are split over `expert`, and
         `trained` have gradients.
     """
@@ -583,12 +583,12 @@ class LayerTime:
         return sum(self.rates.product(p.k, p.n, m, groups, float8=self.run.float8) for p, m, groups in rows)
 
     def _product(self, product: Product, n: int, k: int) -> float:
-        """[tokens, k] × [k, n] of a product with a weight."""
+        """[tokens, k] × [k, n] of a matmul with a weight."""
         rows, groups = self._rows(product)
         return self.rates.product(rows, n, k, groups, float8=self.run.float8)
 
     def _rows(self, product: Product) -> tuple[float, int]:
-        """The rows of a product with a weight, and the number of experts; the rows of an expert are whole tiles."""
+        """The rows of a matmul with a weight, and the number of experts; the rows of an expert are whole tiles."""
         rows = self.samples * product.m
         return (TILE * math.ceil(rows / TILE), product.batch) if product.grouped else (rows, 1)
 
@@ -615,7 +615,7 @@ class LayerTime:
         return [(name, self.rates.gather(ranks, stride, self.samples * whole)) for name, whole in collectives]
 
     def _attention(self, backward: bool) -> float:
-        """Scores, softmax and weighted sums. A flash kernel has five products backward for two forward, because it
+        """Scores, softmax and weighted sums. A flash kernel has five matmuls backward for two forward, because it
         recomputes the scores (arXiv 2307.08691)."""
         products, model = self.layer.activation_products, self.config.model
         if not products:
@@ -675,7 +675,7 @@ NAMES = {
     "host": "activation offload (exposed)",
     "optimizer": "optimizer and gradient accumulation",
 }
-# Launches for each chunk of the loss: running sums, the gradient of its logits, and its products.
+# Launches for each chunk of the loss: running sums, the gradient of its logits, and its matmuls.
 CHUNK_LAUNCHES = 10
 
 
@@ -956,7 +956,7 @@ class _StepTime:
         moved = self.software.optimizer_bytes * trained.stored + self.software.accumulate_bytes * added
         if self.config.optimizer.name == "adamw":
             return self.rates.traffic(moved, 20)
-        # No second moment is read and written, 8 bytes; momentum and result are, before and after the products.
+        # No second moment is read and written, 8 bytes; momentum and result are, before and after the matmuls.
         moved += (4 * muon_width(self.config) - 8) * self.weights.matrices
         return self.rates.traffic(moved, 20) + muon_iteration_seconds(self.config, self.rates)
 

@@ -36,7 +36,7 @@ BY_NAME = (
     (MATMULS, r"gemm|nvjet|cutlass|xmma|cublas|wgmma|splitKreduce|\bdot|convolution"),
     (COPIES, r"^mem(cpy|set)|^copy"),
 )
-GENERIC = re.compile("loop|input|fusion|wrapped|start")  # words in instruction names that are no operation
+GENERIC = re.compile("loop|input|fusion|wrapped|start")  # words in instruction names without an operation
 MOVES = re.compile(
     "copy|slice|dynamic|update|concatenate|transpose|broadcast|in|dim|pad|reshape|reverse|squeeze|bitcast"
 )

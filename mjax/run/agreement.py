@@ -3,7 +3,7 @@
 Many processes train one model only if all run the same program on the same data: another learning rate, seed, data file
 or line of code in one of them silently gives a useless checkpoint. So each process collects facts about itself, process
 0 compares them, and all end with one sentence that names the processes and their differences. The facts travel over the
-connections of the watchdog: a collective would need what is still to be checked.
+connections of the watchdog: a collective would need the very agreement that is still to be checked.
 
     config     every field, except those that only process 0 or only this process uses (`PER_PROCESS`)
     data       digests of the datasets and of the tokenizer, wherever each process has them

@@ -1,4 +1,4 @@
-"""Callbacks: what happens around the steps of a run, in mjax itself and in your code.
+"""Callbacks: actions around the steps of a run, in mjax itself and in your code.
 
     class Losses(mjax.Callback):
         def on_step(self, run, step, metrics):

@@ -4,7 +4,7 @@ A run folder holds one experiment. Each config field is in one of three classes,
 
     fixed     weights or moments would not fit, or would mean something else: rejected. Fields of a model without
               `TUNING` or `FREE`, and the name of the optimizer
-    learned   changes what is learned: rejected, unless --allow-change is given
+    learned   changes the training: rejected, unless --allow-change is given
     FREE      changes how long, on which devices or in which portions, and what is saved, shown or watched
 
 A field that is derived from another by default is compared by its effective value (`_effective_field`). Data are
@@ -48,7 +48,7 @@ def changes_since(
     Args:
       folder: of the run.
       config: of this start.
-      allow: whether to continue with settings that change what is learned.
+      allow: whether to continue with settings that change the training.
       resumed: whether the run was given by its folder, for the message.
       step: checkpoint to continue from; by default the newest.
 

@@ -136,7 +136,7 @@ class Display(Callback):
         self.begin(run.step)
 
     def on_step(self, run: Run, step: int, metrics: Record) -> None:
-        """Show the metrics, and what is wrong with the step."""
+        """Show the metrics, and the problem of the step."""
         self.show(metrics)
         if metrics.unhealthy:
             self.print_line(f"step {step} {metrics.unhealthy}")
@@ -264,7 +264,7 @@ def describe_mesh(config: Config) -> str:
 
 
 def announce_results(display: Display, result: Result, folder: Path, config: Config) -> None:
-    """Print the files of a finished run, and what to type next."""
+    """Print the files of a finished run, and the next commands."""
     if result.validation_loss is not None:
         sequences, shown = config.train.eval_batches * config.train.global_batch, config.model.metrics
         for line in format_verdict(result.validation_loss, result.validation_metrics, sequences, shown):

@@ -148,7 +148,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
             return Result(0, start, state, None)
         log = None
         if is_first():
-            data.training.batch_at(start)  # data that do not fit are rejected before the folder says that they do
+            data.training.batch_at(start)  # data that do not fit are rejected before the folder records them
             write_folder(config, resolved, data, folder, display.print_line)
             if start == 0:
                 write_origin(folder, origin, base, data, display.print_line)

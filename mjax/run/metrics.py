@@ -139,7 +139,7 @@ class MetricsEnd:
       last: the last record; empty if there is none.
       loss, val_loss: the last ones that are finite.
       steps, skipped: number of the last steps, at most `END_STEPS`, and how many of them were skipped.
-      problem: what is wrong with the last line; empty if nothing is.
+      problem: of the last line; empty without one.
     """
 
     last: dict[str, Any] = field(default_factory=dict)

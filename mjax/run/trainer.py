@@ -57,13 +57,13 @@ class Trainer:
             one gets the whole batch, and uses the rows of its devices.
           validation: the same for validation, a function of the batch index; needed with `data` unless
             `train.eval_interval` is 0.
-          callbacks: what else to do around the steps.
-          loss: (model, stream after the last layer [b·s, h], micro-batch, `ForwardContext`) → sums by name, instead of
-            the model's `loss`; names and counts still come from the model (`models/protocol.py`).
+          callbacks: further actions around the steps.
+          loss: (model, residual stream after the last layer [b·s, h], micro-batch, `ForwardContext`) → sums by name,
+            instead of the model's `loss`; names and counts still come from the model (`models/protocol.py`).
           optimizer: an optax transform that gives the direction of a step, such as `optax.scale_by_lion()`; the step
             subtracts learning rate × direction, with the config's schedule. By default the config's optimizer.
           init: folder of a run from whose weights alone a new run starts, as with `train.py --init`.
-          allow_change: continue a run even if a setting that changes what it learns is different.
+          allow_change: continue a run even if a setting that changes its training is different.
           show: print progress, as `train.py` does.
 
         Raises:

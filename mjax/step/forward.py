@@ -79,7 +79,7 @@ class Forward:
 
     @jax.named_scope(named_scopes.HEAD)
     def loss(self, weights: Model, x: Float[Array, "t h"], micro_batch: MicroBatch):
-        """The parts of the means by name, from the stream after the last layer; or the result of `head`."""
+        """The parts of the means by name, from the residual stream after the last layer; or the result of `head`."""
         context = self.context(micro_batch)
         if self.head is not None:
             return self.head(weights, x, micro_batch, context)
@@ -124,7 +124,7 @@ class Forward:
 
 
 def token_layout(config: Config) -> TokenLayout:
-    """The tokens in the rows of the stream of one micro-batch."""
+    """The tokens in the rows of the residual stream of one micro-batch."""
     model, mesh = config.model, config.mesh
     sequences, positions = config.train.micro_batch * model.sequences, model.sequence // mesh.context
     return TokenLayout(sequences, positions, mesh.splits_tokens, context_attention=config.context_attention)

@@ -22,7 +22,7 @@ HYSTERESIS = 2
 MIN_LOSS_SCALE = 1.0
 
 COMPUTE_TYPES = {
-    "fp8": jnp.bfloat16,  # of everything but the products of linear layers (`parallel/float8.py`)
+    "fp8": jnp.bfloat16,  # of everything but the matmuls of linear layers (`parallel/float8.py`)
     "bf16": jnp.bfloat16,
     "fp16": jnp.float16,
     "fp32": jnp.float32,

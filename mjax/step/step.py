@@ -104,7 +104,7 @@ def build_program(
       batch: global batch of a step; by default `config.train.global_batch`. The learning rate always follows the sizes
         of the whole run.
       optimizer: computes the update of a step without the learning rate; by default the config's.
-      loss: (model, stream after the last layer, micro-batch, context) → sums by name, instead of `Model.loss`.
+      loss: (model, residual stream after the last layer, micro-batch, context) → sums by name, instead of `Model.loss`.
     """
     rate_after = partial(learning_rate, config, xp=jnp)
     config = with_batch_size(config, batch or config.train.global_batch)
@@ -343,8 +343,8 @@ def sum_over_batch(
     Args:
       config, plan, model, batch: as for `loss_and_gradients`.
       factors: factor of each sum of the model (`losses.mean_scales`).
-      head: (weights, stream after the last layer [b·s, h], micro-batch, context) → array of any shape, replicated over
-        `model`; by default the means by name.
+      head: (weights, residual stream after the last layer [b·s, h], micro-batch, context) → array of any shape,
+        replicated over `model`; by default the means by name.
       loss_fn: instead of `Model.loss`.
 
     Returns:

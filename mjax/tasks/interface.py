@@ -113,7 +113,7 @@ def read_text(file: Path, expected: str = "the task's files as published") -> st
     """Read a text file in UTF-8, with its line ends.
 
     Raises:
-      UsageError: there is no such file, or it is not UTF-8; `expected` says which one to give.
+      UsageError: there is no such file, or it is not UTF-8; `expected` names the file to give.
     """
     if not file.is_file():
         raise UsageError(f"there is no file {file}; give {expected}")

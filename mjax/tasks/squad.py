@@ -94,7 +94,7 @@ class Squad(LabelledTask):
         return questions
 
     def encode(self, file: Path, items: list[SquadQuestion], role: Role):
-        """One row per window; in training, questions whose answer is not where the file says are skipped."""
+        """One row per window; in training, questions with a wrong answer position in the file are skipped."""
         questions = [q for q in items if role == "validation" or not q.truth or q.span is not None]
         if skipped_count := len(items) - len(questions):
             skipped = f"{skipped_count:,} of {len(items):,} questions were skipped"

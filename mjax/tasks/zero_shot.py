@@ -425,7 +425,7 @@ class PositionwiseLoss:
             Metric.number("gain", gain, f"of the later positions{plus_minus}; below 0 they are worse"),
             Metric("gain_error", error, "unknown" if error is None else f"{error:.4f}", "standard error of the gain"),
             Metric.count("documents", self.used, f"of {self.documents:,}; shorter ones are left out"),
-            Metric.count("stretches", len(losses), f"of {self.length:,} tokens each"),
+            Metric.count("spans", len(losses), f"of {self.length:,} tokens each"),
             Metric.count("tokens", losses.size, f"and {left_out:,} left out, of short documents and at the ends"),
             Metric("bins", bins, _format_bins(bins)),
         ]

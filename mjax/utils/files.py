@@ -215,7 +215,7 @@ def make_private(folder: Path) -> str | None:
     """Make a folder that no other user can write to, or check an existing one.
 
     Returns:
-      The reason why `folder` may hold files of another user, and what to type; None if it cannot.
+      The reason why `folder` may hold files of another user, and the line to type; None if it cannot.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -292,7 +292,7 @@ def read_json(file: Path, fix: str, missing: str | None = None) -> Any:
 
     Args:
       file: in UTF-8.
-      fix: ends the sentence about a damaged file: what to do.
+      fix: ends the sentence about a damaged file: the remedy.
       missing: ends the sentence about a missing file.
 
     Raises:

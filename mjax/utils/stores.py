@@ -1,7 +1,7 @@
 """Object stores: the files behind an address such as s3://bucket/runs, and their local copies.
 
-    s3://bucket/runs/one  →  ~/.cache/mjax/stores/s3/bucket/runs/one     what this machine writes: copied to the store
-                          ←  ~/.cache/mjax/fetched/s3/bucket/runs/one    a cache of what the store has
+    s3://bucket/runs/one  →  ~/.cache/mjax/stores/s3/bucket/runs/one     written here: copied to the store
+                          ←  ~/.cache/mjax/fetched/s3/bucket/runs/one    a cache of the store
 
 An object can be replaced but not appended to, and has no atomic rename. So programs read and write local folders, whose
 paths follow from the address; `checkpoint/mirror.py` and `utils/ranges.py` copy them. Other modules use local paths.
@@ -36,7 +36,7 @@ T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 ADDRESS = re.compile(r"(s3|gs):/+([^/].*?)/*")  # a Path has one slash of the two
 WRITTEN, FETCHED = "stores", "fetched"
-"""Folders in the cache home: of what this machine writes, and of what it has fetched."""
+"""Folders in the cache home: for files that this machine writes, and for fetched ones."""
 PATIENCE = 120.0  # seconds for which a command repeats a failed request
 MAX_PAUSE = 60.0  # seconds between two attempts
 QUIET = 60.0  # seconds before the same line is printed again

@@ -10,7 +10,7 @@ COLORS = ("blue", "orange", "green", "pink")
 
 
 def same_seed_two_meshes() -> Drawing:
-    """A dropout mask of eight sequences, on one device and cut for four: the same elements are dropped."""
+    """One position's dropout mask in eight sequences, on one device and cut for four: the same columns are dropped."""
     drawing = Drawing(640, 294, "One seed, two meshes: each device computes its rows of the same mask, so none differs")
     rows, columns = np.meshgrid(np.arange(8, dtype=np.uint32), np.arange(12, dtype=np.uint32), indexing="ij")
     dropped = _hash(_hash(rows + np.uint32(1234)) ^ columns) < np.uint32(0.2 * 2**32)
@@ -29,9 +29,10 @@ def same_seed_two_meshes() -> Drawing:
         y = 35 + rank * 62
         draw(404, y, range(2 * rank, 2 * rank + 2), color)
         drawing.text(392, y + 18, f"rank {rank}", size=14, anchor="end")
-    drawing.text(100, 212, "empty: dropped", size=14, italic=True)
-    drawing.text(4, 246, "keep(seed, step, layer, site,", size=15)
-    drawing.text(4, 268, "sequence, position, column)", size=15)
+    drawing.text(100, 202, "12 columns of one position", size=14)
+    drawing.text(100, 222, "empty: dropped", size=14, italic=True)
+    drawing.text(4, 250, "keep(seed, step, layer, site,", size=15)
+    drawing.text(4, 272, "sequence, position, column)", size=15)
     return drawing
 
 

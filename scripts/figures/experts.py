@@ -19,7 +19,7 @@ def experts_router() -> Drawing:
         drawing.text(x, 14, text, size=15, bold=True, anchor="middle")
     drawing.box(4, 110, 64, 40, "cat", "grey")
     drawing.arrow((68, 130), (92, 130))
-    drawing.box(92, 104, 74, 52, "x R,\nsoftmax", "grey", size=15)
+    drawing.box(92, 104, 74, 52, "matmul,\nsoftmax", "grey", size=15)
     for expert, probability in enumerate(PROBABILITIES):
         y, mine = 32 + expert * 54, expert in chosen
         drawing.box(190, y + 6, 100 * probability, 28, color="yellow", fill="strong" if mine else "faint", radius=2)

@@ -32,7 +32,7 @@ COLORS = {"models": "blue", "parallel": "blue", "step": "blue", "run": "orange",
 
 
 def _imports() -> dict[str, set[str]]:
-    """For each folder of mjax the folders that its files import."""
+    """The folders that the files in each folder of mjax import."""
     found: dict[str, set[str]] = {name: set() for name in PURPOSES}
     for file in MJAX.glob("*/**/*.py"):
         for line in file.read_text().splitlines():

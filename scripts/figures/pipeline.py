@@ -24,7 +24,7 @@ def pipeline_schedules() -> Drawing:
     for name, chunks, label, gap in panels:
         schedule = build_schedule(name, stages=3, micro_batches=6, chunks=chunks)
         drawing.text(4, top + 14, label, size=15, bold=True)
-        drawing.text(636, top + 14, f"bubble {schedule.bubble(1, 2):.0%}", size=15, anchor="end")
+        drawing.text(636, top + 14, f"bubble {schedule.bubble(1, 2):.0%} of F + B", size=15, anchor="end")
         boxes = _boxes(schedule, UNIT / chunks)
         rows = [top + 30 + stage * (30 + gap) for stage in range(3)]
         for stage, y in enumerate(rows):
@@ -109,7 +109,7 @@ def pipeline_tick() -> Drawing:
     drawing = Drawing(640, 268, "One tick: store the arrived arrays, run F if it is on, run B if it is on, send")
     stages = (
         (4, 84, "store", "grey", ("y and dx", "that came", "→ slots")),
-        (100, 204, "F, if on", "green", ("stage 0: embedding", "all: layers", "residuals → buffer")),
+        (100, 204, "F, if on", "green", ("stage 0: embedding", "all: layers", "activations → buffer")),
         (316, 216, "B, if on", "sky", ("last stage: head, loss", "all: layers' gradient", "stage 0: embedding's")),
         (544, 92, "send", "grey", ("ppermute", "y → next", "dx → prev.")),
     )
@@ -123,7 +123,9 @@ def pipeline_tick() -> Drawing:
     drawing.box(160, 192, 316, 34, "ring buffer: one slot per F in flight", fill="tint", size=15)
     drawing.arrow((202, 156), (202, 192), "green")
     drawing.arrow((424, 192), (424, 156), "sky")
-    drawing.text(4, 252, "a row of the table sets both conditions and all buffer slots", size=15, italic=True)
+    drawing.text(
+        4, 252, "the stage's column of the table sets both conditions and all buffer slots", size=15, italic=True
+    )
     return drawing
 
 

@@ -46,8 +46,9 @@ def precision_in_step() -> Drawing:
         "weights\nbf16": (196, 14, 104, 54, "blue"),
         "layers\nbf16": (352, 14, 104, 54, "blue"),
         "loss\nfloat32": (508, 14, 124, 54, "orange"),
-        "gradients\nbf16": (352, 134, 104, 54, "blue"),
-        "accumulator\nfloat32": (180, 134, 120, 54, "orange"),
+        "gradients\nbf16": (508, 134, 124, 54, "blue"),
+        "accumulator\nfloat32": (346, 134, 116, 54, "orange"),
+        "sum over data\nfloat32": (184, 134, 122, 54, "orange"),
         "Adam\nfloat32": (8, 134, 136, 54, "orange"),
     }
     for label, (x, y, width, height, color) in boxes.items():
@@ -55,20 +56,21 @@ def precision_in_step() -> Drawing:
     drawing.arrow((144, 41), (194, 41), label="cast", size=14, label_at=(169, 26))
     drawing.arrow((300, 41), (350, 41))
     drawing.arrow((456, 41), (506, 41))
-    drawing.arrow((570, 68), (458, 161), via=[(570, 161)])
-    drawing.text(520, 178, "backward", size=14, anchor="middle")
-    drawing.arrow((352, 161), (302, 161), label="add", size=14, label_at=(327, 146))
-    drawing.arrow((180, 161), (146, 161))
+    drawing.arrow((570, 68), (570, 132))
+    drawing.text(560, 100, "backward", size=14, anchor="end")
+    drawing.arrow((508, 161), (464, 161), label="add", size=14, label_at=(485, 146))
+    drawing.arrow((346, 161), (308, 161))
+    drawing.arrow((184, 161), (146, 161))
     drawing.arrow((76, 134), (76, 70), label="update", size=14, label_at=(112, 102))
-    drawing.box(196, 226, 436, 92, color="blue", fill="faint", dashed=True, radius=8)
-    drawing.text(208, 244, "one linear layer with --precision.compute fp8", size=14, bold=True)
-    drawing.box(208, 262, 88, 44, "round\nto fp8", "pink", size=14)
-    drawing.arrow((296, 284), (328, 284))
-    drawing.box(330, 262, 140, 44, "matmul, adds\nin float32", "pink", size=14)
-    drawing.arrow((470, 284), (502, 284))
-    drawing.box(504, 262, 116, 44, "result\nbf16", "blue", size=14)
-    drawing.line([(404, 68), (404, 134)], dashed=True)
-    drawing.line([(404, 188), (404, 226)], dashed=True)
+    drawing.box(8, 226, 624, 92, color="grey", fill="none", dashed=True, radius=8)
+    drawing.text(20, 244, "inside layers and their backward pass: a linear layer with fp8", size=14, bold=True)
+    drawing.box(20, 262, 110, 44, "operands\nbf16", "blue", size=14)
+    drawing.arrow((130, 284), (166, 284))
+    drawing.box(168, 262, 110, 44, "round\nto fp8", "pink", size=14)
+    drawing.arrow((278, 284), (314, 284))
+    drawing.box(316, 262, 152, 44, "matmul, adds\nin float32", "pink", size=14)
+    drawing.arrow((468, 284), (504, 284))
+    drawing.box(506, 262, 114, 44, "result\nbf16", "blue", size=14)
     return drawing
 
 
@@ -83,22 +85,28 @@ def fp8_scaling() -> Drawing:
         return left + (math.log2(abs(value)) - low) / (high - low) * width
 
     info = ml_dtypes.finfo(ml_dtypes.float8_e4m3fn)
-    begin, end = at(float(info.smallest_subnormal)), at(float(info.max))
+    smallest = float(info.smallest_subnormal)
+    begin, end = at(smallest), at(float(info.max))
     drawing.box(begin, 14, end - begin, 150, color="pink", fill="faint", radius=0)
-    drawing.text((begin + end) / 2, 28, "e4m3 has these numbers", size=14, anchor="middle", color="pink")
-    values, scale = (1000.0, 3.14159, 0.37, 1e-3), 4.0
+    drawing.text((begin + end) / 2, 28, "e4m3, with subnormals", size=14, anchor="middle", color="pink")
+    values, scale = (1000.0, 3.14159, 0.37, 3e-3), 4.0
     for y, title, divisor in ((66, "values", 1.0), (126, "values / 4", scale)):
         drawing.text(4, y, title, bold=True, size=15)
         drawing.line([(left, y), (left + width, y)])
         for value in values:
-            inside = float(info.smallest_subnormal) / 2 < value / divisor <= float(info.max)
-            drawing.circle(at(value / divisor), y, 7, color="blue" if inside else "orange", fill="solid")
-    for value, label in zip(values, ("1000", "3.14", "−0.37", "0.001"), strict=True):
-        drawing.text(at(value) - (8 if value < 0.01 else 0), 48, label, size=14, anchor="middle")
+            scaled = value / divisor
+            color, fill = "blue", "solid"
+            if scaled > float(info.max):
+                color = "orange"
+            elif scaled <= smallest / 2:  # rounded to zero
+                color, fill = "grey", "faint"
+            drawing.circle(at(scaled), y, 7, color=color, fill=fill)
+    for value, label in zip(values, ("1000", "3.14", "−0.37", "0.003"), strict=True):
+        drawing.text(at(value) + (15 if value < 0.01 else 0), 48, label, size=14, anchor="middle")
         drawing.arrow((at(value), 75), (at(value / scale), 116), width=1.2)
     for power in (-12, -8, -4, 0, 4, 8):
         drawing.text(at(2.0**power), 180, f"2{_superscript(power)}", size=14, anchor="middle")
-    drawing.text(left, 202, "orange: too large before, rounded to 0 after", size=14, italic=True)
+    drawing.text(left, 202, "orange: too large. Grey: rounds to 0", size=14, italic=True)
     return drawing
 
 

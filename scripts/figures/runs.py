@@ -82,7 +82,7 @@ PROFILE = (  # of gpt_demo, the table on profile-and-compare.md
 
 
 def profile_bar() -> Drawing:
-    """Where a step of gpt_demo went: the rows of the first profile table as shares of one bar."""
+    """One step of gpt_demo: the rows of the first profile table as shares of a bar."""
     drawing = Drawing(640, 176, "A step of gpt_demo on a CPU: 45% matmuls, 13% attention, 22% idle")
     left = 10.0
     for _, share, color in PROFILE:

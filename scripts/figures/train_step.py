@@ -21,7 +21,7 @@ def train_step() -> Drawing:
     drawing.text(22, 126, "repeat for each of m micro-batches of b sequences", size=15, bold=True)
     columns = [
         (22, 108, "embedding"),
-        (152, 150, "layers 1 … L"),
+        (152, 150, "L layers"),
         (324, 108, "final norm"),
         (454, 164, "logits and loss"),
     ]
@@ -33,8 +33,8 @@ def train_step() -> Drawing:
         drawing.arrow((after, 223), (x + width, 223), "sky")
     drawing.arrow((536, 184), (536, 204), "sky")
     rows = [
-        ("blue", "model: f and g, 4 all-reduces per layer", "green", "pipe: send/recv between stages"),
-        ("pink", "context: keys and values, in attention", "yellow", "expert: tokens to their experts"),
+        ("blue", "model: f and g, four times per layer", "green", "pipe: send/recv between stages"),
+        ("pink", "context: keys and values, in attention", "yellow", "expert: all tokens of the group"),
     ]
     for number, (left, left_text, right, right_text) in enumerate(rows):
         drawing.text(22, 264 + number * 22, left_text, size=14, color=left)
@@ -42,11 +42,11 @@ def train_step() -> Drawing:
     drawing.box(22, 302, 596, 34, "add to the gradient accumulators, float32", size=15)
 
     drawing.arrow((320, 344), (320, 372), "orange")
-    drawing.box(8, 372, 624, 44, "data: all-reduce or reduce-scatter, once per step, float32", "orange", bold=True)
+    drawing.box(8, 372, 624, 44, "data: sum float32 gradients once per step (ZeRO-3: per layer)", "orange", bold=True)
     drawing.arrow((133, 416), (133, 438))
     drawing.arrow((258, 460), (282, 460))
     drawing.box(8, 438, 250, 44, "divide by the loss scale", size=15)
-    drawing.box(282, 438, 350, 44, "global norm: squares summed over model", "blue", size=15)
+    drawing.box(282, 438, 350, 44, "global norm: squares summed over ranks", "blue", size=15)
     drawing.arrow((457, 482), (457, 504))
     drawing.box(8, 504, 624, 44, "clip: multiply by min(1, limit / norm)", size=15)
     drawing.arrow((160, 548), (160, 590))
@@ -80,11 +80,11 @@ def data_parallel() -> Drawing:
         drawing.arrow((left + 75, 72), (left + 75, 96))
         drawing.box(left, 96, 150, 40, "the same weights", size=15)
         drawing.arrow((left + 75, 136), (left + 75, 160), "sky")
-        drawing.box(left, 160, 150, 40, f"gradient g{'₀₁₂₃'[replica]}", "sky")
+        drawing.box(left, 160, 150, 40, f"gradient {replica}", "sky")
         drawing.arrow((left + 75, 200), (left + 75, 224), "orange")
         drawing.arrow((left + 75, 268), (left + 75, 292), "orange")
         drawing.box(left, 292, 150, 44, "the same update", size=15)
-    drawing.box(8, 224, 624, 44, "data: all-reduce, every replica receives g₀ + g₁ + g₂ + g₃", "orange", bold=True)
+    drawing.box(8, 224, 624, 44, "data: all-reduce, every replica receives the sum of all four", "orange", bold=True)
     return drawing
 
 
@@ -104,7 +104,7 @@ def gradient_accumulation() -> Drawing:
         runs = 1 if number == 0 else 4
         for run in range(runs):
             forward, backward = 8 * unit / runs, 16 * unit / runs
-            names = ("forward 8", "backward 8") if runs == 1 else (f"F{run}", f"B{run}")
+            names = ("forward 8", "backward 8") if runs == 1 else (f"{run}", f"{run}")
             drawing.box(x, base - height, forward, height, names[0], "green", size=15, radius=1)
             drawing.box(x + forward, base - height, backward, height, names[1], "sky", size=15, radius=1)
             x += forward + backward
@@ -113,5 +113,7 @@ def gradient_accumulation() -> Drawing:
         drawing.arrow((40, base), (40, top + 22), width=1.5)
         drawing.arrow((40, base), (626, base), width=1.5)
         drawing.text(626, base + 16, "time", size=14, anchor="end")
-    drawing.text(40, 328, "height of F (forward) and B (backward): saved activations", size=14, italic=True)
+    drawing.text(
+        8, 328, "height: saved activations; green: forward, blue: backward of micro-batch 0 to 3", size=14, italic=True
+    )
     return drawing

@@ -55,7 +55,7 @@ def zero_timeline() -> Drawing:
         for number in range(2 * layers):
             forward = number < layers
             begins.append(start)
-            name = f"F{number + 1}" if forward else f"B{2 * layers - number}"
+            name = f"{number + 1}" if forward else f"{2 * layers - number}"
             start = put(top, 0, start, 1 if forward else 2, name, "green" if forward else "sky")
         return start, begins
 
@@ -70,13 +70,13 @@ def zero_timeline() -> Drawing:
     lanes(256, "ZeRO-3", "gather and reduce-scatter (R) one layer during another")
     start = put(256, 1, 0, 0.5, "", "orange")
     end, begins = layers_from(256, start)
-    for number in range(1, 2 * layers):
-        x = put(256, 1, begins[number - 1], 0.5, "", "orange")
-        if number > layers:
+    for number, begin in enumerate(begins, 1):  # while a pass runs: gather for the next, scatter of the one before
+        x = put(256, 1, begin, 0.5, "", "orange") if number < 2 * layers else begin
+        if number > layers + 1:
             put(256, 1, x, 1, "R", "orange")
     put(256, 0, put(256, 1, end, 1, "R", "orange"), 0.5, "A", "grey")
     drawing.text(
-        4, 366, "F forward, B backward, A Adam, R reduce-scatter; narrow boxes gather one layer", size=14, italic=True
+        4, 366, "green: layers 1 to 4 forward, blue: backward, A: Adam; narrow: gather a layer", size=14, italic=True
     )
     return drawing
 
@@ -105,10 +105,10 @@ def hsdp() -> Drawing:
     for member in range(4):
         drawing.arrow((163 + member * 132, 122), (163 + member * 132, 186), both=True, dashed=True)
     for x, lines, color in (
-        (176, ("each layer:", "gather, scatter"), "orange"),
-        (440, ("once per step:", "all-reduce"), ""),
+        (176, ("inside groups:", "gather, scatter", "each layer"), "orange"),
+        (440, ("between them:", "all-reduce", "once per step"), ""),
     ):
-        drawing.text(x, 144, lines[0], size=14, color=color)
-        drawing.text(x, 164, lines[1], size=14, color=color)
+        for row, line in enumerate(lines):
+            drawing.text(x, 134 + row * 20, line, size=14, color=color)
     drawing.text(100, 330, "filled: the shard of every weight that this GPU stores", size=15, italic=True)
     return drawing

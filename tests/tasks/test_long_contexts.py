@@ -57,7 +57,7 @@ def test_positions_cut_documents_into_whole_spans(tmp_path):
     assert texts == [([256, *b"abcde"], 5), ([*b"efghij"], 5), ([256, *b"klmno"], 5)]
     metrics = task.metrics([np.arange(15, dtype=np.float32).reshape(3, 5)])
     values, remarks = values_of(metrics), {metric.name: metric.note for metric in metrics}
-    assert (values["documents"], values["stretches"], values["tokens"]) == (2, 3, 15)
+    assert (values["documents"], values["spans"], values["tokens"]) == (2, 3, 15)
     assert remarks["documents"] == "of 3; shorter ones are left out"
     assert remarks["tokens"].startswith("and 4 left out")
 
@@ -105,7 +105,7 @@ def test_positions_show_that_context_helps(run, tmp_path, capsys):
     assert [0, *(end for _, end in bounds)] == [*(first - (first == 1) for first, _ in bounds), SEQUENCE + 1]
     early = [row["loss"] for row in found["bins"] if row["last"] <= 60]
     late = [row["loss"] for row in found["bins"] if row["first"] > 70]
-    assert (found["documents"], found["stretches"], len(late)) == (3, 3, 3)
+    assert (found["documents"], found["spans"], len(late)) == (3, 3, 3)
     assert max(late) < 1e-3 < 5 < min(early)
     assert found["gain"] > 3
     assert "<svg" in picture.read_text()

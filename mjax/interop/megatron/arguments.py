@@ -338,7 +338,7 @@ def _mixture_fields(arguments: MegatronArguments, tensors: Tensors, width: int) 
       width: of an expert, by its shape.
 
     Raises:
-      UsageError: the arguments ask for what mjax does not compute, or contradict the tensors.
+      UsageError: the arguments request an unsupported feature, or contradict the tensors.
     """
     capacity, frequency = arguments["moe_expert_capacity_factor"], arguments["moe_layer_freq"]
     if capacity is not None and not (type(capacity) in (int, float) and capacity < 0):

@@ -6,7 +6,7 @@ Megatron-LM (arXiv 1909.08053, figure 7). `torch.nn.Linear` stores [out, in], so
     order of two segments     cls.seq_relationship, on pooler     order, on pooler: class 0 is "in order" in both
 
 Class 1 of the order depends on the training task: a segment from elsewhere (next-sentence prediction, as in Google's
-models), or the two segments swapped (sentence order, as in Megatron's and ours). No file says which.
+models), or the two segments swapped (sentence order, as in Megatron's and ours). No file records which.
 
 The two differ in their LayerNorms. Megatron's has one before attention (`attention.ln`), one before the MLP
 (`ln`) and a last one (`encoder.ln`), and none after the embedding.

@@ -82,7 +82,7 @@ class Linear(nnx.Module):
 
 
 class MLMHead(nnx.Module):
-    """The head that scores the original token at each position, from the stream after the last norm."""
+    """The head that scores the original token at each position, from the residual stream after the last norm."""
 
     def __init__(self, key: Array, config: BERTConfig, dtype):
         self.activation = config.mlm_activation or config.activation
@@ -129,7 +129,7 @@ class Encoder(LanguageModel):
         return context.with_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
 
     def head_input(self, x: Float[Array, "t h"]) -> Float[Array, "t h"]:
-        """The input of the heads, from the stream after the last layer."""
+        """The input of the heads, from the residual stream after the last layer."""
         return self.final_norm(x) if self.config.layernorm == "pre" else x
 
     def pool(self, x: Float[Array, "t h"], tokens: TokenLayout) -> tuple[Float[Array, "b h"], Bool[Array, " b"]]:
@@ -215,7 +215,7 @@ class TaskBERT(Encoder):
         self.head = Linear(head, config.hidden, config.outputs, config.init_std, dtype)
 
     def scores(self, x: Float[Array, "t h"], batch: dict[str, Array], context: ForwardContext) -> Float[Array, "b ..."]:
-        """The scores of each sample, from the stream after the last layer.
+        """The scores of each sample, from the residual stream after the last layer.
 
         Args:
           x: this rank's rows.

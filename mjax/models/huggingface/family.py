@@ -43,7 +43,7 @@ class Family:
       renamed: (expression, replacement) that turn names of old versions into the current `names`.
       described_by: source of the expected shapes, for messages.
       padded: True if the files have more rows than tokens.
-      spelled: takes a name of `names`, gives the name in the files, for messages.
+      spelled: function from a name in `names` to the name in the files, for messages.
       model_type: in config.json, like everything below.
       written_only: True if no folder of it is read.
       generates: True if it generates text; its folders then have a generation_config.json.

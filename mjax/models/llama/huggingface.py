@@ -26,7 +26,7 @@ SCALINGS = {
     "yarn": {"beta_fast": 32, "beta_slow": 1, "attention_factor": None, "mscale": None, "mscale_all_dim": None}
     | {"truncate": True},
 }
-"""The settings of a type of scaling that change what it computes, and the only value of each that mjax knows."""
+"""The settings of a type of scaling that change what it computes, and the only supported value of each."""
 
 
 def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:

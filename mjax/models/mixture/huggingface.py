@@ -15,7 +15,7 @@ from mjax.models.llama.huggingface import LAYER, LLAMA, MISTRAL, OLMO2, QWEN3
 from mjax.models.mixture.config import MixtureConfig
 
 OF_TRAINING = frozenset({"moe_kernel", "aux_loss_coef", "aux_loss_scope", "z_loss"})
-"""Fields that change what is learned, and no result."""
+"""Fields that change the training, and no result of a trained model."""
 
 
 def _names(experts: str, router: str, gate: str, up: str, down: str) -> dict[str, Any]:

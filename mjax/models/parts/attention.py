@@ -75,7 +75,7 @@ class Attention(nnx.Module):
         return self.out(checkpoint_name(attended, "attended"), context.tokens, context.layer_key(random.LORA_OUT))
 
     def probabilities(self, x: Float[Array, "t h"], context: ForwardContext) -> Float[Array, "bs n S"]:
-        """The weights with which this rank's heads attend from this rank's positions to those of all ranks."""
+        """The weights with which this rank's heads attend from this rank's positions to all ranks' positions."""
         tokens = context.tokens
         q, k, _ = self._split_heads(apply_column_parallel(x, tokens, *self._projections()), context)
         # Attention is linear in the values: with one-hot values its output is the weights, over any mesh.

@@ -63,7 +63,7 @@ def attend(
     k, v = (_repeat_to_query_heads(x, q.shape[2]) for x in (k, v))
     if mask.slopes is not None:
         # A barrier in this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every
-        # layer reads from memory what is free to compute.
+        # layer reads it from memory, although it is free to compute.
         slopes, _ = optimization_barrier((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
         mask = replace(mask, slopes=slopes)
     if kernel == "xla" or mask.position_ids is not None:
@@ -145,12 +145,12 @@ def _attend_block(
 # --- Sequences over context -------------------------------------------------------------------------------------------
 # Attention of sequences whose positions are split over `context`, with any of the kernels above.
 #
-#     heads     an all-to-all gives each rank all positions of n / c of the heads, and a second one its positions of all
+#     ulysses   an all-to-all gives each rank all positions of n / c of the heads, and a second one its positions of all
 #               heads (DeepSpeed-Ulysses, arXiv 2309.14509). Kernels, windows, documents and masks see whole sequences.
 #
 #                   [b, s / c, n, d] ── all-to-all ──▶ [b, s, n / c, d] ── attention ── all-to-all ──▶ [b, s / c, n, d]
 #
-#     gather    every rank gathers the keys and values of all positions, and attends from its queries (Llama 3, arXiv
+#     allgather every rank gathers the keys and values of all positions, and attends from its queries (Llama 3, arXiv
 #               2407.21783, section 3.3.2). With grouped heads these are few. The backward pass sums their gradients by
 #               a reduce-scatter. Queries are in zigzag order: rank r of c has the chunks r and 2c − 1 − r of 2c
 #               (`token_layout.py`).

@@ -162,8 +162,8 @@ class ExpertsConfig(GatedMLPConfig):
     shared_expert_ffn_hidden: Annotated[CountOrZero, Synonyms("moe-shared-expert-intermediate")] = 0
     """Total width of the shared experts, which every token uses (0: none)."""
     aux_loss_coef: Annotated[Tuned, Synonyms("moe-aux-loss-coeff router-aux-loss-coef")] = 0.0
-    """Coefficient of the load-balancing loss per layer: E · Σ f P over the experts, with f the expert's share of
-    assignments and P its mean weight. Balanced experts give 1."""
+    """Coefficient of each layer's load-balancing loss, E · Σ f P over experts: f is the expert's share of assignments,
+    P its mean weight. Balanced experts give 1."""
     router_bias_update_rate: Annotated[Tuned, Synonyms("moe-router-bias-update-rate")] = 0.0
     """Balance experts without a loss: change per step in the router's bias, up for an expert below its layer's mean
     load, down above (DeepSeek-V3: 0.001, arXiv 2408.15664). 0: no bias."""

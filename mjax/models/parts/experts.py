@@ -10,7 +10,7 @@
        │
     A ⊙ B, C        three grouped matmuls: act(x A_e) ⊙ x B_e, times the assignment's weight, times C_e
        │
-    combine         the sum of a token's k rows
+    combine         the sum of a token's K rows
        │
        g            the sum over ranks of `model`
        │

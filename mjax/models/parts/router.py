@@ -47,7 +47,7 @@ Sums = dict[str, Array]
 
 
 class RouterOutput(NamedTuple):
-    """The router's result for rows of the stream.
+    """The router's result for rows of the residual stream.
 
     Attributes:
       experts: the k best, from 0.
