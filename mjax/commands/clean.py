@@ -113,8 +113,8 @@ class CleanJob(FilterJob):
         counts: Counter[int] = Counter()
         for block in self.blocks(rank):
             for document in parse_block(block, self.corpus.key)[0]:
-                matches = Words(document.text).find(self.grams).values()
-                counts.update(gram for same_length in matches for _, gram in same_length)
+                occurrences = Words(document.text).find(self.grams)
+                counts.update(gram for matches in occurrences.values() for _, gram in matches)
         with self.open_files(rank, "runs", "counts") as (runs, numbers):
             np.fromiter(counts, np.uint64, len(counts)).tofile(runs)
             np.fromiter(counts.values(), np.int64, len(counts)).tofile(numbers)
