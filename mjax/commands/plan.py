@@ -226,11 +226,16 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
     if (devices := arguments.max_sequence_on) is not None:
         config, sections["longest"] = command.longest_section(config, name, devices, gpu, calibration)
     if name != PYTHON_CONFIG:
-        line, fits = _command(arguments, config), sections["longest"] or sections["memory"].values.get("fits", True)
-        sections["run"].values["command"] = line if fits else None
-        more = ["--details adds memory by kind, collectives and step time by part"] * (not arguments.details)
-        next(filter(None, sections.values())).lines.extend([*(["to train it:", f"  {line}"] if fits else []), *more])
+        _add_command(_command(arguments, config), arguments.details, sections)
     return sections
+
+
+def _add_command(line: str, details: bool, sections: dict[str, Section | None]) -> None:
+    """End the first section with the command that trains the config, if the config fits."""
+    fits = sections["longest"] or sections["memory"].values.get("fits", True)
+    sections["run"].values["command"] = line if fits else None
+    more = ["--details adds memory by kind, collectives and step time by part"] * (not details)
+    next(filter(None, sections.values())).lines.extend([*(["to train it:", f"  {line}"] if fits else []), *more])
 
 
 def _command(arguments: PlanArguments, config: Config) -> str:

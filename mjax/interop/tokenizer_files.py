@@ -239,7 +239,7 @@ def _convert_sentencepiece(processor: SentencePieceProcessor) -> BackendTokenize
     backend.decoder = decoders.Sequence(steps)
     add_special_tokens(backend, *special)
     # User-defined pieces are never split or joined; a character that is part of no learned piece is never joined.
-    characters = {character for piece in learned for character in piece}
+    characters = set("".join(learned))
     matched = [text for text in scores if text in user_defined and (len(text) > 1 or text in characters)]
     backend.add_tokens([AddedToken(text, special=False, normalized=True) for text in matched])
     return backend
