@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts.figures.svg import Drawing
+from scripts.figures.svg import Drawing, draw_server
 
 
 def mesh() -> Drawing:
@@ -15,18 +15,9 @@ def mesh() -> Drawing:
             fill = "strong" if row // 2 == server else "none"
             drawing.box(6, top + 34 + row * 14, 66, 12, color="orange", fill=fill, radius=2)
         drawing.text(4, top + 106, f"data {server}", size=15, color="orange", bold=True)
-        drawing.box(92, top, 540, 122, fill="none", dashed=True, radius=10)
-        for gpu in range(4):
-            left = 110 + gpu * 134
-            drawing.text(left, top + 18, f"GPU {4 * server + gpu}", size=15, bold=True)
-            for column in range(4):
-                fill = "strong" if column == gpu else "none"
-                drawing.box(left + column * 24, top + 34, 22, 54, color="blue", fill=fill, radius=2)
-            drawing.text(left, top + 106, f"model {gpu}", size=15, color="blue", bold=True)
-            if gpu < 3:
-                drawing.arrow((left + 100, top + 61), (left + 130, top + 61), "blue", both=True)
-            if server == 0:
-                drawing.arrow((left + 47, 132), (left + 47, 170), "orange", both=True, dashed=True)
+        draw_server(drawing, top, 4 * server, "blue", "model")
+    for gpu in range(4):
+        drawing.arrow((157 + gpu * 134, 132), (157 + gpu * 134, 170), "orange", both=True, dashed=True)
     drawing.text(
         4, 316, "filled: this GPU's sequences of the batch, and its columns of each matrix", size=14, italic=True
     )

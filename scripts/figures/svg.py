@@ -110,7 +110,7 @@ class Drawing:
         self, points: list[tuple[float, float]], color: str = "", *, width: float = 1.5, dashed: bool = False
     ) -> None:
         """Draw a line through points."""
-        self._stroke(points, color, width, dashed, "")
+        self._stroke(points, color, width, dashed)
 
     def arrow(
         self,
@@ -128,7 +128,7 @@ class Drawing:
     ) -> None:
         """Draw an arrow, with heads at both ends if `both`; its label stands above the middle, or at `label_at`."""
         points = [start, *(via or []), end]
-        self._stroke(points, color, width, dashed, "")
+        self._stroke(points, color, width, dashed)
         self._head(points[-2], end, color)
         if both:
             self._head(points[1], start, color)
@@ -164,13 +164,12 @@ class Drawing:
 
     def svg(self) -> str:
         """The file's text; the same for the same calls."""
-        light = "".join(
-            f".{name}{{fill:{light};stroke:{light}}}.{name}-line{{stroke:{light}}}.{name}-text{{fill:{light}}}"
-            for name, (light, _) in COLORS.items()
-        )
-        dark = "".join(
-            f".{name}{{fill:{dark};stroke:{dark}}}.{name}-line{{stroke:{dark}}}.{name}-text{{fill:{dark}}}"
-            for name, (_, dark) in COLORS.items()
+        light, dark = (
+            "".join(
+                f".{name}{{fill:{value};stroke:{value}}}.{name}-line{{stroke:{value}}}.{name}-text{{fill:{value}}}"
+                for name, value in zip(COLORS, values, strict=True)
+            )
+            for values in zip(*COLORS.values(), strict=True)
         )
         style = (
             "svg{color:#1f2328}.t{fill:currentColor}.l{stroke:currentColor;fill:none}.h{fill:currentColor;stroke:none}"
@@ -190,11 +189,11 @@ class Drawing:
             f"{hatch if 'url(#hatch)' in body else ''}{body}\n</svg>\n"
         )
 
-    def _stroke(self, points: list[tuple[float, float]], color: str, width: float, dashed: bool, extra: str) -> None:
+    def _stroke(self, points: list[tuple[float, float]], color: str, width: float, dashed: bool) -> None:
         path = "M" + "L".join(f"{_n(x)} {_n(y)}" for x, y in points)
         kind = f"l {_color(color)}-line" if color else "l"
         dash = ' stroke-dasharray="6 4"' if dashed else ""
-        self.shapes.append(f'<path class="{kind}" d="{path}" fill="none" stroke-width="{_n(width)}"{dash}{extra}/>')
+        self.shapes.append(f'<path class="{kind}" d="{path}" fill="none" stroke-width="{_n(width)}"{dash}/>')
 
     def _head(self, start: tuple[float, float], end: tuple[float, float], color: str) -> None:
         angle = math.atan2(end[1] - start[1], end[0] - start[0])
@@ -203,6 +202,26 @@ class Drawing:
             corners.append((end[0] + 9 * math.cos(angle + turn), end[1] + 9 * math.sin(angle + turn)))
         at = " ".join(f"{_n(x)},{_n(y)}" for x, y in corners)
         self.shapes.append(f'<polygon class="{_color(color) if color else "h"}" points="{at}"/>')
+
+
+def draw_server(drawing: Drawing, top: float, first: int, color: str, axis: str) -> None:
+    """Draw four GPUs in a row, each with one of four shards; arrows join neighbors, which talk over `axis`.
+
+    Args:
+      top: Upper edge; the row is 122 units high.
+      first: Number of the first GPU.
+      color: Color of the shards, of the arrows and of the ranks on `axis` below.
+    """
+    drawing.box(92, top, 540, 122, fill="none", dashed=True, radius=10)
+    for rank in range(4):
+        left = 110 + rank * 134
+        drawing.text(left, top + 18, f"GPU {first + rank}", size=15, bold=True)
+        for shard in range(4):
+            fill = "strong" if shard == rank else "none"
+            drawing.box(left + shard * 24, top + 34, 22, 54, color=color, fill=fill, radius=2)
+        drawing.text(left, top + 106, f"{axis} {rank}", size=15, color=color, bold=True)
+        if rank < 3:
+            drawing.arrow((left + 100, top + 61), (left + 130, top + 61), color, both=True)
 
 
 def _color(name: str) -> str:

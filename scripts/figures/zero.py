@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts.figures.svg import Drawing, text_width
+from scripts.figures.svg import Drawing, draw_server, text_width
 
 
 def zero_example() -> Drawing:
@@ -88,27 +88,16 @@ def hsdp() -> Drawing:
     )
     for group in range(2):
         top = 8 + group * 180
-        drawing.box(100, top, 532, 112, fill="none", dashed=True, radius=10)
         drawing.text(4, top + 44, f"group {group}", bold=True)
         drawing.text(4, top + 66, f"replicate {group}", size=14)
-        for member in range(4):
-            left = 116 + member * 132
-            drawing.text(left, top + 18, f"GPU {4 * group + member}", size=15, bold=True)
-            for shard in range(4):
-                mine = shard == member
-                drawing.box(
-                    left + shard * 24, top + 32, 22, 50, color="orange", fill="strong" if mine else "none", radius=2
-                )
-            drawing.text(left, top + 98, f"shard {member}", size=15)
-            if member < 3:
-                drawing.arrow((left + 98, top + 57), (left + 130, top + 57), "orange", both=True)
-    for member in range(4):
-        drawing.arrow((163 + member * 132, 122), (163 + member * 132, 186), both=True, dashed=True)
+        draw_server(drawing, top, 4 * group, "orange", "shard")
+    for gpu in range(4):
+        drawing.arrow((157 + gpu * 134, 132), (157 + gpu * 134, 186), both=True, dashed=True)
     for x, lines, color in (
         (176, ("inside groups:", "gather, scatter", "each layer"), "orange"),
         (440, ("between them:", "all-reduce", "once per step"), ""),
     ):
         for row, line in enumerate(lines):
-            drawing.text(x, 134 + row * 20, line, size=14, color=color)
+            drawing.text(x, 142 + row * 18, line, size=14, color=color)
     drawing.text(100, 330, "filled: the shard of every weight that this GPU stores", size=15, italic=True)
     return drawing
