@@ -10,13 +10,13 @@ no biases, and with --num-experts a mixture of experts.
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import translate
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from mjax.config import BERTConfig, GPTConfig, LlamaConfig, MixtureConfig, ModelConfig
 from mjax.errors import UsageError
@@ -27,14 +27,11 @@ Activation = Literal["gelu_tanh", "gelu_erf"]
 
 SUPPORTED_VALUES: dict[str, Any] = {
     "position_embedding_type": "learned_absolute", "add_position_embedding": True, "normalization": "LayerNorm",
-    "add_bias_linear": True, "softmax_type": "vanilla", "bert_binary_head": True, "mtp_num_layers": None,
-    "retro_add_retriever": False,
+    "add_bias_linear": True, "bert_binary_head": True,
 }  # fmt: skip
-"""Arguments that change the model, with the only value that mjax supports. All others must be unset, except those in
-`HARMLESS`."""
+"""Arguments of a GPT or BERT with the only value that mjax supports."""
 DECODER_VALUES: dict[str, Any] = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
-    "softmax_type": "vanilla", "mtp_num_layers": None, "retro_add_retriever": False,
 }  # fmt: skip
 DECODER_SWITCHES = {
     "qk_layernorm", "group_query_attention", "untie_embeddings_and_output_weights", "add_position_embedding",
@@ -56,9 +53,33 @@ ROPE_FIELDS = {"rope_theta": "rotary_base", "rotary_percent": "rotary_percent"}
 ACTIVATIONS: dict[str, Activation] = {"gpt": "gelu_tanh", "bert": "gelu_erf"}
 """Activations of models without arguments, as in the published 345M."""
 
-_HARMLESS_LINES = Path(__file__).with_name("harmless_arguments.txt").read_text(encoding="utf-8").splitlines()
-HARMLESS = re.compile("|".join(translate(name) for line in _HARMLESS_LINES for name in line.partition("#")[0].split()))
-"""Arguments that mjax reads, or that do not change a trained model."""
+
+class Setting(NamedTuple):
+    """A row of settings.tsv: the class of a setting, and its defaults in versions of Megatron; none if unknown."""
+
+    kind: str = "refused"
+    defaults: Sequence[Any] = ()
+
+    def allows(self, value: Any) -> bool:
+        """True if the model does not depend on the setting, or mjax reads it, or it has a default."""
+        if value is None or self.kind in ("reproduced", "no effect"):
+            return True
+        defaults = self.defaults or (None, 0)
+        if type(value) in (int, float):  # softmax_scale is None by default, and 0 is not off
+            return value in defaults
+        return (_is_unset(value) and not all(defaults)) or (isinstance(value, bool | str) and value in defaults)
+
+
+def _read_settings() -> dict[str, Setting]:
+    """The rows of settings.tsv, which scripts/make_megatron_settings.py writes, by name."""
+    settings = {}
+    for line in Path(__file__).with_name("settings.tsv").read_text(encoding="utf-8").splitlines()[1:]:
+        name, kind, *cells, _ = line.split("\t")
+        settings[name] = Setting(kind, [value for cell in cells if cell for value in json.loads(cell).values()])
+    return settings
+
+
+SETTINGS = _read_settings()
 
 # --- Arguments and shapes ---------------------------------------------------------------------------------------------
 
@@ -109,16 +130,18 @@ class MegatronArguments:
             unset = value is None or (_is_unset(value) and not supported)
             if not unset and (type(value), value) != (type(supported), supported):
                 self.reject(f"{name} is {reprlib.repr(value)}, but mjax supports only {supported!r}")
-        unknown = [
+        refused = [
             name
             for name, value in self.values.items()
-            if not (_is_unset(value) or name in {*supported_values, *known, *DEFAULTS} or HARMLESS.fullmatch(name))
-            and (self["num_experts"] or not name.startswith("moe_"))
+            if not (name in {*supported_values, *known} or (name.startswith("moe_") and not self["num_experts"]))
+            and not SETTINGS.get(name, Setting()).allows(value)
         ]
-        if unknown:
-            listed = " and ".join(f"{name} is {reprlib.repr(self[name])}" for name in unknown)
-            ignored = f"add --ignore {','.join(unknown)} if the model computes the same without"
-            self.reject(f"{listed}, but mjax supports only None, False or 0", f"convert another model, or {ignored}")
+        if refused:
+            listed = " and ".join(f"{name} is {reprlib.repr(self[name])}" for name in refused)
+            defaults = [SETTINGS.get(name, Setting()).defaults for name in refused]
+            only = " and ".join(dict.fromkeys(repr(its[-1]) if its else "None, False or 0" for its in defaults))
+            ignored = f"add --ignore {','.join(refused)} if the model computes the same without"
+            self.reject(f"{listed}, but mjax supports only {only}", f"convert another model, or {ignored}")
 
     def check_shapes(self, shapes: Mapping[str, int]) -> None:
         """Reject arguments that contradict the shapes of the tensors."""
@@ -289,6 +312,7 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
         args.reject(problem, f"set num_experts to {rows} in args and save the checkpoint again")
     shapes = _read_shapes(tensors, "decoder", source, "mlp.experts.0.linear_fc2" if experts else "mlp.linear_fc2")
     width = shapes["ffn_hidden_size"]
+    args.check_shapes(shapes if not experts else {name: shapes[name] for name in SHAPE_FIELDS.values()})
     head_dim = args.count("kv_channels", shapes["hidden_size"] // heads, 1)
     rows, expected = _dim_size(tensors, f"{layer}.{QKV}.weight", 0, source), 3 * heads * head_dim
     if args["group_query_attention"] is None and rows != expected:
