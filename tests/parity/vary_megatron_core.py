@@ -7,9 +7,11 @@ Run as a program, because megatron-core changes the process it is in:
 writes FILE, JSON: model → setting → [[value, largest change of a logit], …]. The change is null where megatron-core
 refuses the value. The models are one for each of mjax's families, with the same weights in each variation. Settings are
 the fields of TransformerConfig and the parameters of GPTModel that have arguments. By its type a setting is flipped,
-scaled or stepped through its choices.
+scaled or stepped through its choices. "arguments" is argument of megatron.training → fields of TransformerConfig that
+it changes; empty before megatron-core 0.17, whose wheels lack megatron.training.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import enum
@@ -82,7 +84,42 @@ def main(file: Path) -> None:
             for other in values:
                 change = measure(config, parameters | {name: other}, weights, expected)
                 found[model].setdefault(name, []).append((to_text(other), change))
-    file.write_text(json.dumps(found))
+    file.write_text(json.dumps({"arguments": vary_arguments()} | found))
+
+
+def vary_arguments() -> dict[str, list[str]]:
+    """Fields of TransformerConfig by the argument that changes them, for a GPT, a decoder and a mixture."""
+    try:
+        from megatron.training import argument_utils, arguments
+    except ModuleNotFoundError:
+        return {}
+    convert = getattr(argument_utils, "core_transformer_config_from_args", None)
+    convert = convert or arguments.core_transformer_config_from_args
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    actions = {action.dest: action for action in parser._actions if action.dest != "help"}
+    sizes = {name: SHARED[name] for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")}
+    gpu = ("apply_rope_fusion", "gradient_accumulation_fusion", "bias_swiglu_fusion")
+    base = vars(parser.parse_args([])) | sizes | {"params_dtype": torch.float32} | dict.fromkeys(gpu, False)
+    decoder = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "bias_gelu_fusion": False}
+    mixture = {"num_experts": 8, "moe_router_topk": 4, "moe_router_score_function": "sigmoid"}
+
+    def fields(values: dict[str, Any]) -> dict[str, str]:
+        with contextlib.redirect_stdout(None):
+            config = convert(argparse.Namespace(**values))
+        return {field.name: repr(getattr(config, field.name)) for field in dataclasses.fields(config)}
+
+    found: dict[str, set[str]] = {}
+    for model in ({}, decoder, decoder | mixture):
+        expected = fields(base | model)
+        for name, action in actions.items():
+            value = (base | model)[name]
+            kind = bool if action.nargs == 0 else action.type or str
+            for other in action.choices or other_values(kind, value):
+                with contextlib.suppress(Exception, SystemExit):
+                    changed = fields(base | model | {name: other})
+                    differ = {field for field in expected.keys() & changed if changed[field] != expected[field]}
+                    found.setdefault(name, set()).update(differ)
+    return {name: sorted(changed) for name, changed in found.items()}
 
 
 def to_text(value: Any) -> Any:
@@ -103,15 +140,17 @@ def other_values(annotation: Any, value: Any) -> Iterator[Any]:
         yield not value
     elif annotation in (int, float):
         number = value if type(value) in (int, float) else 0
-        yield from {annotation(2 * number + 1), annotation(max(number / 2, 0.5)), 2} - {value}
+        yield from (
+            other for other in {annotation(2 * number + 1), annotation(max(number / 2, 0.5)), 2} if other != value
+        )
     elif annotation is str:
-        yield from {"softmax", "sigmoid", "none", "a", "learnable", "dsa"} - {value}
+        yield from (text for text in ("softmax", "sigmoid", "none", "a", "learnable", "dsa") if text != value)
     elif origin in (list, tuple) or annotation in (list, tuple):
         yield from ([1, 1], (1, 0), [1, 1, 1])
     elif inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
         yield from (choice for choice in annotation if choice != value)
     elif callable(value) and value is not None:
-        yield from {torch.nn.functional.silu, torch.nn.functional.relu} - {value}
+        yield from (other for other in (torch.nn.functional.silu, torch.nn.functional.relu) if other != value)
 
 
 def measure(
