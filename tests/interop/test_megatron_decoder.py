@@ -316,7 +316,7 @@ SWITCHES = {
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_unknown_argument_that_is_set_is_refused(name):
-    with pytest.raises(UsageError, match=f": {name} is .+, but mjax supports only (None|False|0.0)"):
+    with pytest.raises(UsageError, match=f": {name} is .+, but mjax supports only ('' or )?(None|False|0.0)"):
         decoder_config(ARGUMENTS | {name: SWITCHES[name]}, DENSE, "source", 3.0)
     for default in SETTINGS[name].defaults if name in SETTINGS else (None, type(SWITCHES[name])()):
         decoder_config(ARGUMENTS | {name: default}, DENSE, "source", 3.0)

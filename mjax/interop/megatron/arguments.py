@@ -26,8 +26,7 @@ from mjax.interop.tensor_files import Tensors
 Activation = Literal["gelu_tanh", "gelu_erf"]
 
 SUPPORTED_VALUES: dict[str, Any] = {
-    "position_embedding_type": "learned_absolute", "add_position_embedding": True, "normalization": "LayerNorm",
-    "add_bias_linear": True, "bert_binary_head": True,
+    "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True,
 }  # fmt: skip
 """Arguments of a GPT or BERT with the only value that mjax supports."""
 DECODER_VALUES: dict[str, Any] = {
@@ -55,31 +54,25 @@ ACTIVATIONS: dict[str, Activation] = {"gpt": "gelu_tanh", "bert": "gelu_erf"}
 
 
 class Setting(NamedTuple):
-    """A row of settings.tsv: the class of a setting, and its defaults in versions of Megatron; none if unknown."""
+    """A row of settings.tsv: the class of a setting, and its defaults in versions of Megatron."""
 
     kind: str = "refused"
-    defaults: Sequence[Any] = ()
+    defaults: Sequence[Any] = (None, False)
 
     def allows(self, value: Any) -> bool:
-        """True if the model does not depend on the setting, or mjax reads it, or it has a default."""
-        if value is None or self.kind in ("reproduced", "no effect"):
-            return True
-        defaults = self.defaults or (None, 0)
-        if type(value) in (int, float):  # softmax_scale is None by default, and 0 is not off
-            return value in defaults
-        return (_is_unset(value) and not all(defaults)) or (isinstance(value, bool | str) and value in defaults)
+        """True if the model does not depend on the setting, or mjax reads it, or its value is a default."""
+        irrelevant = value is None or self.kind in ("reproduced", "no effect")
+        default = isinstance(value, str | int | float) and value in self.defaults  # not 0 where it is None
+        off = isinstance(value, bool | str | list | tuple | dict) and not value and not all(self.defaults)
+        return irrelevant or default or off
 
 
-def _read_settings() -> dict[str, Setting]:
-    """The rows of settings.tsv, which scripts/make_megatron_settings.py writes, by name."""
-    settings = {}
-    for line in Path(__file__).with_name("settings.tsv").read_text(encoding="utf-8").splitlines()[1:]:
-        name, kind, *cells, _ = line.split("\t")
-        settings[name] = Setting(kind, [value for cell in cells if cell for value in json.loads(cell).values()])
-    return settings
-
-
-SETTINGS = _read_settings()
+_ROWS = Path(__file__).with_name("settings.tsv").read_text(encoding="utf-8").splitlines()[1:]
+SETTINGS = {
+    name: Setting(kind, [value for cell in cells if cell for value in json.loads(cell).values()] or [None, False])
+    for name, kind, *cells, _ in (row.split("\t") for row in _ROWS)
+}
+"""Settings by name; scripts/make_megatron_settings.py writes the table."""
 
 # --- Arguments and shapes ---------------------------------------------------------------------------------------------
 
@@ -125,23 +118,19 @@ class MegatronArguments:
 
     def check_known(self, supported_values: Mapping[str, Any], known: set[str]) -> None:
         """Reject arguments with which Megatron's model differs from mjax's, or may differ."""
-        for name, supported in supported_values.items():
-            value = self.values.get(name)
-            unset = value is None or (_is_unset(value) and not supported)
-            if not unset and (type(value), value) != (type(supported), supported):
-                self.reject(f"{name} is {reprlib.repr(value)}, but mjax supports only {supported!r}")
-        refused = [
-            name
+        settings = SETTINGS | {name: Setting("refused", [value]) for name, value in supported_values.items()}
+        settings |= dict.fromkeys(known, Setting("reproduced"))
+        refused = {
+            name: setting
             for name, value in self.values.items()
-            if not (name in {*supported_values, *known} or (name.startswith("moe_") and not self["num_experts"]))
-            and not SETTINGS.get(name, Setting()).allows(value)
-        ]
+            if not (setting := settings.get(name, Setting())).allows(value)
+            and (self["num_experts"] or not name.startswith("moe_"))
+        }
         if refused:
             listed = " and ".join(f"{name} is {reprlib.repr(self[name])}" for name in refused)
-            defaults = [SETTINGS.get(name, Setting()).defaults for name in refused]
-            only = " and ".join(dict.fromkeys(repr(its[-1]) if its else "None, False or 0" for its in defaults))
-            ignored = f"add --ignore {','.join(refused)} if the model computes the same without"
-            self.reject(f"{listed}, but mjax supports only {only}", f"convert another model, or {ignored}")
+            only = dict.fromkeys(repr(default) for setting in refused.values() for default in setting.defaults)
+            fix = f"convert another model, or add --ignore {','.join(refused)} if the model computes the same without"
+            self.reject(f"{listed}, but mjax supports only {' or '.join(only)}", fix)
 
     def check_shapes(self, shapes: Mapping[str, int]) -> None:
         """Reject arguments that contradict the shapes of the tensors."""
@@ -149,11 +138,6 @@ class MegatronArguments:
             if self.values.get(name) not in (None, size):
                 problem = f"{name} is {self[name]!r} among the arguments, and {size} by the tensors"
                 self.reject(problem, "copy the whole checkpoint")
-
-
-def _is_unset(value: Any) -> bool:
-    """True for None, False, 0 and empty: the value of a feature that is off."""
-    return isinstance(value, type(None) | bool | int | float | str | list | tuple | dict) and not value
 
 
 def assume_arguments(arguments: Mapping[str, Any], kind: Literal["gpt", "bert", "decoder"]) -> dict[str, Any]:
