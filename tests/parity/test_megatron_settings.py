@@ -16,6 +16,7 @@ from tests.ports import free_port
 pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-ci")
 
+from mjax.interop.megatron.tensors import TRUNKS
 from scripts.make_megatron_settings import read_config_defaults
 from tests.parity.vary_megatron_core import CHANGED, DECODER, MODELS, ROPE, SEQUENCE, SHARED, VOCABULARY
 
@@ -46,10 +47,10 @@ def shapes_of(model):
     """The shapes that an import reads, as tensors."""
     hidden, width = SHARED["hidden_size"], SHARED["ffn_hidden_size"]
     shapes = {"embedding.word_embeddings.weight": (VOCABULARY, hidden)}
-    if model == "gpt":
+    if model in ("gpt", "bert"):
         shapes["embedding.position_embeddings.weight"] = (SEQUENCE, hidden)
     rows = (SHARED["num_attention_heads"] + 2 * DECODER["num_query_groups"]) * DECODER["kv_channels"]
-    for layer in (f"decoder.layers.{number}" for number in range(SHARED["num_layers"])):
+    for layer in (f"{TRUNKS.get(model, 'decoder')}.layers.{number}" for number in range(SHARED["num_layers"])):
         shapes[f"{layer}.self_attention.linear_qkv.weight"] = (rows, hidden)
         config = MODELS[model][0]
         if experts := config.get("num_moe_experts"):
@@ -68,7 +69,7 @@ def read_model(model, changed):
     try:
         if parameters is ROPE:
             return decoder_config(arguments, shapes_of(model), "source", 3.0)
-        return model_config(arguments, shapes_of(model), "gpt", "source")
+        return model_config(arguments, shapes_of(model), model, "source")
     except UsageError as error:
         return str(error)
 
@@ -94,7 +95,7 @@ def test_no_setting_changes_logits_silently(varied, model):
         for value, change in values
         if change is not None and change > CHANGED
     }
-    assert len({name for name, _ in changing}) >= {"gpt": 16, "llama": 22}.get(model, 30)
+    assert len({name for name, _ in changing}) >= {"gpt": 16, "bert": 14, "llama": 22}.get(model, 30)
     silent = [key for key, value in changing.items() if read_model(model, {key[0]: value}) == unchanged]
     silent += [key for key in changing if SETTINGS.get(key[0], Setting()).kind == "no effect"]
     assert not silent

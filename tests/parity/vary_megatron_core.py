@@ -38,6 +38,7 @@ EXPERTS = {"num_moe_experts": 8, "moe_router_topk": 4, "moe_ffn_hidden_size": 12
 ROPE = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt": ({"bias_activation_fusion": True}, {"share_embeddings_and_output_weights": True}),
+    "bert": ({"bias_activation_fusion": True}, {"share_embeddings_and_output_weights": True}),
     "llama": (DECODER, ROPE),
     "mixture": (DECODER | EXPERTS, ROPE),
     "deepseek": (
@@ -71,18 +72,18 @@ def main(file: Path) -> None:
     types = typing.get_type_hints(TransformerConfig)
     found: dict[str, dict[str, list[tuple[str, float | None]]]] = {}
     for model, (config, parameters) in MODELS.items():
-        weights, expected = compute_logits(config, parameters, None)
-        assert compute_logits(config, parameters, weights)[1].equal(expected)
+        weights, expected = compute_logits(model, config, parameters, None)
+        assert compute_logits(model, config, parameters, weights)[1].equal(expected)
         found[model] = {}
         for field in dataclasses.fields(TransformerConfig):
             default = None if field.default is dataclasses.MISSING else field.default
             value = (SHARED | config).get(field.name, default)
             for other in other_values(types[field.name], value):
-                change = measure(config | {field.name: other}, parameters, weights, expected)
+                change = measure(model, config | {field.name: other}, parameters, weights, expected)
                 found[model].setdefault(field.name, []).append((to_text(other), change))
         for name, values in MODEL_PARAMETERS.items():
             for other in values:
-                change = measure(config, parameters | {name: other}, weights, expected)
+                change = measure(model, config, parameters | {name: other}, weights, expected)
                 found[model].setdefault(name, []).append((to_text(other), change))
     file.write_text(json.dumps({"arguments": vary_arguments()} | found))
 
@@ -154,6 +155,7 @@ def other_values(annotation: Any, value: Any) -> Iterator[Any]:
 
 
 def measure(
+    model: str,
     config: dict[str, Any],
     parameters: dict[str, Any],
     weights: dict[str, torch.Tensor],
@@ -162,16 +164,18 @@ def measure(
     """The largest change of a logit; infinite if it is not a number, None if megatron-core refuses."""
     try:
         with contextlib.redirect_stdout(None):
-            change = (compute_logits(config, parameters, weights)[1] - expected).abs().max().item()
+            change = (compute_logits(model, config, parameters, weights)[1] - expected).abs().max().item()
     except Exception:  # of any kind: assertions, missing packages, shapes
         return None
     return change if change == change else float("inf")
 
 
 def compute_logits(
-    config: dict[str, Any], parameters: dict[str, Any], weights: dict[str, torch.Tensor] | None
+    kind: str, config: dict[str, Any], parameters: dict[str, Any], weights: dict[str, torch.Tensor] | None
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The weights of a model, those given where names and shapes agree, and its logits."""
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -181,10 +185,10 @@ def compute_logits(
         built, use_transformer_engine=False, normalization=built.normalization, qk_l2_norm=built.qk_l2_norm
     )
     torch.manual_seed(0)
-    model = GPTModel(
-        built, spec, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
-        parallel_output=False, **parameters,
-    ).eval()  # fmt: skip
+    sizes = {"vocab_size": VOCABULARY, "max_sequence_length": SEQUENCE, "parallel_output": False, **parameters}
+    bert = kind == "bert"
+    model = BertModel(built, 2, bert_layer_local_spec, **sizes) if bert else GPTModel(built, spec, **sizes)
+    model.eval()
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -195,7 +199,7 @@ def compute_logits(
         ids = torch.randint(VOCABULARY, (3, SEQUENCE), generator=torch.Generator().manual_seed(2))
         positions = torch.arange(SEQUENCE).expand(3, SEQUENCE)
         later = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
-        logits = model(ids, positions, later)
+        logits = model(ids, torch.ones_like(ids), ids % 2)[0] if bert else model(ids, positions, later)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, logits
 
 
