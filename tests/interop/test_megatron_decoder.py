@@ -2,15 +2,17 @@
 what arguments become, and what is refused."""
 
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mjax.errors import UsageError
-from mjax.interop.megatron.arguments import assume_arguments, decoder_config, describe_aux_loss
+from mjax.interop.megatron.arguments import SETTINGS, assume_arguments, decoder_config, describe_aux_loss
 from mjax.interop.megatron.checkpoint import open_checkpoint
 from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, RankTensors, join_expert_ranks
 from mjax.interop.weights import make_block_reader, match_tensors
+from scripts.make_megatron_settings import classify, read_classes
 from tests.interop.megatron_files import harmless_arguments
 
 H, N, K, D, F, V, LAYERS = 6, 4, 2, 2, 8, 12, 4
@@ -274,7 +276,7 @@ REFUSED = [
     (
         TENSORS,
         {"moe_router_enable_expert_bias": True},
-        "moe_router_enable_expert_bias is True, but mjax supports only None",
+        "moe_router_enable_expert_bias is True, but mjax supports only False",
     ),
     (TENSORS, {"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps is 0.1, but mjax supports only None"),
     (TENSORS, {"moe_expert_capacity_factor": 1.0}, "capacity_factor is 1.0, with which Megatron drops tokens"),
@@ -314,14 +316,46 @@ SWITCHES = {
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_unknown_argument_that_is_set_is_refused(name):
-    with pytest.raises(UsageError, match=f": {name} is .+, but mjax supports only (None|False)"):
+    with pytest.raises(UsageError, match=f": {name} is .+, but mjax supports only ('' or )?(None|False|0.0)"):
         decoder_config(ARGUMENTS | {name: SWITCHES[name]}, DENSE, "source", 3.0)
-    decoder_config(ARGUMENTS | {name: type(SWITCHES[name])()}, DENSE, "source", 3.0)
+    for default in SETTINGS[name].defaults if name in SETTINGS else (None, type(SWITCHES[name])()):
+        decoder_config(ARGUMENTS | {name: default}, DENSE, "source", 3.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("softmax_scale", 0.0), ("softmax_type", ""), ("window_attn_skip_freq", 0)]
+)
+def test_zero_is_refused_unless_default(name, value):
+    with pytest.raises(UsageError, match=f"{name} is {value!r}, but mjax supports only"):
+        decoder_config(ARGUMENTS | {name: value}, DENSE, "source", 3.0)
+
+
+def test_truncated_decoder_is_refused():
+    with pytest.raises(UsageError, match=f"num_layers is 5 among the arguments, and {LAYERS} by the tensors"):
+        decoder_config(ARGUMENTS | {"num_layers": 5}, DENSE, "source", 3.0)
+
+
+def test_defaults_of_refused_settings_agree_over_versions():
+    """So the importer needs not know which Megatron wrote a checkpoint."""
+    refused = {name: setting.defaults for name, setting in SETTINGS.items() if setting.kind == "refused"}
+    assert len(refused) > 50
+    for name, defaults in refused.items():
+        assert not any(defaults) or len(set(defaults)) == 1, name
+
+
+def test_settings_have_classes_of_rules():
+    """settings.tsv agrees with scripts/megatron_settings.txt, from which make_megatron_settings.py writes it."""
+    rules = read_classes(Path("scripts/megatron_settings.txt").read_text())
+    assert {kind for _, kind, _ in rules} == {setting.kind for setting in SETTINGS.values()}
+    for line in Path("mjax/interop/megatron/settings.tsv").read_text().splitlines()[1:]:
+        name, kind, *_, reason = line.split("\t")
+        assert (kind, reason) == classify(name, rules), name
 
 
 @pytest.mark.parametrize(("tensors", "said"), [(DENSE, ARGUMENTS), (TENSORS, OF_MIXTURE)], ids=["dense", "mixture"])
 def test_harmless_arguments_change_no_decoder(tensors, said):
-    given = harmless_arguments() | said
+    defaults = {name: setting.defaults[-1] for name, setting in SETTINGS.items() if setting.kind != "reproduced"}
+    given = defaults | harmless_arguments() | said
     assert decoder_config(given, tensors, "source", 3.0) == decoder_config(said, tensors, "source", 3.0)
 
 

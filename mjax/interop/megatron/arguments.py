@@ -10,13 +10,13 @@ no biases, and with --num-experts a mixture of experts.
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import translate
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from mjax.config import BERTConfig, GPTConfig, LlamaConfig, MixtureConfig, ModelConfig
 from mjax.errors import UsageError
@@ -26,15 +26,11 @@ from mjax.interop.tensor_files import Tensors
 Activation = Literal["gelu_tanh", "gelu_erf"]
 
 SUPPORTED_VALUES: dict[str, Any] = {
-    "position_embedding_type": "learned_absolute", "add_position_embedding": True, "normalization": "LayerNorm",
-    "add_bias_linear": True, "softmax_type": "vanilla", "bert_binary_head": True, "mtp_num_layers": None,
-    "retro_add_retriever": False,
+    "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True,
 }  # fmt: skip
-"""Arguments that change the model, with the only value that mjax supports. All others must be unset, except those in
-`HARMLESS`."""
+"""Arguments of a GPT or BERT with the only value that mjax supports."""
 DECODER_VALUES: dict[str, Any] = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
-    "softmax_type": "vanilla", "mtp_num_layers": None, "retro_add_retriever": False,
 }  # fmt: skip
 DECODER_SWITCHES = {
     "qk_layernorm", "group_query_attention", "untie_embeddings_and_output_weights", "add_position_embedding",
@@ -56,9 +52,27 @@ ROPE_FIELDS = {"rope_theta": "rotary_base", "rotary_percent": "rotary_percent"}
 ACTIVATIONS: dict[str, Activation] = {"gpt": "gelu_tanh", "bert": "gelu_erf"}
 """Activations of models without arguments, as in the published 345M."""
 
-_HARMLESS_LINES = Path(__file__).with_name("harmless_arguments.txt").read_text(encoding="utf-8").splitlines()
-HARMLESS = re.compile("|".join(translate(name) for line in _HARMLESS_LINES for name in line.partition("#")[0].split()))
-"""Arguments that mjax reads, or that do not change a trained model."""
+
+class Setting(NamedTuple):
+    """A row of settings.tsv: the class of a setting, and its defaults in versions of Megatron."""
+
+    kind: str = "refused"
+    defaults: Sequence[Any] = (None, False)
+
+    def allows(self, value: Any) -> bool:
+        """True if the model does not depend on the setting, or mjax reads it, or its value is a default."""
+        irrelevant = value is None or self.kind in ("reproduced", "no effect")
+        default = isinstance(value, str | int | float) and value in self.defaults  # not 0 where it is None
+        off = isinstance(value, bool | str | list | tuple | dict) and not value and not all(self.defaults)
+        return irrelevant or default or off
+
+
+_ROWS = Path(__file__).with_name("settings.tsv").read_text(encoding="utf-8").splitlines()[1:]
+SETTINGS = {
+    name: Setting(kind, [value for cell in cells if cell for value in json.loads(cell).values()] or [None, False])
+    for name, kind, *cells, _ in (row.split("\t") for row in _ROWS)
+}
+"""Settings by name; scripts/make_megatron_settings.py writes the table."""
 
 # --- Arguments and shapes ---------------------------------------------------------------------------------------------
 
@@ -104,21 +118,19 @@ class MegatronArguments:
 
     def check_known(self, supported_values: Mapping[str, Any], known: set[str]) -> None:
         """Reject arguments with which Megatron's model differs from mjax's, or may differ."""
-        for name, supported in supported_values.items():
-            value = self.values.get(name)
-            unset = value is None or (_is_unset(value) and not supported)
-            if not unset and (type(value), value) != (type(supported), supported):
-                self.reject(f"{name} is {reprlib.repr(value)}, but mjax supports only {supported!r}")
-        unknown = [
-            name
+        settings = SETTINGS | {name: Setting("refused", [value]) for name, value in supported_values.items()}
+        settings |= dict.fromkeys(known, Setting("reproduced"))
+        refused = {
+            name: setting
             for name, value in self.values.items()
-            if not (_is_unset(value) or name in {*supported_values, *known, *DEFAULTS} or HARMLESS.fullmatch(name))
+            if not (setting := settings.get(name, Setting())).allows(value)
             and (self["num_experts"] or not name.startswith("moe_"))
-        ]
-        if unknown:
-            listed = " and ".join(f"{name} is {reprlib.repr(self[name])}" for name in unknown)
-            ignored = f"add --ignore {','.join(unknown)} if the model computes the same without"
-            self.reject(f"{listed}, but mjax supports only None, False or 0", f"convert another model, or {ignored}")
+        }
+        if refused:
+            listed = " and ".join(f"{name} is {reprlib.repr(self[name])}" for name in refused)
+            only = dict.fromkeys(repr(default) for setting in refused.values() for default in setting.defaults)
+            fix = f"convert another model, or add --ignore {','.join(refused)} if the model computes the same without"
+            self.reject(f"{listed}, but mjax supports only {' or '.join(only)}", fix)
 
     def check_shapes(self, shapes: Mapping[str, int]) -> None:
         """Reject arguments that contradict the shapes of the tensors."""
@@ -126,11 +138,6 @@ class MegatronArguments:
             if self.values.get(name) not in (None, size):
                 problem = f"{name} is {self[name]!r} among the arguments, and {size} by the tensors"
                 self.reject(problem, "copy the whole checkpoint")
-
-
-def _is_unset(value: Any) -> bool:
-    """True for None, False, 0 and empty: the value of a feature that is off."""
-    return isinstance(value, type(None) | bool | int | float | str | list | tuple | dict) and not value
 
 
 def assume_arguments(arguments: Mapping[str, Any], kind: Literal["gpt", "bert", "decoder"]) -> dict[str, Any]:
@@ -289,6 +296,7 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
         args.reject(problem, f"set num_experts to {rows} in args and save the checkpoint again")
     shapes = _read_shapes(tensors, "decoder", source, "mlp.experts.0.linear_fc2" if experts else "mlp.linear_fc2")
     width = shapes["ffn_hidden_size"]
+    args.check_shapes(shapes if not experts else {name: shapes[name] for name in SHAPE_FIELDS.values()})
     head_dim = args.count("kv_channels", shapes["hidden_size"] // heads, 1)
     rows, expected = _dim_size(tensors, f"{layer}.{QKV}.weight", 0, source), 3 * heads * head_dim
     if args["group_query_attention"] is None and rows != expected:
