@@ -18,6 +18,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
@@ -57,6 +58,17 @@ MIXTURES = {
         {"rotary_base": 10_000},
     ),
 }
+HYBRIDS = {
+    "hybrid": (
+        {"num_query_groups": 2, "kv_channels": 8},
+        {"rotary_base": 500_000, "hybrid_layer_pattern": "*-*-*-", "share_embeddings_and_output_weights": True},
+    ),
+    "hybrid_experts": (
+        {"num_query_groups": 2, "kv_channels": 8, "num_moe_experts": 4, "moe_router_topk": 2},
+        {"rotary_base": 10_000, "hybrid_layer_pattern": "*E*E"},
+    ),
+}
+"""Layers of attention, MLPs and experts in the order of a pattern."""
 
 
 def main(folder: Path, kinds: list[str]) -> None:
@@ -109,11 +121,11 @@ def main(folder: Path, kinds: list[str]) -> None:
     labels = torch.randint(VOCABULARY, (3, SEQUENCE), generator=random)
     later = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
     for kind in kinds:
-        of_config, of_model = (DECODERS | MIXTURES).get(kind, ({}, {}))
+        of_config, of_model = (DECODERS | MIXTURES | HYBRIDS).get(kind, ({}, {}))
         torch.manual_seed(0)
         if kind == "gpt":
             model = GPTModel(config, get_gpt_layer_local_spec(), **common).eval()
-        elif kind in DECODERS | MIXTURES:
+        elif kind in DECODERS | MIXTURES | HYBRIDS:
             modern = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
             modern |= {"activation_func": torch.nn.functional.silu, "bias_activation_fusion": False}
             modern |= {"expert_model_parallel_size": expert_ranks} if kind in MIXTURES else {}
@@ -121,8 +133,12 @@ def main(folder: Path, kinds: list[str]) -> None:
             of_spec |= {name: of_config.get(name, False) for name in ("qk_layernorm", "moe_grouped_gemm")}
             spec = get_gpt_layer_local_spec(**of_spec)
             positions_of = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False} | of_model
+            modern |= {"num_layers": len(of_model["hybrid_layer_pattern"])} if kind in HYBRIDS else {}
             config = TransformerConfig(**{**shared, **modern, **of_config})
-            model = GPTModel(config, spec, **{**common, **positions_of}).eval()
+            if kind in HYBRIDS:
+                model = hybrid_model(config, **{**common, **positions_of}).eval()
+            else:
+                model = GPTModel(config, spec, **{**common, **positions_of}).eval()
         else:
             model = BertModel(config, 2, bert_layer_local_spec, **common).eval()
         with torch.no_grad():  # biases are 0 and LayerNorms 1 at first: a mistake could hide behind them
@@ -169,20 +185,25 @@ def main(folder: Path, kinds: list[str]) -> None:
             params_dtype=torch.float32,
             save=folder,
         )
-        if kind in DECODERS | MIXTURES:
+        if kind in DECODERS | MIXTURES | HYBRIDS:
             said = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "bias_gelu_fusion": False}
             said |= {"group_query_attention": True, "position_embedding_type": "rope", **of_config}
             names = {"rope_scaling": "use_rope_scaling"}  # the argument of a setting of GPTModel
             said |= {names.get(name, name): value for name, value in of_model.items()}
             tied = said.pop("share_embeddings_and_output_weights", False)
             said["untie_embeddings_and_output_weights"] = not tied
-            if kind in MIXTURES:
+            if kind in HYBRIDS:
+                middle = len(said["hybrid_layer_pattern"]) // 2
+                said["hybrid_layer_pattern"] = f"{said['hybrid_layer_pattern'][:middle]}|{said['hybrid_layer_pattern'][middle:]}"
+                said |= {"num_layers": 2 * middle, "is_hybrid_model": True}
+                said["spec"] = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+            if "num_moe_experts" in of_config:
                 said |= {name: value for name, value in vars(config).items() if name.startswith("moe_")} | of_config
                 said |= {"num_experts": said.pop("num_moe_experts"), "expert_model_parallel_size": expert_ranks}
                 said["expert_tensor_parallel_size"] = config.expert_tensor_parallel_size
             vars(args).update(said)
         beside = {"args": args, "checkpoint_version": 3.0, "iteration": 5}
-        sharded = ("stacked", "single", *(["apart"] if kind in ("llama", *MIXTURES) else []))
+        sharded = ("stacked", "single", *(["apart"] if kind in ("llama", *MIXTURES, *HYBRIDS) else []))
         for layout in sharded:
             there = folder / f"{kind}_{layout}" / "iter_0000005"
             there.mkdir(parents=True, exist_ok=True)
@@ -199,6 +220,30 @@ def main(folder: Path, kinds: list[str]) -> None:
         for layout in (*sharded, "torch"):
             (folder / f"{kind}_{layout}" / "latest_checkpointed_iteration.txt").write_text("5")
     torch.distributed.barrier()
+
+
+def hybrid_model(config, vocab_size, max_sequence_length, hybrid_layer_pattern, **values):
+    """A `HybridModel` of 0.18 and later, or the `MambaModel` before, without TransformerEngine."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    for name in ("triton", "triton.language"):  # imported for inference on a GPU
+        sys.modules.setdefault(name, MagicMock())
+    if version("megatron-core") < "0.18":
+        from megatron.core.models.mamba import MambaModel as Model
+        from megatron.core.post_training.modelopt.mamba import model_specs
+        from megatron.core.ssm import mamba_block as block
+
+        make_spec = model_specs.get_mamba_stack_modelopt_spec
+    else:
+        from megatron.core.models.hybrid import hybrid_block as block
+        from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
+        from megatron.core.post_training.modelopt.hybrid import model_specs
+
+        make_spec = model_specs.get_hybrid_stack_modelopt_spec
+    model_specs.Norm = block.TENorm = WrappedTorchNorm
+    pattern = "hybrid_override_pattern" if version("megatron-core") < "0.17" else "hybrid_layer_pattern"
+    values |= {pattern: hybrid_layer_pattern}
+    return Model(config, make_spec(local_core_attention=True), vocab_size, max_sequence_length, **values)
 
 
 def products(rows: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, trans_b: bool) -> torch.Tensor:

@@ -129,6 +129,7 @@ _NAME_CHANGES = (
     (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
     (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
     (r"\.mlp\.experts\.experts\.", ".mlp.experts."),  # of the format torch_dist
+    (r"^decoder\.final_norm\.", "decoder.final_layernorm."),  # of HybridModel
 )
 
 
