@@ -7,7 +7,7 @@ Run as a program, one process of each tensor rank, because megatron-core changes
 leaves FOLDER/KIND_FORMAT/iter_0000005 (KIND gpt, bert or one of DECODERS or MIXTURES; FORMAT stacked, single, torch or,
 of some, apart), and FOLDER/KIND.npz with inputs and scores. Of MIXTURES one rank adds the losses of their training and
 the gradients of their routers. EXPERT_RANKS=2 splits the experts over two ranks
-instead of the matrices.
+instead of the matrices. SMALL=1 makes models with few numbers of 16 bits, as in megatron_recorded.tar.xz.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import contextlib
 import copy
 import os
 import sys
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,9 @@ import torch
 VOCABULARY, PADDED, SEQUENCE = 29, 32, 10
 SETTINGS = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 40}
 SETTINGS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+SMALL = os.environ.get("SMALL") == "1"
+if SMALL:
+    SETTINGS |= {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 12}
 # Of TransformerConfig, and of GPTModel.
 DECODERS = {
     "llama": (
@@ -61,7 +65,7 @@ MIXTURES = {
 HYBRIDS = {
     "hybrid": (
         {"num_query_groups": 2, "kv_channels": 8},
-        {"rotary_base": 500_000, "hybrid_layer_pattern": "*-*-*-", "share_embeddings_and_output_weights": True},
+        {"rotary_base": 500_000, "hybrid_layer_pattern": "*-*-", "share_embeddings_and_output_weights": True},
     ),
     "hybrid_experts": (
         {"num_query_groups": 2, "kv_channels": 8, "num_moe_experts": 4, "moe_router_topk": 2},
@@ -135,10 +139,8 @@ def main(folder: Path, kinds: list[str]) -> None:
             positions_of = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False} | of_model
             modern |= {"num_layers": len(of_model["hybrid_layer_pattern"])} if kind in HYBRIDS else {}
             config = TransformerConfig(**{**shared, **modern, **of_config})
-            if kind in HYBRIDS:
-                model = hybrid_model(config, **{**common, **positions_of}).eval()
-            else:
-                model = GPTModel(config, spec, **{**common, **positions_of}).eval()
+            make = hybrid_model if kind in HYBRIDS else partial(GPTModel, transformer_layer_spec=spec)
+            model = make(config, **{**common, **positions_of}).eval()
         else:
             model = BertModel(config, 2, bert_layer_local_spec, **common).eval()
         with torch.no_grad():  # biases are 0 and LayerNorms 1 at first: a mistake could hide behind them
@@ -146,6 +148,7 @@ def main(folder: Path, kinds: list[str]) -> None:
                 split = getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True)
                 torch.manual_seed(sum(map(ord, name)) + (rank if split else 0))
                 parameter += 0.1 * torch.randn_like(parameter)
+                parameter.copy_(parameter.bfloat16() if SMALL else parameter)
             for module in model.modules():
                 if isinstance(module, GroupedMLP):  # which asserts bf16
                     module.config = copy.copy(module.config)
@@ -172,7 +175,7 @@ def main(folder: Path, kinds: list[str]) -> None:
             np.savez(folder / f"{kind}.npz", ids=ids.numpy(), **arrays)
         args = argparse.Namespace(
             **SETTINGS,
-            kv_channels=6,
+            kv_channels=SETTINGS["hidden_size"] // SETTINGS["num_attention_heads"],
             max_position_embeddings=SEQUENCE,
             padded_vocab_size=PADDED,
             make_vocab_size_divisible_by=PADDED // tensor_ranks,
@@ -192,11 +195,7 @@ def main(folder: Path, kinds: list[str]) -> None:
             said |= {names.get(name, name): value for name, value in of_model.items()}
             tied = said.pop("share_embeddings_and_output_weights", False)
             said["untie_embeddings_and_output_weights"] = not tied
-            if kind in HYBRIDS:
-                middle = len(said["hybrid_layer_pattern"]) // 2
-                said["hybrid_layer_pattern"] = f"{said['hybrid_layer_pattern'][:middle]}|{said['hybrid_layer_pattern'][middle:]}"
-                said |= {"num_layers": 2 * middle, "is_hybrid_model": True}
-                said["spec"] = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+            said |= hybrid_arguments(**of_model) if kind in HYBRIDS else {}
             if "num_moe_experts" in of_config:
                 said |= {name: value for name, value in vars(config).items() if name.startswith("moe_")} | of_config
                 said |= {"num_experts": said.pop("num_moe_experts"), "expert_model_parallel_size": expert_ranks}
@@ -220,6 +219,17 @@ def main(folder: Path, kinds: list[str]) -> None:
         for layout in (*sharded, "torch"):
             (folder / f"{kind}_{layout}" / "latest_checkpointed_iteration.txt").write_text("5")
     torch.distributed.barrier()
+
+
+def hybrid_arguments(hybrid_layer_pattern, **_):
+    """The arguments of `HybridModel`, with a boundary of stages in the pattern."""
+    half = len(hybrid_layer_pattern) // 2
+    return {
+        "hybrid_layer_pattern": f"{hybrid_layer_pattern[:half]}|{hybrid_layer_pattern[half:]}",
+        "num_layers": 2 * half,
+        "is_hybrid_model": True,
+        "spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+    }
 
 
 def hybrid_model(config, vocab_size, max_sequence_length, hybrid_layer_pattern, **values):

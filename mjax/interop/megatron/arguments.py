@@ -288,7 +288,8 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
         problem = f"num_experts is missing among the arguments, and {routers[0]} has {rows} rows"
         args.reject(problem, f"set num_experts to {rows} in args and save the checkpoint again")
     shapes = _read_shapes(tensors, "decoder", source, "mlp.experts.0.linear_fc2" if experts else "mlp.linear_fc2")
-    width = shapes["ffn_hidden_size"]
+    width = shapes.pop("ffn_hidden_size")
+    args.check_shapes(shapes if experts else {**shapes, "ffn_hidden_size": width})
     head_dim = args.count("kv_channels", shapes["hidden_size"] // heads, 1)
     rows, expected = _dim_size(tensors, f"{layer}.{QKV}.weight", 0, source), 3 * heads * head_dim
     if args["group_query_attention"] is None and rows != expected:

@@ -131,7 +131,7 @@ def _read_bridge_step(tracker: Path) -> int:
     """The step in the tracker file of Megatron-Bridge (`TrainState` in megatron/bridge/training/state.py)."""
     try:
         return int(load_megatron_file(tracker)["step"])
-    except (LookupError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError, RuntimeError):
         raise UsageError(f"{tracker} has no step; give one checkpoint's folder") from None
 
 
@@ -273,14 +273,14 @@ def _open_distributed(folder: Path) -> MegatronCheckpoint:
         arguments = read_run_config(folder / RUN_CONFIG)
     stored = {name: tensor for name, tensor in entries.items() if not OTHER_STATE.fullmatch(name)}
     if entries.keys() & {*COMMON_ENTRIES}:
-        stored = {_strip_wrappers(name): tensor for name, tensor in stored.items() if name.startswith("model.")}
+        stored = {strip_wrappers(name): tensor for name, tensor in stored.items() if name.startswith("model.")}
     kind = _detect_architecture(arguments, list(stored), folder)
     tensors = DistributedTensors(folder, to_current_names(stored, kind, str(folder)))
     version, missing = _read_version(common, folder, assumed=3)
     return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, None, old_names=False)
 
 
-def _strip_wrappers(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """The name of a tensor in the format fsdp_dtensor without those of its wrappers, an expert's number in front of its
     matrix: model.module.decoder.layers.0.mlp.experts.linear_fc1.weight3_w → ….mlp.experts.3.linear_fc1.weight_w."""
     name = re.sub(r"^model\.(module\.)*", "", name).replace(".experts.local_experts.", ".experts.")
