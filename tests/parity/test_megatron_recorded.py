@@ -64,7 +64,7 @@ def assert_scores(run, theirs):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_recorded_version_has_its_scores(recorded, version, kind, tmp_path):
-    """Of each layout: equal weights."""
+    """Scores of one layout, and the same weights in the others."""
     for layout in KINDS[kind]:
         assert convert(recorded / version / f"{kind}_{layout}", tmp_path / layout, "--vocabulary", "29") == 0
     first, *others = KINDS[kind]

@@ -79,5 +79,5 @@ def _target_name(value: Any) -> str:
     """The name of a class or function; empty if the value sets one of its arguments."""
     if not isinstance(value, dict):
         return str(value)
-    others = {"_target_", "_call_", "_partial_", "_args_", "use_transformer_engine"}
-    return "" if value.keys() - others or value.get("_args_") else str(value.get("_target_"))
+    harmless_keys = {"_target_", "_call_", "_partial_", "_args_", "use_transformer_engine"}
+    return "" if value.keys() - harmless_keys or value.get("_args_") else str(value.get("_target_"))

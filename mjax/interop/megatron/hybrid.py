@@ -51,17 +51,17 @@ def open_hybrid(checkpoint: MegatronCheckpoint) -> MegatronCheckpoint:
     dropped = {*PATTERNS, *OTHER_ARGUMENTS}
     if LAYER_SPEC.fullmatch(" ".join(map(str, arguments.get("spec") or []))):
         dropped.add("spec")
-    kept: dict[str, Any] = {name: value for name, value in arguments.items() if name not in dropped}
+    settings: dict[str, Any] = {name: value for name, value in arguments.items() if name not in dropped}
     tensors = HybridTensors(checkpoint.tensors, source)
-    return replace(checkpoint, arguments=kept | {"num_layers": layers}, tensors=tensors)
+    return replace(checkpoint, arguments=settings | {"num_layers": layers}, tensors=tensors)
 
 
 def _count_layers(pattern: Any, name: str, source: str) -> int:
     """The number of a GPT's layers in a pattern."""
     if isinstance(pattern, str) and re.fullmatch(r"(\*-)+|(\*E)+", modules := pattern.replace("|", "")):
         return len(modules) // 2
-    others = [f"{kind} is {word}, which mjax lacks" for kind, word in OTHER_LAYERS.items() if kind in str(pattern)]
-    problem = others[0] if others else "mjax reads attention and MLP in turn (*-), or attention and experts (*E)"
+    unsupported = [f"{kind} is {word}, which mjax lacks" for kind, word in OTHER_LAYERS.items() if kind in str(pattern)]
+    problem = unsupported[0] if unsupported else "mjax reads attention and MLP in turn (*-), or attention and experts (*E)"
     raise UsageError(f"{source}: {name} is {pattern!r}: {problem}; convert another model")
 
 
