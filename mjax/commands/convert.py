@@ -157,7 +157,9 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     model, family, tensors = _model(checkpoint, arguments)
     model = models.scale_rope(model, arguments.rope, folder)
     rope = models.describe_rope(model, arguments.rope)
-    tokenizer, carried = _find_tokenizer(arguments, {}, model)
+    assets = checkpoint.folder / "tokenizer"  # of Megatron-Bridge
+    from_assets = dataclasses.replace(arguments, source=assets) if assets.is_dir() else arguments
+    tokenizer, carried = _find_tokenizer(from_assets, {}, model)
     rows = model.vocabulary
     vocabulary = _vocabulary(arguments.vocabulary, tokenizer, checkpoint, rows)
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)

@@ -20,6 +20,7 @@ import yaml
 
 from mjax.errors import UsageError
 from mjax.interop.torch_files import TensorChunk, load_megatron_file
+from tests.data.vocabularies import hf_byte_pairs
 from tests.interop.whole_weights import assert_same, weights_of
 from tests.parity.megatron_written import convert
 from tests.parity.peers import scores_of
@@ -78,6 +79,14 @@ def test_bridge_checkpoint_is_read_without_args(recorded, tmp_path, capsys):
     assert "assumed" not in capsys.readouterr().out
     model = assert_scores(tmp_path / "run", np.load(recorded / "bridge" / "scores.npz")).model
     assert (model.rope_theta, model.rope_factor, model.kv_heads, model.norm_epsilon) == (500_000, 32, 1, 1e-6)
+
+
+def test_tokenizer_beside_weights_of_bridge_is_opened(recorded, tmp_path, capsys):
+    copy = shutil.copytree(recorded / "bridge", tmp_path / "in")
+    (copy / "iter_0000005" / "tokenizer").mkdir()
+    hf_byte_pairs().save(str(copy / "iter_0000005" / "tokenizer" / "tokenizer.json"))
+    assert convert(copy, tmp_path / "run") == 2
+    assert "has 330 ids and the model's embedding" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def _count_layers(pattern: Any, name: str, source: str) -> int:
     if isinstance(pattern, str) and re.fullmatch(r"(\*-)+|(\*E)+", modules := pattern.replace("|", "")):
         return len(modules) // 2
     unsupported = [f"{kind} is {word}, which mjax lacks" for kind, word in OTHER_LAYERS.items() if kind in str(pattern)]
-    problem = unsupported[0] if unsupported else "mjax reads attention and MLP in turn (*-), or attention and experts (*E)"
+    problem = unsupported[0] if unsupported else "mjax reads attention with MLP (*-) or experts (*E) in turn"
     raise UsageError(f"{source}: {name} is {pattern!r}: {problem}; convert another model")
 
 
