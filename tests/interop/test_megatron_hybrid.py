@@ -1,5 +1,6 @@
 """HybridModel and fsdp_dtensor without torch: whose layers are those of a GPT, under which names."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from mjax.commands import cli
 from mjax.errors import UsageError
 from mjax.interop.megatron.checkpoint import MegatronCheckpoint, strip_wrappers
 from mjax.interop.megatron.hybrid import open_hybrid
+from mjax.interop.megatron.tensors import RankTensors
 from mjax.interop.tensor_files import TensorInfo
 
 NAMES = (
@@ -41,6 +43,17 @@ def test_hybrid_layers_pair_up(pattern):
     assert "".join(opened.tensors.read("decoder.layers.1.pre_mlp_layernorm.weight")) == NAMES[3]
     halves = [NAMES[0], NAMES[1].replace("1", "0"), NAMES[2].replace("2", "1"), NAMES[3].replace("3", "1"), NAMES[4]]
     assert list(opened.tensors.infos) == halves
+
+
+def test_uneven_stages_are_numbered_through():
+    """`*-*|-`, as each stage of the format torch numbers its layers from 0."""
+    ones = np.ones(4, np.float32)
+    first = {name: ones * number for number, name in enumerate(NAMES[:3])}
+    last = {"decoder.layers.0.pre_mlp_layernorm.weight": ones * 3, NAMES[4]: ones * 4}
+    stages = replace(hybrid(hybrid_layer_pattern="*-*|-"), tensors=RankTensors([[first], [last]], 3.0, "in"))
+    tensors = open_hybrid(stages).tensors
+    assert [tensors.read(name)[0] for name in tensors.infos] == [0, 1, 2, 3, 4]
+    assert list(tensors.infos)[3] == "decoder.layers.1.pre_mlp_layernorm.weight"
 
 
 def test_other_models_and_specs_are_kept():

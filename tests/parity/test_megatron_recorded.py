@@ -117,6 +117,26 @@ def test_fsdp_checkpoint_is_read_from_uneven_rows(recorded, tmp_path):
     assert (model.experts, model.shared_expert_ffn_hidden) == (4, 10)
 
 
+def test_fsdp_checkpoint_of_bridge_has_run_config(recorded, tmp_path, capsys):
+    """Megatron-Bridge saves `checkpoint_version` next to the tensors, and no `args`."""
+    copy = shutil.copytree(recorded / "fsdp" / "iter_0000005", tmp_path / "in")
+    metadata = (copy / ".metadata").read_bytes()
+    (copy / ".metadata").write_bytes(metadata.replace(b"\x8c\x04args", b"\x8c\x04none"))
+    assert convert(copy, tmp_path / "run", "--vocabulary", "29") == 2
+    assert "neither args nor embedding.position_embeddings.weight" in capsys.readouterr().err
+    model = {
+        "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
+        "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False}, "gated_linear_unit": True,
+        "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False, "kv_channels": 4,
+        "num_layers": 2, "num_attention_heads": 2, "num_query_groups": 1, "seq_length": 10, "num_moe_experts": 4,
+        "moe_router_topk": 2, "moe_ffn_hidden_size": 6, "moe_shared_expert_intermediate_size": 10,
+        "share_embeddings_and_output_weights": False,
+    }  # fmt: skip
+    (copy / "run_config.yaml").write_text(yaml.safe_dump({"model": model}))
+    assert convert(copy, tmp_path / "run", "--vocabulary", "29") == 0
+    assert_scores(tmp_path / "run", np.load(recorded / "fsdp" / "scores.npz"))
+
+
 def test_checkpoint_without_common_state_is_refused(recorded, tmp_path, capsys):
     folder = recorded / "0.19.2" / "llama_stacked" / "iter_0000005"
     content = (folder / ".metadata").read_bytes().replace(b"common_state/shard_0_1", b"common_stale/shard_0_1")
