@@ -59,8 +59,8 @@ def test_uneven_stages_are_numbered_through():
 def test_other_models_and_specs_are_kept():
     checkpoint = hybrid(spec=["my.specs", "stack"])
     assert open_hybrid(checkpoint) is checkpoint
-    opened = open_hybrid(hybrid(spec=["my.specs", "stack"], hybrid_override_pattern="*E*E"))
-    assert opened.arguments == {"spec": ["my.specs", "stack"], "num_layers": 2}
+    opened = open_hybrid(hybrid(spec=["my.specs", "stack"], hybrid_override_pattern="*-*E", moe_layer_freq=1))
+    assert opened.arguments == {"spec": ["my.specs", "stack"], "num_layers": 2, "moe_layer_freq": [0, 1]}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_other_models_and_specs_are_kept():
         ({"hybrid_layer_pattern": "+E"}, "+ is multi-latent attention"),
         ({"hybrid_layer_pattern": "*-*-/*-"}, "/ is multi-token prediction"),
         ({"hybrid_layer_pattern": "**--"}, "'**--': mjax reads attention with MLP (*-) or experts (*E) in turn"),
-        ({"hybrid_layer_pattern": "*-*E"}, "'*-*E': mjax reads attention with MLP (*-) or experts (*E) in turn"),
+        ({"hybrid_layer_pattern": "*-*"}, "'*-*': mjax reads attention with MLP (*-) or experts (*E) in turn"),
         ({"hybrid_layer_pattern": 5}, "hybrid_layer_pattern is 5: mjax reads"),
         ({"hybrid_layer_pattern": "*-*-", "use_rope_scaling": True}, "ignores; add --ignore use_rope_scaling"),
     ],

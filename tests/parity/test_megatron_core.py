@@ -40,7 +40,7 @@ CASES = {
     "one rank": {
         "gpt": ("stacked", "single", "torch"), "bert": ("stacked", "torch"), "llama": ("apart",), "narrow": ("single",),
         "mixtral": ("single", "apart", "torch"), "before": ("stacked", "torch"), "deepseek": ("torch",),
-        "hybrid": ("single",), "hybrid_experts": ("apart", "torch"),
+        "hybrid": ("single",), "hybrid_experts": ("apart",), "hybrid_both": ("single", "torch"),
     },
     "two tensor ranks": {"bert": ("single",), "llama": ("torch",), "narrow": ("torch",), "mixtral": ("stacked",),
                          "hybrid": ("torch",)},

@@ -71,6 +71,11 @@ HYBRIDS = {
         {"num_query_groups": 2, "kv_channels": 8, "num_moe_experts": 4, "moe_router_topk": 2},
         {"rotary_base": 10_000, "hybrid_layer_pattern": "*E*E"},
     ),
+    "hybrid_both": (
+        {"num_query_groups": 2, "kv_channels": 8, "num_moe_experts": 4, "moe_router_topk": 2}
+        | {"moe_ffn_hidden_size": 12, "moe_shared_expert_intermediate_size": 16},
+        {"rotary_base": 10_000, "hybrid_layer_pattern": "*-*E*E"},
+    ),
 }
 """Layers of attention, MLPs and experts in the order of a pattern."""
 

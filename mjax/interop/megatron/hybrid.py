@@ -44,7 +44,7 @@ def open_hybrid(checkpoint: MegatronCheckpoint) -> MegatronCheckpoint:
     if not names:
         return checkpoint
     pattern, source = arguments[names[0]], str(checkpoint.folder)
-    layers = _count_layers(pattern, names[0], source)
+    sparse = _read_pattern(pattern, names[0], source)
     if arguments.get("use_rope_scaling"):
         problem = "use_rope_scaling is set, which HybridModel ignores"
         raise UsageError(f"{source}: {problem}; add --ignore use_rope_scaling")
@@ -53,13 +53,14 @@ def open_hybrid(checkpoint: MegatronCheckpoint) -> MegatronCheckpoint:
         dropped.add("spec")
     settings: dict[str, Any] = {name: value for name, value in arguments.items() if name not in dropped}
     tensors = HybridTensors(checkpoint.tensors, source)
-    return replace(checkpoint, arguments=settings | {"num_layers": layers}, tensors=tensors)
+    settings |= {"num_layers": len(sparse), **({"moe_layer_freq": sparse} if any(sparse) else {})}
+    return replace(checkpoint, arguments=settings, tensors=tensors)
 
 
-def _count_layers(pattern: Any, name: str, source: str) -> int:
-    """The number of a GPT's layers in a pattern."""
-    if isinstance(pattern, str) and re.fullmatch(r"(\*-)+|(\*E)+", modules := pattern.replace("|", "")):
-        return len(modules) // 2
+def _read_pattern(pattern: Any, name: str, source: str) -> list[int]:
+    """1 for each of a GPT's layers that has experts, 0 for the others."""
+    if isinstance(pattern, str) and re.fullmatch(r"(\*[-E])+", modules := pattern.replace("|", "")):
+        return [int(module == "E") for module in modules[1::2]]
     unsupported = [f"{kind} is {word}, which mjax lacks" for kind, word in OTHER_LAYERS.items() if kind in str(pattern)]
     problem = unsupported[0] if unsupported else "mjax reads attention with MLP (*-) or experts (*E) in turn"
     raise UsageError(f"{source}: {name} is {pattern!r}: {problem}; convert another model")
