@@ -39,6 +39,7 @@ KINDS = {
     "deepseek": every,
     "hybrid": ("single", "torch"),
     "hybrid_experts": ("single", "apart", "torch"),
+    "hybrid_both": ("single", "torch"),
 }
 """Layouts by kind; stacked and single are the same without a stack of layers, and apart without a gated MLP."""
 
