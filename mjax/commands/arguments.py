@@ -57,8 +57,8 @@ class FromHfArguments(ImportArguments):
 
 @dataclass(frozen=True)
 class FromMegatronArguments(ImportArguments):
-    """Convert a Megatron-LM checkpoint (a GPT, BERT, Llama or mixture of experts; formats torch and torch_dist) into a
-    run folder."""
+    """Convert a Megatron-LM or Megatron-Bridge checkpoint (a GPT, BERT, Llama or mixture of experts; formats torch,
+    torch_dist and fsdp_dtensor) into a run folder."""
 
     examples: ClassVar = ("mjax convert from-megatron release runs/gpt2",)
 

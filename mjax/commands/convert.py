@@ -39,6 +39,7 @@ from mjax.interop import lora, model_folder, tokenizer_files, weights
 from mjax.interop.convert import check_vocabulary, write_checkpoint, write_run
 from mjax.interop.megatron import arguments as megatron
 from mjax.interop.megatron.checkpoint import MegatronCheckpoint, open_checkpoint
+from mjax.interop.megatron.hybrid import open_hybrid
 from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, megatron_family
 from mjax.interop.tensor_files import Tensors, open_tensors, parse_shard_size, write_tensors
 from mjax.interop.tokenizer_files import to_fast_tokenizer
@@ -152,11 +153,13 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     checkpoint = open_checkpoint(source, arguments.step)
     folder = str(checkpoint.folder)
     settings = megatron.drop_ignored(checkpoint.arguments, arguments.ignore, folder)
-    checkpoint = dataclasses.replace(checkpoint, arguments=settings)
+    checkpoint = open_hybrid(dataclasses.replace(checkpoint, arguments=settings))
     model, family, tensors = _model(checkpoint, arguments)
     model = models.scale_rope(model, arguments.rope, folder)
     rope = models.describe_rope(model, arguments.rope)
-    tokenizer, carried = _find_tokenizer(arguments, {}, model)
+    assets = checkpoint.folder / "tokenizer"  # of Megatron-Bridge
+    from_assets = dataclasses.replace(arguments, source=assets) if assets.is_dir() else arguments
+    tokenizer, carried = _find_tokenizer(from_assets, {}, model)
     rows = model.vocabulary
     vocabulary = _vocabulary(arguments.vocabulary, tokenizer, checkpoint, rows)
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)

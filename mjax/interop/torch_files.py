@@ -178,12 +178,13 @@ class PickleStub:
         return f"{type(self).__name__}({', '.join(map(reprlib.repr, self.arguments))})"
 
 
-def load_megatron_file(file: Path, chunk: TensorChunk | None = None) -> dict[str, Any]:
+def load_megatron_file(file: Path, chunk: TensorChunk | None = None, entry: str | None = None) -> dict[str, Any]:
     """Load a torch.save file of Megatron: tensors (memory-mapped if possible), plain values and stubs.
 
     Args:
       file: in a folder.
       chunk: bytes among the shards, where megatron-core 0.19 and later saves a list of one dict.
+      entry: of `COMMON_ENTRIES` if the bytes are its value.
 
     Raises:
       UsageError: torch is not installed, or the file is missing, damaged, not a dict, or calls a function.
@@ -193,7 +194,9 @@ def load_megatron_file(file: Path, chunk: TensorChunk | None = None) -> dict[str
     import_torch("checkpoints of Megatron are read by torch")
     try:
         content = load_tensors(file if chunk is None else read_chunk(file, chunk), allow_megatron=True)
-        if chunk is not None:
+        if entry is not None:
+            content = {entry: content}
+        elif chunk is not None:
             (content,) = content
     except Exception as error:  # of many types: truncated, another format, or more than data
         if called := re.search(r"GLOBAL (\S+)", str(error)):
@@ -244,6 +247,8 @@ class StoredTensor:
 
 COMMON_STATE = "common_state/shard_0_1"
 """Name of the entry with arguments and version in megatron-core 0.19 and later, which has no common.pt."""
+COMMON_ENTRIES = ("args", "checkpoint_version")
+"""Names of these entries in the format fsdp_dtensor, in which each is saved by itself."""
 _STUB_PREFIXES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 """Modules of the classes in .metadata: storage locations and the plan by which they were written."""
 _METADATA_GLOBALS = {
@@ -268,7 +273,8 @@ class _MetadataReader(pickle.Unpickler):
 
 
 def read_metadata(file: Path) -> dict[str, StoredTensor]:
-    """Read the tensors in the .metadata of a torch_dist checkpoint, by name, and `COMMON_STATE`, of dtype bytes.
+    """Read the tensors in the .metadata of a torch_dist checkpoint, by name, and `COMMON_STATE` or `COMMON_ENTRIES`, of
+    dtype bytes.
 
     Other entries are ignored.
 
@@ -288,9 +294,9 @@ def read_metadata(file: Path) -> dict[str, StoredTensor]:
             for name, kind in content.state_dict_metadata.items()
             if type(kind).__name__ == "TensorStorageMetadata"
         }
-        if COMMON_STATE in content.state_dict_metadata:
-            chunk = _to_chunk(COMMON_STATE, locations[COMMON_STATE, ()], file.parent)
-            entries[COMMON_STATE] = StoredTensor("bytes", (), (chunk,))
+        for name in {COMMON_STATE, *COMMON_ENTRIES} & content.state_dict_metadata.keys():
+            chunk = _to_chunk(name, locations[name, ()], file.parent)
+            entries[name] = StoredTensor("bytes", (), (chunk,))
         return entries
     except UsageError as error:
         raise UsageError(f"{file}: {error}; get the checkpoint from where it was trained") from None

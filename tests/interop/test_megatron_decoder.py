@@ -314,6 +314,27 @@ SWITCHES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("frequency", "dense", "interval"),
+    [(None, 0, 1), (1, 0, 1), ([1, 1, 1, 1], 0, 1), ([0, 1, 1, 1], 1, 1), ((0, 0, 0, 1), 3, 1), ([0, 1, 0, 1], 0, 2)],
+)
+def test_layers_with_experts_become_fields(frequency, dense, interval):
+    model = decoder_config(OF_MIXTURE | {"moe_layer_freq": frequency}, TENSORS, "source", 3.0)
+    assert (model.first_dense_layers, model.moe_layer_freq) == (dense, interval)
+
+
+@pytest.mark.parametrize(
+    "frequency",
+    [0, 2, [1, 0, 0, 0], [1, 0, 1, 0], [0, 1, 1], [0, 0, 0, 0], [0, 2, 0, 2], [0, 1, 1, 0], "[1]*4"],
+    ids=str,
+)
+def test_other_layers_with_experts_are_refused(frequency):
+    with pytest.raises(
+        UsageError, match=r"moe_layer_freq is .+ for 4 layers, and mjax has experts in all layers, or in"
+    ):
+        decoder_config(OF_MIXTURE | {"moe_layer_freq": frequency}, TENSORS, "source", 3.0)
+
+
 @pytest.mark.parametrize("name", SWITCHES)
 def test_unknown_argument_that_is_set_is_refused(name):
     with pytest.raises(UsageError, match=f": {name} is .+, but mjax supports only ('' or )?(None|False|0.0)"):

@@ -22,8 +22,10 @@ CASES = {
     "one rank": {
         "gpt": ("stacked", "single", "torch"), "bert": ("stacked", "torch"), "llama": ("apart",), "narrow": ("single",),
         "mixtral": ("single", "apart", "torch"), "before": ("stacked", "torch"), "deepseek": ("torch",),
+        "hybrid": ("single",), "hybrid_experts": ("apart",), "hybrid_both": ("single", "torch"),
     },
-    "two tensor ranks": {"bert": ("single",), "llama": ("torch",), "narrow": ("torch",), "mixtral": ("stacked",)},
+    "two tensor ranks": {"bert": ("single",), "llama": ("torch",), "narrow": ("torch",), "mixtral": ("stacked",),
+                         "hybrid": ("torch",)},
     "two expert ranks": {"mixtral": ("stacked",), "before": ("torch",)},
 }  # fmt: skip
 """By ranks and kind the layouts, of those that `write_megatron_core.py` writes."""

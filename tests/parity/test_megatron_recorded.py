@@ -1,19 +1,27 @@
-"""A checkpoint that megatron-core 0.19.2 wrote, recorded: arguments and version are a shard, and there is no common.pt.
+"""Checkpoints of versions of Megatron that the tests do not install, recorded in megatron_recorded.tar.xz.
 
-`llama_stacked` of `write_megatron_core.py` with 2 layers, hidden size 8, 2 heads, 1 group and an MLP of 12; scores.npz
-contains megatron-core's scores. 0.19 needs Python 3.12.
+    0.17.1/gpt_stacked …    `write_megatron_core.py` with SMALL=1, under megatron-core 0.17.1, 0.18.2 and 0.19.2
+    bridge                  a `GPTModelProvider` of Megatron-Bridge 0.6.2: no args, run_config.yaml
+    fsdp                    fsdp_dtensor: a mixture, its tensors cut into rows of two data ranks by the functions of
+                            Megatron-FSDP in megatron-core 0.19.2 (uneven_dtensor.py), which itself needs a GPU
+
+Each has the scores of megatron-core in an .npz.
 """
 
 import io
 import os
+import shutil
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from mjax.errors import UsageError
 from mjax.interop.torch_files import TensorChunk, load_megatron_file
+from tests.data.vocabularies import hf_byte_pairs
+from tests.interop.whole_weights import assert_same, weights_of
 from tests.parity.megatron_written import convert
 from tests.parity.peers import scores_of
 
@@ -21,26 +29,121 @@ torch = pytest.importorskip("torch", reason="torch is not installed: make test-c
 
 pytestmark = pytest.mark.parity
 
+VERSIONS = ("0.17.1", "0.18.2", "0.19.2")
+KINDS = {
+    "gpt": ("stacked", "single", "torch"),
+    "bert": ("stacked", "single", "torch"),
+    "llama": (every := ("stacked", "single", "apart", "torch")),
+    "narrow": ("stacked", "single", "torch"),
+    "mixtral": every,
+    "deepseek": every,
+    "hybrid": ("single", "torch"),
+    "hybrid_experts": ("single", "apart", "torch"),
+    "hybrid_both": ("single", "torch"),
+}
+"""Layouts by kind; stacked and single are the same without a stack of layers, and apart without a gated MLP."""
 
-@pytest.fixture
-def recorded(tmp_path):
-    with tarfile.open(Path(__file__).with_name("megatron_core_0_19_2.tar.xz")) as archive:
-        archive.extractall(tmp_path / "in", filter="data")
-    return tmp_path / "in"
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recorded")
+    with tarfile.open(Path(__file__).with_name("megatron_recorded.tar.xz")) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
 
 
-def test_scores_match_recorded_megatron_core(recorded, tmp_path):
-    assert convert(recorded, tmp_path / "run", "--vocabulary", "29") == 0
-    theirs = np.load(recorded / "scores.npz")
-    config, found = scores_of(tmp_path / "run", theirs["ids"])
-    assert (config.model.rope_theta, config.model.rope_factor, config.model.kv_heads) == (500_000, 32, 1)
-    np.testing.assert_allclose(found[..., :29], theirs["scores"][..., :29], atol=1e-5)
+def assert_scores(run, theirs):
+    """Compare the scores of a run with recorded ones; the last 3 of 32 rows are padding."""
+    types = (theirs["types"], 1 - theirs["text"]) if "types" in theirs else ()
+    config, found = scores_of(run, theirs["ids"], *types)
+    scores, text = (found, ...) if not types else (found[0], theirs["text"] == 1)
+    np.testing.assert_allclose(scores[..., :29][text], theirs["scores"][..., :29][text], atol=2e-5)
+    if types:
+        np.testing.assert_allclose(found[1], theirs["order"], atol=2e-5)
+    return config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_recorded_version_has_its_scores(recorded, version, kind, tmp_path):
+    """Scores of one layout, and the same weights in the others."""
+    for layout in KINDS[kind]:
+        assert convert(recorded / version / f"{kind}_{layout}", tmp_path / layout, "--vocabulary", "29") == 0
+    first, *others = KINDS[kind]
+    assert_scores(tmp_path / first, np.load(recorded / version / f"{kind}.npz"))
+    for layout in others:
+        assert_same(weights_of(tmp_path / layout), weights_of(tmp_path / first))
+
+
+def test_bridge_checkpoint_is_read_without_args(recorded, tmp_path, capsys):
+    assert convert(recorded / "bridge", tmp_path / "run", "--vocabulary", "29") == 0
+    assert "assumed" not in capsys.readouterr().out
+    model = assert_scores(tmp_path / "run", np.load(recorded / "bridge" / "scores.npz")).model
+    assert (model.rope_theta, model.rope_factor, model.kv_heads, model.norm_epsilon) == (500_000, 32, 1, 1e-6)
+
+
+def test_tokenizer_beside_weights_of_bridge_is_opened(recorded, tmp_path, capsys):
+    copy = shutil.copytree(recorded / "bridge", tmp_path / "in")
+    (copy / "iter_0000005" / "tokenizer").mkdir()
+    hf_byte_pairs().save(str(copy / "iter_0000005" / "tokenizer" / "tokenizer.json"))
+    assert convert(copy, tmp_path / "run") == 2
+    assert "has 330 ids and the model's embedding" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"_target_": "megatron.bridge.models.gemma.gemma_provider.GemmaModelProvider"}, "_target_ is 'megatron.br"),
+        ({"transformer_layer_spec": {"_target_": "os.system", "_call_": True}}, "transformer_layer_spec is {'_call_'"),
+        ({"activation_func": {"_target_": "torch._C._nn.gelu", "_call_": False}}, "activation_func is {'_call_': F"),
+        ({"rope_scaling": False, "position_embedding_type": "yarn"}, "position_embedding_type is 'yarn'"),
+        ({"num_layers": 3}, "num_layers is 3 among the arguments, and 2 by the tensors"),
+        ({"of_later": 0.5}, "of_later is 0.5, but mjax supports only None"),
+    ],
+    ids=lambda value: value.split()[0] if isinstance(value, str) else "",
+)
+def test_other_model_of_bridge_is_refused(recorded, change, words, tmp_path, capsys):
+    copy = shutil.copytree(recorded / "bridge" / "iter_0000005", tmp_path / "in")
+    config = yaml.safe_load((copy / "run_config.yaml").read_bytes())
+    config["model"] |= change
+    (copy / "run_config.yaml").write_text(yaml.safe_dump(config))
+    assert convert(copy, tmp_path / "run", "--vocabulary", "29") == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_fsdp_checkpoint_is_read_from_uneven_rows(recorded, tmp_path):
+    assert convert(recorded / "fsdp", tmp_path / "run", "--vocabulary", "29") == 0
+    model = assert_scores(tmp_path / "run", np.load(recorded / "fsdp" / "scores.npz")).model
+    assert (model.experts, model.shared_expert_ffn_hidden) == (4, 10)
+
+
+def test_fsdp_checkpoint_of_bridge_has_run_config(recorded, tmp_path, capsys):
+    """Megatron-Bridge saves `checkpoint_version` next to the tensors, and no `args`."""
+    copy = shutil.copytree(recorded / "fsdp" / "iter_0000005", tmp_path / "in")
+    metadata = (copy / ".metadata").read_bytes()
+    (copy / ".metadata").write_bytes(metadata.replace(b"\x8c\x04args", b"\x8c\x04none"))
+    assert convert(copy, tmp_path / "run", "--vocabulary", "29") == 2
+    assert "neither args nor embedding.position_embeddings.weight" in capsys.readouterr().err
+    model = {
+        "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
+        "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False}, "gated_linear_unit": True,
+        "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False, "kv_channels": 4,
+        "num_layers": 2, "num_attention_heads": 2, "num_query_groups": 1, "seq_length": 10, "num_moe_experts": 4,
+        "moe_router_topk": 2, "moe_ffn_hidden_size": 6, "moe_shared_expert_intermediate_size": 10,
+        "share_embeddings_and_output_weights": False,
+    }  # fmt: skip
+    (copy / "run_config.yaml").write_text(yaml.safe_dump({"model": model}))
+    assert convert(copy, tmp_path / "run", "--vocabulary", "29") == 0
+    assert_scores(tmp_path / "run", np.load(recorded / "fsdp" / "scores.npz"))
 
 
 def test_checkpoint_without_common_state_is_refused(recorded, tmp_path, capsys):
-    file = recorded / "iter_0000005" / ".metadata"
-    file.write_bytes(file.read_bytes().replace(b"common_state/shard_0_1", b"common_stale/shard_0_1"))
-    assert convert(recorded, tmp_path / "run") == 2
+    folder = recorded / "0.19.2" / "llama_stacked" / "iter_0000005"
+    content = (folder / ".metadata").read_bytes().replace(b"common_state/shard_0_1", b"common_stale/shard_0_1")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / ".metadata").write_bytes(content)
+    assert convert(tmp_path / "in", tmp_path / "run") == 2
     assert "holds neither common.pt nor common_state/shard_0_1; copy the whole" in capsys.readouterr().err
 
 

@@ -7,7 +7,7 @@ Run as a program, one process of each tensor rank, because megatron-core changes
 leaves FOLDER/KIND_FORMAT/iter_0000005 (KIND gpt, bert or one of DECODERS or MIXTURES; FORMAT stacked, single, torch or,
 of some, apart), and FOLDER/KIND.npz with inputs and scores. Of MIXTURES one rank adds the losses of their training and
 the gradients of their routers. EXPERT_RANKS=2 splits the experts over two ranks
-instead of the matrices.
+instead of the matrices. SMALL=1 makes models with few numbers of 16 bits, as in megatron_recorded.tar.xz.
 """
 
 import argparse
@@ -15,9 +15,11 @@ import contextlib
 import copy
 import os
 import sys
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
@@ -25,6 +27,9 @@ import torch
 VOCABULARY, PADDED, SEQUENCE = 29, 32, 10
 SETTINGS = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 40}
 SETTINGS |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+SMALL = os.environ.get("SMALL") == "1"
+if SMALL:
+    SETTINGS |= {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 12}
 # Of TransformerConfig, and of GPTModel.
 DECODERS = {
     "llama": (
@@ -57,6 +62,22 @@ MIXTURES = {
         {"rotary_base": 10_000},
     ),
 }
+HYBRIDS = {
+    "hybrid": (
+        {"num_query_groups": 2, "kv_channels": 8},
+        {"rotary_base": 500_000, "hybrid_layer_pattern": "*-*-", "share_embeddings_and_output_weights": True},
+    ),
+    "hybrid_experts": (
+        {"num_query_groups": 2, "kv_channels": 8, "num_moe_experts": 4, "moe_router_topk": 2},
+        {"rotary_base": 10_000, "hybrid_layer_pattern": "*E*E"},
+    ),
+    "hybrid_both": (
+        {"num_query_groups": 2, "kv_channels": 8, "num_moe_experts": 4, "moe_router_topk": 2}
+        | {"moe_ffn_hidden_size": 12, "moe_shared_expert_intermediate_size": 16},
+        {"rotary_base": 10_000, "hybrid_layer_pattern": "*-*E*E"},
+    ),
+}
+"""Layers of attention, MLPs and experts in the order of a pattern."""
 
 
 def main(folder: Path, kinds: list[str]) -> None:
@@ -109,11 +130,11 @@ def main(folder: Path, kinds: list[str]) -> None:
     labels = torch.randint(VOCABULARY, (3, SEQUENCE), generator=random)
     later = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
     for kind in kinds:
-        of_config, of_model = (DECODERS | MIXTURES).get(kind, ({}, {}))
+        of_config, of_model = (DECODERS | MIXTURES | HYBRIDS).get(kind, ({}, {}))
         torch.manual_seed(0)
         if kind == "gpt":
             model = GPTModel(config, get_gpt_layer_local_spec(), **common).eval()
-        elif kind in DECODERS | MIXTURES:
+        elif kind in DECODERS | MIXTURES | HYBRIDS:
             modern = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
             modern |= {"activation_func": torch.nn.functional.silu, "bias_activation_fusion": False}
             modern |= {"expert_model_parallel_size": expert_ranks} if kind in MIXTURES else {}
@@ -121,8 +142,10 @@ def main(folder: Path, kinds: list[str]) -> None:
             of_spec |= {name: of_config.get(name, False) for name in ("qk_layernorm", "moe_grouped_gemm")}
             spec = get_gpt_layer_local_spec(**of_spec)
             positions_of = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False} | of_model
+            modern |= {"num_layers": len(of_model["hybrid_layer_pattern"])} if kind in HYBRIDS else {}
             config = TransformerConfig(**{**shared, **modern, **of_config})
-            model = GPTModel(config, spec, **{**common, **positions_of}).eval()
+            make = hybrid_model if kind in HYBRIDS else partial(GPTModel, transformer_layer_spec=spec)
+            model = make(config, **{**common, **positions_of}).eval()
         else:
             model = BertModel(config, 2, bert_layer_local_spec, **common).eval()
         with torch.no_grad():  # biases are 0 and LayerNorms 1 at first: a mistake could hide behind them
@@ -130,6 +153,7 @@ def main(folder: Path, kinds: list[str]) -> None:
                 split = getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True)
                 torch.manual_seed(sum(map(ord, name)) + (rank if split else 0))
                 parameter += 0.1 * torch.randn_like(parameter)
+                parameter.copy_(parameter.bfloat16() if SMALL else parameter)
             for module in model.modules():
                 if isinstance(module, GroupedMLP):  # which asserts bf16
                     module.config = copy.copy(module.config)
@@ -156,7 +180,7 @@ def main(folder: Path, kinds: list[str]) -> None:
             np.savez(folder / f"{kind}.npz", ids=ids.numpy(), **arrays)
         args = argparse.Namespace(
             **SETTINGS,
-            kv_channels=6,
+            kv_channels=SETTINGS["hidden_size"] // SETTINGS["num_attention_heads"],
             max_position_embeddings=SEQUENCE,
             padded_vocab_size=PADDED,
             make_vocab_size_divisible_by=PADDED // tensor_ranks,
@@ -169,20 +193,21 @@ def main(folder: Path, kinds: list[str]) -> None:
             params_dtype=torch.float32,
             save=folder,
         )
-        if kind in DECODERS | MIXTURES:
+        if kind in DECODERS | MIXTURES | HYBRIDS:
             said = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "bias_gelu_fusion": False}
             said |= {"group_query_attention": True, "position_embedding_type": "rope", **of_config}
             names = {"rope_scaling": "use_rope_scaling"}  # the argument of a setting of GPTModel
             said |= {names.get(name, name): value for name, value in of_model.items()}
             tied = said.pop("share_embeddings_and_output_weights", False)
             said["untie_embeddings_and_output_weights"] = not tied
-            if kind in MIXTURES:
+            said |= hybrid_arguments(**of_model) if kind in HYBRIDS else {}
+            if "num_moe_experts" in of_config:
                 said |= {name: value for name, value in vars(config).items() if name.startswith("moe_")} | of_config
                 said |= {"num_experts": said.pop("num_moe_experts"), "expert_model_parallel_size": expert_ranks}
                 said["expert_tensor_parallel_size"] = config.expert_tensor_parallel_size
             vars(args).update(said)
         beside = {"args": args, "checkpoint_version": 3.0, "iteration": 5}
-        sharded = ("stacked", "single", *(["apart"] if kind in ("llama", *MIXTURES) else []))
+        sharded = ("stacked", "single", *(["apart"] if kind in ("llama", *MIXTURES, *HYBRIDS) else []))
         for layout in sharded:
             there = folder / f"{kind}_{layout}" / "iter_0000005"
             there.mkdir(parents=True, exist_ok=True)
@@ -199,6 +224,41 @@ def main(folder: Path, kinds: list[str]) -> None:
         for layout in (*sharded, "torch"):
             (folder / f"{kind}_{layout}" / "latest_checkpointed_iteration.txt").write_text("5")
     torch.distributed.barrier()
+
+
+def hybrid_arguments(hybrid_layer_pattern, **_):
+    """The arguments of `HybridModel`, with a boundary of stages in the pattern."""
+    half = len(hybrid_layer_pattern) // 2
+    return {
+        "hybrid_layer_pattern": f"{hybrid_layer_pattern[:half]}|{hybrid_layer_pattern[half:]}",
+        "num_layers": 2 * half,
+        "is_hybrid_model": True,
+        "spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+    }
+
+
+def hybrid_model(config, vocab_size, max_sequence_length, hybrid_layer_pattern, **values):
+    """A `HybridModel` of 0.18 and later, or the `MambaModel` before, without TransformerEngine."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    for name in ("triton", "triton.language"):  # imported for inference on a GPU
+        sys.modules.setdefault(name, MagicMock())
+    if version("megatron-core") < "0.18":
+        from megatron.core.models.mamba import MambaModel as Model
+        from megatron.core.post_training.modelopt.mamba import model_specs
+        from megatron.core.ssm import mamba_block as block
+
+        make_spec = model_specs.get_mamba_stack_modelopt_spec
+    else:
+        from megatron.core.models.hybrid import hybrid_block as block
+        from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
+        from megatron.core.post_training.modelopt.hybrid import model_specs
+
+        make_spec = model_specs.get_hybrid_stack_modelopt_spec
+    model_specs.Norm = block.TENorm = WrappedTorchNorm
+    pattern = "hybrid_override_pattern" if version("megatron-core") < "0.17" else "hybrid_layer_pattern"
+    values |= {pattern: hybrid_layer_pattern}
+    return Model(config, make_spec(local_core_attention=True), vocab_size, max_sequence_length, **values)
 
 
 def products(rows: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, trans_b: bool) -> torch.Tensor:

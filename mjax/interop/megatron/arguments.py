@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from mjax.config import BERTConfig, GPTConfig, LlamaConfig, MixtureConfig, ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.megatron.tensors import EMBEDDING, POSITIONS, QKV, TRUNKS
-from mjax.interop.tensor_files import Tensors
+from mjax.interop.tensor_files import TensorInfo, Tensors
 
 Activation = Literal["gelu_tanh", "gelu_erf"]
 
@@ -152,20 +152,20 @@ def assume_arguments(arguments: Mapping[str, Any], kind: Literal["gpt", "bert", 
     return {name: (DECODER_VALUES | DEFAULTS)[name] for name in names if arguments.get(name) is None}
 
 
-def _read_shapes(tensors: Tensors, trunk: str, source: str, mlp: str = "mlp.linear_fc2") -> dict[str, int]:
+def _read_shapes(tensors: Tensors, trunk: str, source: str, mlp: str = "0.mlp.linear_fc2") -> dict[str, int]:
     """Read the arguments that follow from shapes.
 
     Args:
       tensors: by current names.
       trunk: the prefix of the layers.
       source: the checkpoint, for messages.
-      mlp: the second matrix of an MLP, for its width.
+      mlp: a layer and the second matrix of an MLP in it, for its width.
     """
     layers = {int(match[1]) for name in tensors.infos if (match := re.match(rf"{trunk}\.layers\.(\d+)\.", name))}
     return {
         "num_layers": max(layers, default=-1) + 1,
         "hidden_size": _dim_size(tensors, EMBEDDING, 1, source),
-        "ffn_hidden_size": _dim_size(tensors, f"{trunk}.layers.0.{mlp}.weight", 1, source),
+        "ffn_hidden_size": _dim_size(tensors, f"{trunk}.layers.{mlp}.weight", 1, source),
         "padded_vocab_size": _dim_size(tensors, EMBEDDING, 0, source),
     }
 
@@ -294,9 +294,11 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
         rows = _dim_size(tensors, routers[0], 0, source)
         problem = f"num_experts is missing among the arguments, and {routers[0]} has {rows} rows"
         args.reject(problem, f"set num_experts to {rows} in args and save the checkpoint again")
-    shapes = _read_shapes(tensors, "decoder", source, "mlp.experts.0.linear_fc2" if experts else "mlp.linear_fc2")
-    width = shapes["ffn_hidden_size"]
-    args.check_shapes(shapes if not experts else {name: shapes[name] for name in SHAPE_FIELDS.values()})
+    router = routers[0] if experts and routers else f"{layer}.mlp.router.weight"
+    expert = f"{router.split('.')[2]}.mlp.experts.0.linear_fc2"
+    shapes = _read_shapes(tensors, "decoder", source, expert if experts else "0.mlp.linear_fc2")
+    width = shapes.pop("ffn_hidden_size")
+    args.check_shapes(shapes if experts else {**shapes, "ffn_hidden_size": width})
     head_dim = args.count("kv_channels", shapes["hidden_size"] // heads, 1)
     rows, expected = _dim_size(tensors, f"{layer}.{QKV}.weight", 0, source), 3 * heads * head_dim
     if args["group_query_attention"] is None and rows != expected:
@@ -312,7 +314,11 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
         qk_norm="head" if args["qk_layernorm"] else "none",
         qkv_bias=f"{layer}.{QKV}.bias" in tensors.infos,
         tie_embeddings=not args["untie_embeddings_and_output_weights"],
-        **(_mixture_fields(args, tensors, width) if experts else {"feed_forward": width}),
+        **(
+            _mixture_fields(args, tensors.infos.get(router), shapes["num_layers"], width)
+            if experts
+            else {"feed_forward": width}
+        ),
         **args.numbers({**FIELDS, **ROPE_FIELDS, "norm_epsilon": args.epsilon}),
         **_rope_scaling_fields(args),
     )
@@ -337,23 +343,21 @@ of every layer, with T the tokens of a micro-batch or of a sequence, and the mea
 LOSS_TYPES = (*AUX_LOSS_SCOPES, "global_aux_loss", "none")
 
 
-def _mixture_fields(arguments: MegatronArguments, tensors: Tensors, width: int) -> dict[str, Any]:
+def _mixture_fields(arguments: MegatronArguments, router: TensorInfo | None, layers: int, width: int) -> dict[str, Any]:
     """The fields of a `MixtureConfig` that a Llama does not have, and the width of the MLP.
 
     Args:
       arguments: of the run.
-      tensors: by current names.
+      router: of a layer with experts.
+      layers: of the model.
       width: of an expert, by its shape.
 
     Raises:
       UsageError: the arguments request an unsupported feature, or contradict the tensors.
     """
-    capacity, frequency = arguments["moe_expert_capacity_factor"], arguments["moe_layer_freq"]
+    capacity = arguments["moe_expert_capacity_factor"]
     if capacity is not None and not (type(capacity) in (int, float) and capacity < 0):
         arguments.reject(f"moe_expert_capacity_factor is {capacity!r}, with which Megatron drops tokens and mjax none")
-    if frequency is not None and any(type(value) is not int or value != 1 for value in _to_list(frequency)):
-        arguments.reject(f"moe_layer_freq is {frequency!r}, and mjax convert reads 1: all layers have experts")
-    router = tensors.infos.get("decoder.layers.0.mlp.router.weight")
     experts = router.shape[0] if router is not None and router.shape else 0
     arguments.check_shapes({"num_experts": experts, "moe_ffn_hidden_size": width})
     score, topk = arguments["moe_router_score_function"], arguments.count("moe_router_topk")
@@ -371,9 +375,26 @@ def _mixture_fields(arguments: MegatronArguments, tensors: Tensors, width: int) 
         "router_scale": arguments.number("moe_router_topk_scaling_factor") or 1.0,
         "shared_expert_ffn_hidden": arguments.count("moe_shared_expert_intermediate_size", 0),
         "z_loss": arguments.number("moe_z_loss_coeff"),
+        **_expert_layer_fields(arguments, layers),
         **_router_group_fields(arguments, score, topk),
         **_aux_loss_fields(arguments)[0],
     }
+
+
+def _expert_layer_fields(arguments: MegatronArguments, layers: int) -> dict[str, int]:
+    """Fields for the layers that have experts: with a number n those whose number from 0 n divides, or a mark for each
+    (`get_gpt_decoder_layer_specs` in megatron/core/models/gpt/gpt_layer_specs.py, 0.16)."""
+    value = arguments["moe_layer_freq"]
+    frequency = 1 if value is None else value
+    one = type(frequency) is int and frequency > 0
+    marks = [i % frequency == 0 for i in range(layers)] if one else _to_list(frequency)
+    sparse = [i for i, mark in enumerate(marks) if mark]
+    interval = sparse[1] - sparse[0] if len(sparse) > 1 else 1
+    dense = sparse[0] - interval + 1 if sparse else -1
+    if dense < 0 or marks != [i >= dense and (i - dense) % interval == interval - 1 for i in range(layers)]:
+        problem = "mjax has experts in all layers, or in each n-th after dense layers"
+        arguments.reject(f"moe_layer_freq is {reprlib.repr(frequency)} for {layers} layers, and {problem}")
+    return {"first_dense_layers": dense, "moe_layer_freq": interval}
 
 
 def _router_group_fields(arguments: MegatronArguments, score: str, topk: int) -> dict[str, int]:

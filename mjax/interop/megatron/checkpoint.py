@@ -1,9 +1,10 @@
 """Finds the checkpoint in a folder of Megatron's and opens it.
 
-    latest_checkpointed_iteration.txt    a step, or the word release
+    latest_checkpointed_iteration.txt    a step, or the word release; latest_train_state.pt of Megatron-Bridge
     iter_0300000/, release/              mp_rank_00/model_optim_rng.pt … or .metadata, __0_0.distcp …
 
-The first file names one of the folders, whose files determine the format (torch or torch_dist) and the architecture.
+The first file names one of the folders, whose files determine the format (torch, torch_dist or fsdp_dtensor) and the
+architecture.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import is_decoder
+from mjax.interop.megatron.bridge import RUN_CONFIG, read_run_config
 from mjax.interop.megatron.tensors import (
     DistributedTensors,
     RankShard,
@@ -27,9 +29,17 @@ from mjax.interop.megatron.tensors import (
 )
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors
-from mjax.interop.torch_files import COMMON_STATE, PickleStub, load_megatron_file, read_metadata, to_numpy
+from mjax.interop.torch_files import (
+    COMMON_ENTRIES,
+    COMMON_STATE,
+    PickleStub,
+    StoredTensor,
+    load_megatron_file,
+    read_metadata,
+    to_numpy,
+)
 
-TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER, BRIDGE_TRACKER = "latest_checkpointed_iteration.txt", "latest_train_state.pt"
 SAVE_AGAIN = "save it again with Megatron's --ckpt-convert-format torch_dist"
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 """File names of a rank; versions with the second one saved the optimizer state in a separate file."""
@@ -104,6 +114,8 @@ def find_folder(source: Path, step: int | None) -> Path:
         if not re.fullmatch(r"release|[0-9]{1,18}", word):
             raise UsageError(f"{tracker} says {word[:40]!r}, which is not a step; write the step to convert into it")
         name = word if word == "release" else f"iter_{int(word):07d}"
+    elif (source / BRIDGE_TRACKER).is_file():
+        name = f"iter_{_read_bridge_step(source / BRIDGE_TRACKER):07d}"
     elif len(names) == 1:
         (name,) = names
     else:
@@ -113,6 +125,14 @@ def find_folder(source: Path, step: int | None) -> Path:
         listed = ", ".join(sorted(names)) or "none"
         raise UsageError(f"{source} has no checkpoint {name}; there are: {listed}")
     return source / name
+
+
+def _read_bridge_step(tracker: Path) -> int:
+    """The step in the tracker file of Megatron-Bridge (`TrainState` in megatron/bridge/training/state.py)."""
+    try:
+        return int(load_megatron_file(tracker)["step"])
+    except (LookupError, TypeError, ValueError, RuntimeError):
+        raise UsageError(f"{tracker} has no step; give one checkpoint's folder") from None
 
 
 # --- Format torch -----------------------------------------------------------------------------------------------------
@@ -247,16 +267,34 @@ def _read_arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | N
 
 def _open_distributed(folder: Path) -> MegatronCheckpoint:
     entries = read_metadata(folder / ".metadata")
-    stored = {name: tensor for name, tensor in entries.items() if not OTHER_STATE.fullmatch(name)}
-    if (folder / "common.pt").is_file():  # megatron-core until 0.18
-        common = load_megatron_file(folder / "common.pt")
-    elif COMMON_STATE in entries:
-        (chunk,) = entries[COMMON_STATE].chunks
-        common = load_megatron_file(folder / chunk.file, chunk)
-    else:
-        raise incomplete_error(f"{folder} holds neither common.pt nor {COMMON_STATE}")
+    common = _load_common(folder, entries)
     arguments = _read_arguments(common, folder)
+    if arguments is None and (folder / RUN_CONFIG).is_file():
+        arguments = read_run_config(folder / RUN_CONFIG)
+    stored = {name: tensor for name, tensor in entries.items() if not OTHER_STATE.fullmatch(name)}
+    if entries.keys() & {*COMMON_ENTRIES}:
+        stored = {strip_wrappers(name): tensor for name, tensor in stored.items() if name.startswith("model.")}
     kind = _detect_architecture(arguments, list(stored), folder)
     tensors = DistributedTensors(folder, to_current_names(stored, kind, str(folder)))
     version, missing = _read_version(common, folder, assumed=3)
     return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, None, old_names=False)
+
+
+def strip_wrappers(name: str) -> str:
+    """The name of a tensor in the format fsdp_dtensor without those of its wrappers, an expert's number in front of its
+    matrix: model.module.decoder.layers.0.mlp.experts.linear_fc1.weight3_w → ….mlp.experts.3.linear_fc1.weight_w."""
+    name = re.sub(r"^model\.(module\.)*", "", name).replace(".experts.local_experts.", ".experts.")
+    return re.sub(r"\.experts\.(linear_fc\d)\.(weight|bias)(\d+)", r".experts.\3.\1.\2", name)
+
+
+def _load_common(folder: Path, entries: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """Load what is not a tensor: `args` and `checkpoint_version`."""
+    if (folder / "common.pt").is_file():  # megatron-core until 0.18
+        return load_megatron_file(folder / "common.pt")
+    common: dict[str, Any] = {}
+    for name in entries.keys() & {COMMON_STATE, *COMMON_ENTRIES}:
+        (chunk,) = entries[name].chunks
+        common |= load_megatron_file(folder / chunk.file, chunk, None if name == COMMON_STATE else name)
+    if not common:
+        raise incomplete_error(f"{folder} holds neither common.pt nor {COMMON_STATE}")
+    return common

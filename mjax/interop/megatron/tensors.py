@@ -129,6 +129,7 @@ _NAME_CHANGES = (
     (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
     (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
     (r"\.mlp\.experts\.experts\.", ".mlp.experts."),  # of the format torch_dist
+    (r"^decoder\.final_norm\.", "decoder.final_layernorm."),  # of HybridModel
 )
 
 
@@ -181,6 +182,8 @@ MIXTURE = replace(
         "blocks.mlp.router": f"{LAYER}.mlp.router",
         "blocks.mlp.up": tuple(f"{LAYER}.mlp.experts.{{2}}.linear_fc1.{part}" for part in ("gate", "up")),
         "blocks.mlp.down": f"{LAYER}.mlp.experts.{{2}}.linear_fc2",
+        "blocks.mlp.up.kernel": DECODER.names["blocks.mlp.up"],  # of layers without experts
+        "blocks.mlp.down.kernel": DECODER.names["blocks.mlp.down"],
         "blocks.mlp.shared.up": tuple(f"{LAYER}.mlp.shared_experts.linear_fc1.{part}" for part in ("gate", "up")),
         "blocks.mlp.shared.down": f"{LAYER}.mlp.shared_experts.linear_fc2",
     },
