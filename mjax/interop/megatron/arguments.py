@@ -436,10 +436,7 @@ def write_arguments(model: ModelConfig, padded_vocabulary: int) -> dict[str, Any
         **(DECODER_VALUES if decoder else SUPPORTED_VALUES),
     }
     if not decoder:
-        tanh, head = get("activation") == "gelu_tanh", get("mlm_activation", None) or "gelu_erf"
-        everywhere = tanh and model.kind == "bert" and head == "gelu_tanh"
-        fused = {"bias_gelu_fusion": tanh and not everywhere, "openai_gelu": everywhere}
-        return values | fused | {"norm_epsilon": get("layernorm_epsilon")}
+        return values | {"bias_gelu_fusion": get("activation") == "gelu_tanh", "norm_epsilon": get("layernorm_epsilon")}
     factor, scaling = get("rope_factor"), get("rope_scaling")
     values |= {
         "norm_epsilon": get("norm_epsilon"),
