@@ -7,7 +7,10 @@ Run as a program, one process of each tensor rank, because megatron-core changes
 leaves FOLDER/KIND_FORMAT/iter_0000005 (KIND gpt, bert or one of DECODERS or MIXTURES; FORMAT stacked, single, torch or,
 of some, apart), and FOLDER/KIND.npz with inputs and scores. Of MIXTURES one rank adds the losses of their training and
 the gradients of their routers. EXPERT_RANKS=2 splits the experts over two ranks
-instead of the matrices.
+instead of the matrices, PIPELINE_RANKS=3 the layers.
+
+KIND=CHECKPOINT builds the same model, loads CHECKPOINT, a folder of `mjax convert to-megatron`, and leaves
+CHECKPOINT/scores.npy.
 """
 
 import argparse
@@ -62,7 +65,8 @@ MIXTURES = {
 def main(folder: Path, kinds: list[str]) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     expert_ranks = int(os.environ.get("EXPERT_RANKS", "1"))
-    tensor_ranks = world // expert_ranks
+    stages = int(os.environ.get("PIPELINE_RANKS", "1"))
+    tensor_ranks = world // expert_ranks // stages
     torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")
     # Without a GPU: calls that require one get the CPU.
@@ -81,7 +85,7 @@ def main(folder: Path, kinds: list[str]) -> None:
 
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
-    parallel_state.initialize_model_parallel(tensor_ranks, expert_model_parallel_size=expert_ranks)
+    parallel_state.initialize_model_parallel(tensor_ranks, stages, expert_model_parallel_size=expert_ranks)
     GroupedMLP = getattr(experts, "GroupedMLP", ())  # not in 0.19
     if GroupedMLP:
         from megatron.core.transformer.moe import grouped_gemm_util
@@ -91,6 +95,8 @@ def main(folder: Path, kinds: list[str]) -> None:
     shared = dict(
         **SETTINGS,
         tensor_model_parallel_size=tensor_ranks,
+        pipeline_model_parallel_size=stages,
+        pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
         bias_activation_fusion=True,
         init_method_std=0.2,
@@ -108,8 +114,15 @@ def main(folder: Path, kinds: list[str]) -> None:
     positions = torch.arange(SEQUENCE).expand(3, SEQUENCE)
     labels = torch.randint(VOCABULARY, (3, SEQUENCE), generator=random)
     later = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    pre, post = stage == 0, stage == stages - 1
+    common |= {"pre_process": pre, "post_process": post}
     for kind in kinds:
+        kind, _, source = kind.partition("=")
+        common["vocab_size"] = 128 * tensor_ranks if source else PADDED
         of_config, of_model = (DECODERS | MIXTURES).get(kind, ({}, {}))
+        if source:  # experts with a matrix each
+            of_config = {name: value for name, value in of_config.items() if name not in OLD_GROUPED}
         torch.manual_seed(0)
         if kind == "gpt":
             model = GPTModel(config, get_gpt_layer_local_spec(), **common).eval()
@@ -120,11 +133,29 @@ def main(folder: Path, kinds: list[str]) -> None:
             of_spec = {"num_experts": of_config.get("num_moe_experts"), "normalization": "RMSNorm"}
             of_spec |= {name: of_config.get(name, False) for name in ("qk_layernorm", "moe_grouped_gemm")}
             spec = get_gpt_layer_local_spec(**of_spec)
+            if source and kind in MIXTURES:  # the name with TransformerEngine
+                spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
             positions_of = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False} | of_model
             config = TransformerConfig(**{**shared, **modern, **of_config})
             model = GPTModel(config, spec, **{**common, **positions_of}).eval()
         else:
             model = BertModel(config, 2, bert_layer_local_spec, **common).eval()
+        if source:
+            load(model, Path(source) / "release", tensor_ranks, stages, expert_ranks)
+            hidden = torch.empty(SEQUENCE, 3, SETTINGS["hidden_size"])
+            if not pre:
+                torch.distributed.recv(hidden, rank - tensor_ranks * expert_ranks)
+                model.set_input_tensor(hidden)
+            arguments = (ids, positions, later)
+            if kind == "bert":
+                arguments = (ids, (positions < torch.tensor([10, 8, 5])[:, None]).long(), (positions > 4).long())
+            with torch.no_grad():
+                outputs = model(*arguments)
+            if not post:
+                torch.distributed.send(outputs, rank + tensor_ranks * expert_ranks)
+            elif rank == world - 1:
+                np.save(Path(source) / "scores.npy", (outputs[0] if kind == "bert" else outputs).numpy())
+            continue
         with torch.no_grad():  # biases are 0 and LayerNorms 1 at first: a mistake could hide behind them
             for name, parameter in model.named_parameters():
                 split = getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True)
@@ -199,6 +230,23 @@ def main(folder: Path, kinds: list[str]) -> None:
         for layout in (*sharded, "torch"):
             (folder / f"{kind}_{layout}" / "latest_checkpointed_iteration.txt").write_text("5")
     torch.distributed.barrier()
+
+
+def load(model: torch.nn.Module, folder: Path, tensor_ranks: int, stages: int, expert_ranks: int) -> None:
+    """Load a checkpoint as Megatron does."""
+    from megatron.core import dist_checkpointing, parallel_state
+
+    if (folder / "metadata.json").is_file():
+        metadata = dist_checkpointing.load_content_metadata(str(folder))
+        sharded = {"model": model.sharded_state_dict(metadata=metadata)}
+        state = dist_checkpointing.load(sharded, str(folder))
+    else:
+        name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02}"
+        name += f"_{parallel_state.get_pipeline_model_parallel_rank():03}" if stages > 1 else ""
+        name += f"_{parallel_state.get_expert_model_parallel_rank():03}" if expert_ranks > 1 else ""
+        state = torch.load(folder / name / "model_optim_rng.pt", weights_only=False)
+        assert state["args"].tensor_model_parallel_size == tensor_ranks
+    model.load_state_dict(state["model"], strict=True)
 
 
 def products(rows: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, trans_b: bool) -> torch.Tensor:

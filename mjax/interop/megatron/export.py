@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -269,8 +270,14 @@ def write_release(folder: Path, export: Export, whole: Mapping[str, np.ndarray],
         from torch.distributed import checkpoint
 
         tensors = {_sharded_name(name, export): _to_torch(array) for name, array in whole.items()}
-        writer = checkpoint.FileSystemWriter(release, thread_count=1)
-        checkpoint.save(tensors, storage_writer=writer, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
+            checkpoint.save(
+                tensors | {name: [None] for name in _extra_states(tensors, export)},
+                storage_writer=checkpoint.FileSystemWriter(release, thread_count=1),
+                planner=checkpoint.DefaultSavePlanner(flatten_state_dict=False),
+                no_dist=True,
+            )
         layout = {"non_homogeneous_layers": True, "singleton_local_shards": False}
         torch.save(state | {"content_metadata": layout}, release / "common.pt")
         backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
@@ -287,6 +294,16 @@ def _sharded_name(name: str, export: Export) -> str:
         if not (export.model.experts and "pre_mlp" in plain):  # experts have their LayerNorm apart
             name = name.replace(plain, fused)
     return name.replace(EXPERTS, f"{EXPERTS}experts.")
+
+
+def _extra_states(names: Iterable[str], export: Export) -> Iterator[str]:
+    """Names of the states of TransformerEngine's modules, which Megatron expects; they hold nothing without FP8."""
+    modules = {name.removesuffix(suffix) for name in names for suffix in (".weight", ".bias") if name.endswith(suffix)}
+    trunk = TRUNKS[ARCHITECTURES[export.model.kind]]
+    modules |= {f"{trunk}.layers.{layer}.self_attention.core_attention" for layer in range(export.model.layers)}
+    for module in sorted(modules):
+        shards = export.model.experts if EXPERTS in module else 1
+        yield from (f"{module}._extra_state/shard_{shard}_{shards}" for shard in range(shards))
 
 
 def _to_torch(array: np.ndarray) -> Any:
