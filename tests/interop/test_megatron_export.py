@@ -45,7 +45,7 @@ def test_shards_match_shards_by_hand(model, tensor, pipeline, tmp_path):
 @pytest.mark.parametrize("expert_ranks", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_shards_of_decoder_match_shards_by_hand(ranks, expert_ranks, tmp_path):
-    """From shards by hand to weights and back, in two stages."""
+    """Shards by hand, to weights and back, in two stages."""
     layout, arguments = (None, decoders.ARGUMENTS) if not expert_ranks else ("one by one", decoders.OF_MIXTURE)
     expert_ranks = expert_ranks or 1
     tensors = decoders.tensors_of(layout, ranks, expert_ranks)
@@ -97,7 +97,7 @@ def test_arguments_describe_model(model):
         (replace(LLAMA, rope_scaling="yarn", rope_factor=4.0, rope_original_length=5), "--model.rope-scaling yarn"),
         (replace(ROUTED, first_dense_layers=1), "--model.first-dense-layers 1"),
         (replace(ROUTED, router_bias_update_rate=0.1), "--model.router-bias-update-rate 0.1"),
-        (convert_kind(LLAMA, "gemma3"), "mjax convert to-megatron writes gpt, bert, llama, mixture"),
+        (convert_kind(LLAMA, "gemma3"), "to-megatron supports gpt, bert, llama, mixture, and runs/demo is"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

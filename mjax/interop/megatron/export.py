@@ -27,25 +27,10 @@ from jax.numpy import bfloat16
 from mjax.config.marks import effective_value
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
+from mjax.interop.megatron import tensors as layout
 from mjax.interop.megatron.arguments import decoder_config, model_config, write_arguments
 from mjax.interop.megatron.checkpoint import RANK_FILES, TRACKER, Architecture
-from mjax.interop.megatron.tensors import (
-    DECODER,
-    EMBEDDING,
-    EXPERTS,
-    MIXTURE,
-    POSITIONS,
-    QKV,
-    SCORES,
-    TRUNKS,
-    VOCABULARY,
-    list_parts,
-    megatron_family,
-    part_view,
-    rank_view,
-)  # fmt: skip
 from mjax.interop.model_folder import write_object
-from mjax.interop.tensor_files import TensorInfo
 from mjax.interop.torch_files import import_torch
 from mjax.interop.weights import iterate_tensors, tensor_layouts
 from mjax.models.huggingface.family import Family
@@ -53,11 +38,6 @@ from mjax.models.huggingface.family import Family
 Format = Literal["torch_dist", "torch"]
 VOCABULARY_MULTIPLE = 128
 """Megatron's default of --make-vocab-size-divisible-by, of each tensor rank."""
-NORM_NAMES = {
-    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
-    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
-}
-"""Names of LayerNorms in torch_dist, where TransformerEngine fuses them with the matrix after them."""
 _LAYER_AND_REST = re.compile(r"(.+\.layers\.)(\d+)(\..+)")
 _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 
@@ -97,7 +77,7 @@ def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 
     kind = ARCHITECTURES.get(model.kind)
     if kind is None:
         known = ", ".join(ARCHITECTURES)
-        raise UsageError(f"{run} is {model.title}, and megatron-core has none; mjax convert to-megatron writes {known}")
+        raise UsageError(f"to-megatron supports {known}, and {run} is {model.title}; use to-hf")
     multiple = VOCABULARY_MULTIPLE * tensor
     padded = -(-model.vocabulary // multiple) * multiple
     sizes = {
@@ -117,7 +97,9 @@ def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 
         "expert_model_parallel_size": expert,
     }
     _check_represented(model, kind, arguments, str(run))
-    family = megatron_family(kind, 3.0) if kind != "decoder" else MIXTURE if model.experts else DECODER
+    family = (
+        layout.megatron_family(kind, 3.0) if kind != "decoder" else layout.MIXTURE if model.experts else layout.DECODER
+    )
     return Export(model, family, arguments, tensor, pipeline, expert)
 
 
@@ -127,42 +109,32 @@ UNCOMPARED = {"vocabulary", "vocabulary_multiple", "sequence", "max_position_emb
 """Fields without a counterpart: sizes of samples and padding, and kernels."""
 
 
-@dataclass(frozen=True)
-class _Shapes:
-    """`Tensors` of a model that is not written yet."""
-
-    infos: dict[str, TensorInfo]
-
-    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        raise NotImplementedError
-
-
 def _check_represented(model: ModelConfig, kind: Architecture, arguments: dict[str, Any], run: str) -> None:
     """Read the arguments as the import does: no field of the model may change.
 
     Raises:
       UsageError: one does, so Megatron has no such setting.
     """
-    layer, size = f"{TRUNKS[kind]}.layers.0", model.head_size
+    layer, size = f"{layout.TRUNKS[kind]}.layers.0", model.head_size
     mlp, width = ("mlp.experts.0", getattr(model, "expert_width", 0)) if model.experts else ("mlp", model.mlp_width)
     rows = (model.heads + 2 * model.groups) * size
     shapes: dict[str, tuple[int, ...]] = {
-        EMBEDDING: (arguments["padded_vocab_size"], model.hidden),
-        f"{TRUNKS[kind]}.layers.{model.layers - 1}.{mlp}.linear_fc1.weight": (),
+        layout.EMBEDDING: (arguments["padded_vocab_size"], model.hidden),
+        f"{layout.TRUNKS[kind]}.layers.{model.layers - 1}.{mlp}.linear_fc1.weight": (),
         f"{layer}.{mlp}.linear_fc2.weight": (model.hidden, width),
-        f"{layer}.{QKV}.weight": (rows, model.hidden),
+        f"{layer}.{layout.QKV}.weight": (rows, model.hidden),
     }
-    shapes |= {} if kind == "decoder" else {POSITIONS: (model.max_positions, model.hidden)}
-    shapes |= {f"{layer}.{QKV}.bias": (rows,)} if getattr(model, "qkv_bias", False) else {}
+    shapes |= {} if kind == "decoder" else {layout.POSITIONS: (model.max_positions, model.hidden)}
+    shapes |= {f"{layer}.{layout.QKV}.bias": (rows,)} if getattr(model, "qkv_bias", False) else {}
     shapes |= {f"{layer}.mlp.router.weight": (model.experts, model.hidden)} if model.experts else {}
-    tensors = _Shapes({name: TensorInfo("F32", shape) for name, shape in shapes.items()})
-    read: ModelConfig
+    empty = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
+    tensors = layout.RankTensors([[empty]], 3.0, run)
     if kind == "decoder":
-        read = decoder_config(arguments, tensors, run, 3.0)
+        represented: ModelConfig = decoder_config(arguments, tensors, run, 3.0)
     else:
-        read = model_config(arguments, tensors, kind, run)
+        represented = model_config(arguments, tensors, kind, run)
     for field in dataclasses.fields(model):
-        ours, theirs = (effective_value(each, field.name) for each in (model, read))
+        ours, theirs = effective_value(model, field.name), effective_value(represented, field.name)
         unused = field.name == "aux_loss_scope" and not getattr(model, "aux_loss_coef", 0)
         if ours != theirs and field.name not in UNCOMPARED and not unused:
             flag = f"--model.{field.name.replace('_', '-')}"
@@ -192,16 +164,16 @@ def gather_tensors(
     family, model, rows = export.family, export.model, export.arguments["padded_vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {}
     places: dict[str, tuple[str, int | None, int | None]] = {}
-    for name, layout in tensor_layouts(family, model).items():
-        stored, shape, part_index = family.spelled(name), layout.shape, None
-        if stored in VOCABULARY:
+    for name, place in tensor_layouts(family, model).items():
+        stored, shape, part_index = family.spelled(name), place.shape, None
+        if stored in layout.VOCABULARY:
             shape = (rows, *shape[1:])
         if stored != name:
-            parts = list_parts(stored, model)
+            parts = layout.list_parts(stored, model)
             part_index, shape = list(parts).index(name), (sum(parts.values()), *shape[1:])
         expert = _EXPERT.search(stored)
         if expert:
-            stored, shape = stored.replace(expert[0], EXPERTS), (model.experts, *shape)
+            stored, shape = stored.replace(expert[0], layout.EXPERTS), (model.experts, *shape)
         shapes[stored], places[name] = shape, (stored, part_index, int(expert[1]) if expert else None)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     data, whole, end = np.memmap(scratch, dtype, "w+", shape=(sum(sizes.values()),)), {}, 0
@@ -212,8 +184,8 @@ def gather_tensors(
         stored, part_index, expert = places[name]
         target = whole[stored] if expert is None else whole[stored][expert]
         if part_index is not None:
-            target = part_view(target, family.spelled(name), part_index, model)
-        if stored in VOCABULARY:
+            target = layout.part_view(target, family.spelled(name), part_index, model)
+        if stored in layout.VOCABULARY:
             target = target[first : first + len(values)]
         target[...] = values.reshape(target.shape)
         on_written(target.nbytes)
@@ -225,10 +197,10 @@ def rank_tensors(export: Export, whole: Mapping[str, np.ndarray], rank: tuple[in
     tensor_rank, stage, expert_rank = rank
     last = export.pipeline - 1
     layers, experts = export.model.layers // export.pipeline, (export.model.experts or 0) // export.expert
-    gated = export.family in (DECODER, MIXTURE)
+    gated = export.family in (layout.DECODER, layout.MIXTURE)
     names = dict(whole)
     if stage and stage == last:
-        names.setdefault(SCORES, whole[EMBEDDING])  # of the output layer
+        names.setdefault(layout.SCORES, whole[layout.EMBEDDING])  # of the output layer
     shard = {}
     for name, array in names.items():
         local_name, owner = name, 0 if name.startswith("embedding.") else last
@@ -238,12 +210,12 @@ def rank_tensors(export: Export, whole: Mapping[str, np.ndarray], rank: tuple[in
         if owner != stage:
             continue
         pieces = {local_name: array}
-        if EXPERTS in name:
-            own = enumerate(array[expert_rank * experts : (expert_rank + 1) * experts])
-            pieces = {local_name.replace(EXPERTS, f"{EXPERTS}local_experts.{i}."): matrix for i, matrix in own}
+        if layout.EXPERTS in name:
+            prefix, first = f"{layout.EXPERTS}local_experts.", expert_rank * experts
+            pieces = {local_name.replace(layout.EXPERTS, f"{prefix}{i}."): array[first + i] for i in range(experts)}
         for piece, matrix in pieces.items():
             parts = 2 if gated and ".linear_fc1." in piece else 1
-            view = rank_view(matrix, piece, tensor_rank, export.tensor, parts)
+            view = layout.rank_view(matrix, piece, tensor_rank, export.tensor, parts)
             joined = view.reshape(-1, *matrix.shape[1:]) if view.ndim > matrix.ndim else view
             shard[piece] = np.ascontiguousarray(joined)
     return shard
@@ -290,19 +262,19 @@ def write_release(folder: Path, export: Export, whole: Mapping[str, np.ndarray],
 
 def _sharded_name(name: str, export: Export) -> str:
     """The name of a tensor in torch_dist."""
-    for plain, fused in NORM_NAMES.items():
+    for plain, fused in layout.FUSED_NORMS.items():
         if not (export.model.experts and "pre_mlp" in plain):  # experts have their LayerNorm apart
             name = name.replace(plain, fused)
-    return name.replace(EXPERTS, f"{EXPERTS}experts.")
+    return name.replace(layout.EXPERTS, f"{layout.EXPERTS}experts.")
 
 
 def _extra_states(names: Iterable[str], export: Export) -> Iterator[str]:
     """Names of the states of TransformerEngine's modules, which Megatron expects; they hold nothing without FP8."""
     modules = {name.removesuffix(suffix) for name in names for suffix in (".weight", ".bias") if name.endswith(suffix)}
-    trunk = TRUNKS[ARCHITECTURES[export.model.kind]]
+    trunk = layout.TRUNKS[ARCHITECTURES[export.model.kind]]
     modules |= {f"{trunk}.layers.{layer}.self_attention.core_attention" for layer in range(export.model.layers)}
     for module in sorted(modules):
-        shards = export.model.experts if EXPERTS in module else 1
+        shards = export.model.experts if layout.EXPERTS in module else 1
         yield from (f"{module}._extra_state/shard_{shard}_{shards}" for shard in range(shards))
 
 
@@ -331,6 +303,7 @@ def make_command(export: Export, output: Path, form: Format, dtype: str, tokeniz
     ranks = export.tensor * export.pipeline * export.expert
     program = "pretrain_bert.py" if export.model.kind == "bert" else "pretrain_gpt.py"
     words = ["torchrun", "--nproc-per-node", str(ranks), program, "--load", str(output), "--use-checkpoint-args"]
+    words += ["--sequence-parallel"] if export.model.experts and export.tensor > 1 else []
     words += ["--ckpt-format", form, *(["--transformer-impl", "local"] if form == "torch" else [])]
     for name, value in export.arguments.items():
         flag = f"--{name.replace('_', '-')}"

@@ -112,6 +112,11 @@ EMBEDDING, POSITIONS = "embedding.word_embeddings.weight", "embedding.position_e
 SCORES, SCORES_BIAS = "output_layer.weight", "output_layer.bias"
 VOCABULARY = (EMBEDDING, SCORES, SCORES_BIAS)
 """Tensors with one row per token of the padded vocabulary."""
+FUSED_NORMS = {
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+"""Names with TransformerEngine, which fuses a LayerNorm with the matrix after it; torch_dist always has them."""
 _NAME_CHANGES = (
     (r"^language_model\.(transformer|encoder)\.", "TRUNK."),
     (r"^language_model\.", ""),
@@ -125,9 +130,7 @@ _NAME_CHANGES = (
     (r"^lm_head\.bias$", SCORES_BIAS),
     # The last pipeline stage has a copy of the embedding for the output layer.
     (r"^word_embeddings_for_head\.weight$", SCORES),
-    # TransformerEngine fuses a LayerNorm with the linear layer after it.
-    (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
-    (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
+    *((re.escape(fused), plain) for plain, fused in FUSED_NORMS.items()),
     (r"\.mlp\.experts\.experts\.", ".mlp.experts."),  # of the format torch_dist
 )
 
