@@ -1,9 +1,17 @@
 """Checkpoints of megatron-core in mjax and back: megatron-core loads the export, and its scores are the same."""
 
+import shlex
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from mjax.commands import cli
+from mjax.commands import convert as convert_command
+from mjax.config import Config, GPTConfig, save_config
+from mjax.data.tokenizers import load_tokenizer
+from mjax.interop.convert import write_run
+from tests.interop.megatron_files import draw
 from tests.interop.whole_weights import assert_same, weights_of
 from tests.parity.megatron_written import convert, write_with_megatron_core
 
@@ -55,3 +63,65 @@ def test_megatron_core_loads_export(runs, kinds, flags, ranks, tmp_path):
         expected = np.load(runs / f"{kind}.npz")["scores"][..., :VOCABULARY]
         found = np.load(tmp_path / kind / "scores.npy")[..., :VOCABULARY]
         np.testing.assert_allclose(found, expected, atol=2e-6, err_msg=kind)
+
+
+MODEL = GPTConfig(layers=2, hidden=24, heads=4, sequence=10, vocabulary=257, vocabulary_multiple=8)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with a tokenizer."""
+    weights = draw(MODEL)
+    reader = lambda name, first, end: weights[name][first:end]  # noqa: E731
+    write_run(tmp_path / "run", Config(model=MODEL), load_tokenizer("bytes"), reader)
+    return tmp_path / "run"
+
+
+def test_tokenizer_and_command_come_with_export(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert export(run, out, "--dtype", "bf16", "--format", "torch", "--tensor", "2") == 0
+    printed = capsys.readouterr().out
+    assert "embedding: 257 tokens, padded to 512 rows" in printed
+    words = shlex.split(printed.rpartition("load it")[2])
+    assert words[:6] == ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--load", str(out)]
+    assert words[-5:] == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", f"{out}/tokenizer", "--bf16"]
+    assert (out / "tokenizer" / "tokenizer.json").is_file()
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert sorted(file.name for file in (out / "release").iterdir()) == ["mp_rank_00", "mp_rank_01"]
+    assert convert(out, tmp_path / "again", "--vocabulary", "257", "--vocabulary-multiple", "8") == 0
+    for name, array in weights_of(tmp_path / "again").items():
+        np.testing.assert_allclose(array, weights_of(run)[name], rtol=2**-8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--tensor", "2"), "--tensor 2 is for --format torch; remove it: torch_dist loads into any split"),
+        (("--format", "torch", "--tensor", "3"), "--tensor 3 does not divide heads 4; use 1, 2, 4"),
+        (("--format", "torch", "--expert", "2"), "--expert 2"),
+        (("--step", "7"), "7"),
+    ],
+    ids=str,
+)
+def test_impossible_export_leaves_nothing(run, flags, words, tmp_path, capsys):
+    assert export(run, tmp_path / "out", *flags) == 2
+    assert words in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [run]
+
+
+def test_failed_export_leaves_nothing(run, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(convert_command, "write_release", fail)
+    assert export(run, tmp_path / "out") != 0
+    assert [*tmp_path.iterdir()] == [run]
+
+
+def test_adapters_are_refused(run, tmp_path, capsys):
+    adapters = tmp_path / "adapters"
+    model = replace(MODEL, lora_rank=2)
+    adapters.mkdir()
+    save_config(Config(model=model), adapters / "config.json")
+    assert export(adapters, tmp_path / "out") == 2
+    assert "holds adapters; merge them: mjax convert to-hf" in capsys.readouterr().err

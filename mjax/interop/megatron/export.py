@@ -250,13 +250,10 @@ def write_release(folder: Path, export: Export, whole: Mapping[str, np.ndarray],
                 planner=checkpoint.DefaultSavePlanner(flatten_state_dict=False),
                 no_dist=True,
             )
-        layout = {"non_homogeneous_layers": True, "singleton_local_shards": False}
-        torch.save(state | {"content_metadata": layout}, release / "common.pt")
-        backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
-        write_object(
-            release / "metadata.json",
-            backends | dict.fromkeys(("sharded_backend_version", "common_backend_version"), 1),
-        )
+        names = {"non_homogeneous_layers": True, "singleton_local_shards": False}
+        torch.save(state | {"content_metadata": names}, release / "common.pt")
+        backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        write_object(release / "metadata.json", backends | {"common_backend": "torch", "common_backend_version": 1})
     (folder / TRACKER).write_text("release", encoding="utf-8")
 
 
