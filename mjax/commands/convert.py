@@ -449,10 +449,18 @@ def to_megatron(arguments: ToMegatronArguments) -> int:
     print(f"embedding: {config.model.vocabulary:,} tokens, padded to {rows:,} rows")
     if files.tokenizer is None:
         print(f"no tokenizer in {run}; add Megatron's --tokenizer-type and its files to the command")
-    flags = [] if files.tokenizer is None else ["--tokenizer-type", "HuggingFaceTokenizer"]
-    flags += [] if files.tokenizer is None else ["--tokenizer-model", str(output / "tokenizer")]
+    kind, flag, file = MEGATRON_TOKENIZERS.get(getattr(files.tokenizer, "scheme", ""), MEGATRON_TOKENIZERS["hf"])
+    flags = ["--tokenizer-type", kind, flag, str(output / "tokenizer" / file)] if files.tokenizer is not None else []
     print(f"load it      {shlex.join(make_command(export, output, form, arguments.dtype, flags))}")
     return 0
+
+
+MEGATRON_TOKENIZERS = {
+    "bert-uncased": ("BertWordPieceLowerCase", "--vocab-file", "vocab.txt"),
+    "bert-cased": ("BertWordPieceCase", "--vocab-file", "vocab.txt"),
+    "hf": ("HuggingFaceTokenizer", "--tokenizer-model", ""),
+}
+"""Megatron's --tokenizer-type, and the flag and the name of its file; hf of all others, too."""
 
 
 class _TokenizerExport:

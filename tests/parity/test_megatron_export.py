@@ -18,9 +18,10 @@ from tests.parity.megatron_written import convert, write_with_megatron_core
 pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-ci")
 
+from tests.parity.write_megatron_core import PADDED, VOCABULARY
+
 pytestmark = pytest.mark.parity
 
-VOCABULARY = 29
 SOURCES = {
     "gpt": "gpt_single", "bert": "bert_torch", "llama": "llama_apart", "narrow": "narrow_single",
     "mixtral": "mixtral_torch", "before": "before_torch", "deepseek": "deepseek_torch",
@@ -63,6 +64,25 @@ def test_megatron_core_loads_export(runs, kinds, flags, ranks, tmp_path):
         expected = np.load(runs / f"{kind}.npz")["scores"][..., :VOCABULARY]
         found = np.load(tmp_path / kind / "scores.npy")[..., :VOCABULARY]
         np.testing.assert_allclose(found, expected, atol=2e-6, err_msg=kind)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SOURCES if kind != "before"])  # whose experts are in one matrix
+def test_export_equals_what_megatron_core_wrote(runs, kind, tmp_path):
+    import torch
+
+    assert export(runs / kind, tmp_path / "out", "--format", "torch") == 0
+    files = (runs / f"{kind}_torch" / "iter_0000005", tmp_path / "out" / "release")
+    written, exported = (torch.load(it / "mp_rank_00" / "model_optim_rng.pt", weights_only=False) for it in files)
+    assert exported["checkpoint_version"] == written["checkpoint_version"]
+    tensors = {name: tensor for name, tensor in written["model"].items() if isinstance(tensor, torch.Tensor)}
+    assert exported["model"].keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        rows = slice(VOCABULARY if len(tensor) == PADDED else None)  # the others pad the vocabulary
+        assert torch.equal(exported["model"][name][rows], tensor[rows]), name
+    theirs, ours = vars(written["args"]), vars(exported["args"])
+    of_padding = {"padded_vocab_size", "make_vocab_size_divisible_by"}
+    differences = {name: (ours[name], theirs[name]) for name in theirs.keys() & ours.keys() - of_padding}
+    assert {name: pair for name, pair in differences.items() if (pair[0] or None) != (pair[1] or None)} == {}
 
 
 MODEL = GPTConfig(layers=2, hidden=24, heads=4, sequence=10, vocabulary=257, vocabulary_multiple=8)
