@@ -60,6 +60,11 @@ class Export:
     expert: int
 
     @property
+    def gated(self) -> bool:
+        """True if linear_fc1 is gate and up."""
+        return ARCHITECTURES[self.model.kind] == "decoder"
+
+    @property
     def ranks(self) -> Iterator[tuple[int, int, int]]:
         """Tensor rank, pipeline stage and expert rank of each file of the format torch."""
         return product(range(self.tensor), range(self.pipeline), range(self.expert))
@@ -97,9 +102,8 @@ def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 
         "expert_model_parallel_size": expert,
     }
     _check_represented(model, kind, arguments, str(run))
-    family = (
-        layout.megatron_family(kind, 3.0) if kind != "decoder" else layout.MIXTURE if model.experts else layout.DECODER
-    )
+    decoder = layout.MIXTURE if model.experts else layout.DECODER
+    family = decoder if kind == "decoder" else layout.megatron_family(kind, 3.0)
     return Export(model, family, arguments, tensor, pipeline, expert)
 
 
@@ -197,7 +201,6 @@ def rank_tensors(export: Export, whole: Mapping[str, np.ndarray], rank: tuple[in
     tensor_rank, stage, expert_rank = rank
     last = export.pipeline - 1
     layers, experts = export.model.layers // export.pipeline, (export.model.experts or 0) // export.expert
-    gated = export.family in (layout.DECODER, layout.MIXTURE)
     names = dict(whole)
     if stage and stage == last:
         names.setdefault(layout.SCORES, whole[layout.EMBEDDING])  # of the output layer
@@ -214,7 +217,7 @@ def rank_tensors(export: Export, whole: Mapping[str, np.ndarray], rank: tuple[in
             prefix, first = f"{layout.EXPERTS}local_experts.", expert_rank * experts
             pieces = {local_name.replace(layout.EXPERTS, f"{prefix}{i}."): array[first + i] for i in range(experts)}
         for piece, matrix in pieces.items():
-            parts = 2 if gated and ".linear_fc1." in piece else 1
+            parts = 2 if export.gated and ".linear_fc1." in piece else 1
             view = layout.rank_view(matrix, piece, tensor_rank, export.tensor, parts)
             joined = view.reshape(-1, *matrix.shape[1:]) if view.ndim > matrix.ndim else view
             shard[piece] = np.ascontiguousarray(joined)
@@ -241,7 +244,7 @@ def write_release(folder: Path, export: Export, whole: Mapping[str, np.ndarray],
     else:
         from torch.distributed import checkpoint
 
-        tensors = {_sharded_name(name, export): _to_torch(array) for name, array in whole.items()}
+        tensors = {name: _to_torch(array) for name, array in list_sharded_tensors(export, whole)}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
             checkpoint.save(
@@ -250,29 +253,37 @@ def write_release(folder: Path, export: Export, whole: Mapping[str, np.ndarray],
                 planner=checkpoint.DefaultSavePlanner(flatten_state_dict=False),
                 no_dist=True,
             )
-        names = {"non_homogeneous_layers": True, "singleton_local_shards": False}
+        names = {"non_homogeneous_layers": True, "singleton_local_shards": True}
         torch.save(state | {"content_metadata": names}, release / "common.pt")
         backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         write_object(release / "metadata.json", backends | {"common_backend": "torch", "common_backend_version": 1})
     (folder / TRACKER).write_text("release", encoding="utf-8")
 
 
-def _sharded_name(name: str, export: Export) -> str:
-    """The name of a tensor in torch_dist."""
-    for plain, fused in layout.FUSED_NORMS.items():
-        if not (export.model.experts and "pre_mlp" in plain):  # experts have their LayerNorm apart
-            name = name.replace(plain, fused)
-    return name.replace(layout.EXPERTS, f"{layout.EXPERTS}experts.")
+def list_sharded_tensors(export: Export, whole: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of torch_dist by name, where every layer, expert, gate and up is a tensor, so that a rank of Megatron
+    reads its part only (`singleton_local_shards`)."""
+    for name, array in whole.items():
+        for plain, fused in layout.FUSED_NORMS.items():
+            if not (export.model.experts and "pre_mlp" in plain):  # experts have their LayerNorm apart
+                name = name.replace(plain, fused)
+        pieces = {name: array}
+        if layout.EXPERTS in name:
+            before, _, rest = name.partition(layout.EXPERTS)
+            pieces = {f"{before}{layout.EXPERTS}experts.{i}.{rest}": matrix for i, matrix in enumerate(array)}
+        for piece, matrix in pieces.items():
+            if export.gated and piece.endswith(".linear_fc1.weight"):
+                yield from zip((f"{piece}_w", f"{piece}_v"), matrix.reshape(2, -1, matrix.shape[-1]), strict=True)
+            else:
+                yield piece, matrix
 
 
-def _extra_states(names: Iterable[str], export: Export) -> Iterator[str]:
+def _extra_states(names: Iterable[str], export: Export) -> list[str]:
     """Names of the states of TransformerEngine's modules, which Megatron expects; they hold nothing without FP8."""
-    modules = {name.removesuffix(suffix) for name in names for suffix in (".weight", ".bias") if name.endswith(suffix)}
+    modules = {name.rpartition(".")[0] for name in names if not name.startswith("embedding.")}
     trunk = layout.TRUNKS[ARCHITECTURES[export.model.kind]]
     modules |= {f"{trunk}.layers.{layer}.self_attention.core_attention" for layer in range(export.model.layers)}
-    for module in sorted(modules):
-        shards = export.model.experts if layout.EXPERTS in module else 1
-        yield from (f"{module}._extra_state/shard_{shard}_{shards}" for shard in range(shards))
+    return [f"{module}._extra_state/shard_0_1" for module in sorted(modules)]
 
 
 def _to_torch(array: np.ndarray) -> Any:
