@@ -9,8 +9,10 @@ import pytest
 from mjax.commands import cli
 from mjax.commands import convert as convert_command
 from mjax.config import Config, GPTConfig, save_config
+from mjax.config.model import convert_kind
 from mjax.data.tokenizers import load_tokenizer
 from mjax.interop.convert import write_run
+from tests.data.vocabularies import bert_file
 from tests.interop.megatron_files import draw
 from tests.interop.whole_weights import assert_same, weights_of
 from tests.parity.megatron_written import convert, write_with_megatron_core
@@ -112,6 +114,17 @@ def test_tokenizer_and_command_come_with_export(run, tmp_path, capsys):
     assert convert(out, tmp_path / "again", "--vocabulary", "257", "--vocabulary-multiple", "8") == 0
     for name, array in weights_of(tmp_path / "again").items():
         np.testing.assert_allclose(array, weights_of(run)[name], rtol=2**-8)
+
+
+def test_bert_comes_with_its_vocabulary_file(tmp_path, capsys):
+    model = replace(convert_kind(MODEL, "bert"), vocabulary=300, mlm_activation="gelu_erf")
+    weights, tokenizer = draw(model), load_tokenizer(f"bert-cased:{bert_file(tmp_path / 'vocab', False)}")
+    write_run(tmp_path / "run", Config(model=model), tokenizer, lambda name, first, end: weights[name][first:end])
+    assert export(tmp_path / "run", tmp_path / "out") == 0
+    words = shlex.split(capsys.readouterr().out.rpartition("load it")[2])
+    assert (words[3], words[-3]) == ("pretrain_bert.py", "BertWordPieceCase")
+    assert words[-2:] == ["--vocab-file", str(tmp_path / "out" / "tokenizer" / "vocab.txt")]
+    assert (tmp_path / "out" / "tokenizer" / "vocab.txt").is_file()
 
 
 @pytest.mark.parametrize(
