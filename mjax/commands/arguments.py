@@ -104,6 +104,32 @@ class ToHfArguments:
     """With --adapter: the base model as peft finds it, a folder or a hub name (by default the base's run)."""
 
 
+@dataclass(frozen=True)
+class ToMegatronArguments:
+    """Export a run's checkpoint (a GPT, BERT, Llama or mixture of experts) as a Megatron-LM checkpoint."""
+
+    examples: ClassVar = ("mjax convert to-megatron runs/demo megatron",)
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), RUN_SYNONYMS]
+    """Run folder, such as runs/demo."""
+    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """Folder to create, for Megatron's --load. It must not exist or be empty."""
+    format: Annotated[Literal["torch_dist", "torch"], Synonyms("ckpt-format")] = "torch_dist"
+    """Checkpoint format. torch_dist: Megatron's default, which loads into any split. torch: one file per rank."""
+    tensor: Annotated[Count, Synonyms("tensor-model-parallel-size target-tensor-parallel-size")] = 1
+    """With --format torch: tensor-parallel ranks."""
+    pipeline: Annotated[Count, Synonyms("pipeline-model-parallel-size target-pipeline-parallel-size")] = 1
+    """With --format torch: pipeline stages."""
+    expert: Annotated[Count, Synonyms("expert-model-parallel-size target-expert-parallel-size")] = 1
+    """With --format torch: expert-parallel ranks, of a mixture of experts."""
+    step: int | None = None
+    """Checkpoint to convert (by default the newest intact one)."""
+    dtype: Annotated[Literal["fp32", "bf16"], Synonyms("torch-dtype~")] = "fp32"
+    """Dtype of the tensors. fp32: as stored by mjax. bf16: rounded, half the size."""
+    tokenizer: str | None = None
+    """KIND:FILES as in `mjax prepare`, for a run that lacks one. none: export no tokenizer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateArguments(RunArguments):
     """Continue prompts with a trained model."""

@@ -54,6 +54,7 @@ CONVERT_COMMANDS: Commands = {
     "from-hf": Command("convert:from_hf", "convert a Hugging Face model into a run folder", True, True),
     "from-megatron": Command("convert:from_megatron", "convert a Megatron-LM checkpoint into a run folder", True, True),
     "to-hf": Command("convert:to_hf", "export a checkpoint as a folder for transformers", True, True),
+    "to-megatron": Command("convert:to_megatron", "export a checkpoint for Megatron-LM", True, True),
 }
 RUNS_COMMANDS: Commands = {
     "list": Command("runs:list_runs", "list runs, one line each; same as `mjax runs` alone"),
@@ -71,7 +72,7 @@ COMMANDS: Commands = {
     "evaluate": Command("evaluate:evaluate", "evaluate a model: WikiText103, LAMBADA, perplexity, a task", early=True),
     "lm-eval": Command("lm_eval:lm_eval", "run tasks of EleutherAI's lm-evaluation-harness on a model"),
     "finetune": Command("finetune:finetune", "fine-tune a BERT for a task: MNLI, QQP, RACE, SQuAD"),
-    "convert": Command(CONVERT_COMMANDS, "convert checkpoints from Hugging Face or Megatron-LM, or to Hugging Face"),
+    "convert": Command(CONVERT_COMMANDS, "convert checkpoints from and to Hugging Face and Megatron-LM"),
     "generate": Command("generate:generate", "generate text with a trained model", early=True),
     "plan": Command("plan:plan", "predict memory, communication and time of a run, without a device", on_cpu=True),
     "configs": Command("cli:list_configs", "list the configs of models and demos, one line each"),

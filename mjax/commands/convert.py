@@ -1,8 +1,9 @@
-"""`mjax convert`: import a model as a run folder, and export a run's checkpoint as a model folder.
+"""`mjax convert`: import a model as a run folder, and export a run's checkpoint.
 
     from-hf DIR OUT         a Hugging Face folder → OUT/config.json, OUT/tokenizer, OUT/checkpoints/0
     from-megatron DIR OUT   the same for a Megatron-LM checkpoint
     to-hf RUN DIR           DIR/config.json, model.safetensors, generation_config.json, the tokenizer's files
+    to-megatron RUN DIR     DIR/latest_checkpointed_iteration.txt, DIR/release, DIR/tokenizer
 
 A run with adapters (LoRA) becomes a peft folder with --adapter and a whole model with --merged; from-hf reads a peft
 folder on the run of its base.
@@ -28,7 +29,13 @@ from mjax.checkpoint.arrays import read_in_blocks
 from mjax.checkpoint.base import base_folder, check_base, digest_in_blocks, without_base
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
-from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ImportArguments, ToHfArguments
+from mjax.commands.arguments import (
+    FromHfArguments,
+    FromMegatronArguments,
+    ImportArguments,
+    ToHfArguments,
+    ToMegatronArguments,
+)
 from mjax.config import Config, DataConfig, read_settings, save_config
 from mjax.config.model import ModelConfig
 from mjax.config.run import describe_missing_run
@@ -39,10 +46,12 @@ from mjax.interop import lora, model_folder, tokenizer_files, weights
 from mjax.interop.convert import check_vocabulary, write_checkpoint, write_run
 from mjax.interop.megatron import arguments as megatron
 from mjax.interop.megatron.checkpoint import MegatronCheckpoint, open_checkpoint
+from mjax.interop.megatron.export import gather_tensors, make_command, plan_export, write_release
 from mjax.interop.megatron.hybrid import open_hybrid
 from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, megatron_family
 from mjax.interop.tensor_files import Tensors, open_tensors, parse_shard_size, write_tensors
 from mjax.interop.tokenizer_files import to_fast_tokenizer
+from mjax.interop.torch_files import import_torch
 from mjax.models.build import count_parameters
 from mjax.models.huggingface.family import Family, config_values, model_config
 from mjax.run.continuing import read_origin
@@ -285,11 +294,8 @@ def to_hf(arguments: ToHfArguments) -> int:
     model = config.model.without_lora()
     family = models.export_family(model)
     _check_adapters(arguments, config)
-    tokenizer = _load_run_tokenizer(run, arguments.tokenizer)
-    check_vocabulary(tokenizer, config.model)
-    carries = arguments.tokenizer is None and family.generates
-    carried = tokenizer_files.export_tokenizer_files(run / "tokenizer") if carries else {}
-    library = None if tokenizer is None or carried else to_fast_tokenizer(tokenizer, config.model.samples != "text")
+    files = _TokenizerExport(run, arguments.tokenizer, config.model, family.generates)
+    tokenizer, carried = files.tokenizer, files.carried
 
     step = _newest(run, config, arguments.step)
     saved = run / "checkpoints" / str(step)
@@ -319,23 +325,18 @@ def to_hf(arguments: ToHfArguments) -> int:
         model_folder.write_object(folder / "config.json", values)
         if family.generates:
             model_folder.write_object(folder / tokenizer_files.GENERATION_CONFIG, generation)
-        if library is not None:
-            tokenizer_files.write_tokenizer(tokenizer, library, folder, config.model)
-        elif carried:
-            tokenizer.save(folder)
-            for name in carried.keys() - {tokenizer_files.GENERATION_CONFIG}:
-                (folder / name).write_bytes(carried[name])
+        files.write(folder)
         parameters = sum(map(math.prod, shapes.values()))
         card = _card(arguments, family, model, parameters, step, tokenizer is not None)
         (folder / model_folder.MODEL_CARD).write_text(card, encoding="utf-8")
         with progress("writing", parameters * dtype.itemsize) as wrote:
             parts = weights.iterate_tensors(family, model, blocks)
-            files = write_tensors(folder, shapes, parts, dtype, largest_file, wrote)
+            names = write_tensors(folder, shapes, parts, dtype, largest_file, wrote)
 
     run = find_address(run) or run
-    size = f"{parameters * dtype.itemsize / 1e6:,.1f} MB in {files[0]}"
+    size = f"{parameters * dtype.itemsize / 1e6:,.1f} MB in {names[0]}"
     print(f"{output}: checkpoint {step} of {run}{into} as {family.model}, {size}", end="")
-    print(f" and {len(files) - 2} more" if len(files) > 1 else "")
+    print(f" and {len(names) - 2} more" if len(names) > 1 else "")
     if tokenizer is None and arguments.tokenizer is None:
         print(f"{run} has no tokenizer, and {output} neither; to add it: --tokenizer KIND:FILES --overwrite")
     return 0
@@ -409,9 +410,86 @@ def _card(arguments: ToHfArguments, family: Family, model: ModelConfig, size: in
     return model_folder.replace_block(card, block)
 
 
-def _load_run_tokenizer(run: Path, flag: str | None) -> Tokenizer | None:
-    """The tokenizer of an export: the run's, the given one, or none."""
-    if flag is not None:
-        return None if flag == "none" else load_tokenizer(flag)
-    stored = run / "tokenizer"
-    return tokenizer_from_folder(stored) if stored.is_dir() else None
+# --- Export to Megatron-LM --------------------------------------------------------------------------------------------
+
+
+def to_megatron(arguments: ToMegatronArguments) -> int:
+    """`mjax convert to-megatron`. Returns the exit code.
+
+    Raises:
+      UsageError: the run has no such checkpoint, megatron-core lacks the model or the split, torch is not installed, or
+        the output exists; nothing was written.
+      RunError: the checkpoint is damaged.
+    """
+    run, output, form = arguments.run, arguments.output, arguments.format
+    if find_address(output):
+        raise UsageError(f"{output} is in a store, and mjax convert to-megatron writes files; give a folder")
+    model_folder.check_output(output)
+    split = {name: getattr(arguments, name) for name in ("tensor", "pipeline", "expert")}
+    if form != "torch" and (flags := [f"--{name} {ranks}" for name, ranks in split.items() if ranks > 1]):
+        raise UsageError(f"{flags[0]} is for --format torch; remove it: torch_dist loads into any split")
+    import_torch("checkpoints of Megatron are written by torch")
+    config = read_settings(run / "config.json")
+    if config.model.lora_rank:
+        raise UsageError(f"{run} holds adapters; merge them: mjax convert to-hf {run} MERGED --merged, then from-hf")
+    export = plan_export(config.model, run, **split)
+    files = _TokenizerExport(run, arguments.tokenizer, config.model, config.model.causal)
+    step = _newest(run, config, arguments.step)
+    blocks = partial(read_in_blocks, run / "checkpoints" / str(step))
+    _, dtype = models.DTYPES[arguments.dtype]
+    with model_folder.new_folder(output) as folder:
+        with progress("reading", count_parameters(config.model) * dtype.itemsize) as read:
+            whole = gather_tensors(export, blocks, dtype, folder.parent / "scratch", read)
+        with status("writing", Console(stderr=True)):
+            write_release(folder, export, whole, form)
+        if files.tokenizer is not None:
+            (folder / "tokenizer").mkdir()
+            files.write(folder / "tokenizer")
+    size, ranks = sum(array.nbytes for array in whole.values()) / 1e6, len(list(export.ranks))
+    print(f"{output}: checkpoint {step} of {find_address(run) or run} as {export.family.model}, {size:,.1f} MB", end="")
+    print(f" in {form}" + (f" for {ranks} ranks" if ranks > 1 else ""))
+    rows = export.arguments["padded_vocab_size"]
+    print(f"embedding: {config.model.vocabulary:,} tokens, padded to {rows:,} rows")
+    if files.tokenizer is None:
+        print(f"no tokenizer in {run}; add Megatron's --tokenizer-type and its files to the command")
+    kind, flag, file = MEGATRON_TOKENIZERS.get(getattr(files.tokenizer, "scheme", ""), MEGATRON_TOKENIZERS["hf"])
+    flags = ["--tokenizer-type", kind, flag, str(output / "tokenizer" / file)] if files.tokenizer is not None else []
+    print(f"load it      {shlex.join(make_command(export, output, form, arguments.dtype, flags))}")
+    return 0
+
+
+MEGATRON_TOKENIZERS = {
+    "bert-uncased": ("BertWordPieceLowerCase", "--vocab-file", "vocab.txt"),
+    "bert-cased": ("BertWordPieceCase", "--vocab-file", "vocab.txt"),
+    "hf": ("HuggingFaceTokenizer", "--tokenizer-model", ""),
+}
+"""Megatron's --tokenizer-type, and the flag and the name of its file; hf of all others, too."""
+
+
+class _TokenizerExport:
+    """The tokenizer of an export, and its files for transformers."""
+
+    def __init__(self, run: Path, flag: str | None, model: ModelConfig, generates: bool):
+        """Choose the run's tokenizer, the given one, or none.
+
+        Raises:
+          UsageError: it has more ids than the model, or there is no equivalent in transformers.
+        """
+        stored = run / "tokenizer"
+        self.tokenizer = None if flag == "none" else load_tokenizer(flag) if flag is not None else None
+        if flag is None and stored.is_dir():
+            self.tokenizer = tokenizer_from_folder(stored)
+        check_vocabulary(self.tokenizer, model)
+        self.carried = tokenizer_files.export_tokenizer_files(stored) if flag is None and generates else {}
+        convert = self.tokenizer is not None and not self.carried
+        self._library = to_fast_tokenizer(self.tokenizer, model.samples != "text") if convert else None
+        self._model = model
+
+    def write(self, folder: Path) -> None:
+        """Write the files, except generation_config.json."""
+        if self._library is not None:
+            tokenizer_files.write_tokenizer(self.tokenizer, self._library, folder, self._model)
+        elif self.carried:
+            self.tokenizer.save(folder)
+            for name in self.carried.keys() - {tokenizer_files.GENERATION_CONFIG}:
+                (folder / name).write_bytes(self.carried[name])

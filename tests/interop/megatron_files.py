@@ -25,7 +25,7 @@ def draw(model: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
     shapes = {name: shape for name, (shape, _) in abstract_weights(model).items()}
     weights = {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
-    for name in weights.keys() & {"embedding.table", "mlm.bias"}:
+    for name in weights.keys() & {"embedding.table", "head.table", "mlm.bias"}:
         weights[name][model.vocabulary :] = 0
     return weights
 

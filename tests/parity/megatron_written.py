@@ -49,11 +49,11 @@ def write(folder, weights, model, version=0, ranks=1, stages=1, legacy=False, dt
     return folder
 
 
-def write_with_megatron_core(folder, *kinds, ranks=1, expert_ranks=1):
+def write_with_megatron_core(folder, *kinds, ranks=1, expert_ranks=1, stages=1):
     """Run `write_megatron_core.py` in a folder, in that many processes."""
     program = [sys.executable, str(Path(__file__).with_name("write_megatron_core.py")), str(folder), *kinds]
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment |= {"WORLD_SIZE": str(ranks), "EXPERT_RANKS": str(expert_ranks)}
+    environment |= {"WORLD_SIZE": str(ranks), "EXPERT_RANKS": str(expert_ranks), "PIPELINE_RANKS": str(stages)}
     processes = [
         subprocess.Popen(
             program, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -7,7 +7,11 @@ Run as a program, one process of each tensor rank, because megatron-core changes
 leaves FOLDER/KIND_FORMAT/iter_0000005 (KIND gpt, bert or one of DECODERS or MIXTURES; FORMAT stacked, single, torch or,
 of some, apart), and FOLDER/KIND.npz with inputs and scores. Of MIXTURES one rank adds the losses of their training and
 the gradients of their routers. EXPERT_RANKS=2 splits the experts over two ranks
-instead of the matrices. SMALL=1 makes models with few numbers of 16 bits, as in megatron_recorded.tar.xz.
+instead of the matrices, PIPELINE_RANKS=3 the layers. SMALL=1 makes models with few numbers of 16 bits, as in
+megatron_recorded.tar.xz.
+
+KIND=CHECKPOINT builds the same model, loads CHECKPOINT, a folder of `mjax convert to-megatron`, and leaves
+CHECKPOINT/scores.npy.
 """
 
 import argparse
@@ -83,26 +87,23 @@ HYBRIDS = {
 def main(folder: Path, kinds: list[str]) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     expert_ranks = int(os.environ.get("EXPERT_RANKS", "1"))
-    tensor_ranks = world // expert_ranks
+    stages = int(os.environ.get("PIPELINE_RANKS", "1"))
+    tensor_ranks = world // expert_ranks // stages
     torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")
     # Without a GPU: calls that require one get the CPU.
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *_: None
+    torch.Tensor.cuda = lambda self, *_: self
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
-    from megatron.core.models.bert.bert_model import BertModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.moe import experts, moe_utils
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
-    parallel_state.initialize_model_parallel(tensor_ranks, expert_model_parallel_size=expert_ranks)
+    parallel_state.initialize_model_parallel(tensor_ranks, stages, expert_model_parallel_size=expert_ranks)
     GroupedMLP = getattr(experts, "GroupedMLP", ())  # not in 0.19
     if GroupedMLP:
         from megatron.core.transformer.moe import grouped_gemm_util
@@ -112,12 +113,13 @@ def main(folder: Path, kinds: list[str]) -> None:
     shared = dict(
         **SETTINGS,
         tensor_model_parallel_size=tensor_ranks,
+        pipeline_model_parallel_size=stages,
+        pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
         bias_activation_fusion=True,
         init_method_std=0.2,
         attention_backend=AttnBackend.local,
     )
-    config = TransformerConfig(**shared)
     common = {
         "vocab_size": PADDED,
         "max_sequence_length": SEQUENCE,
@@ -129,25 +131,19 @@ def main(folder: Path, kinds: list[str]) -> None:
     positions = torch.arange(SEQUENCE).expand(3, SEQUENCE)
     labels = torch.randint(VOCABULARY, (3, SEQUENCE), generator=random)
     later = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    common |= {"pre_process": stage == 0, "post_process": stage == stages - 1}
     for kind in kinds:
+        kind, _, source = kind.partition("=")
+        common["vocab_size"] = 128 * tensor_ranks if source else PADDED
         of_config, of_model = (DECODERS | MIXTURES | HYBRIDS).get(kind, ({}, {}))
         torch.manual_seed(0)
-        if kind == "gpt":
-            model = GPTModel(config, get_gpt_layer_local_spec(), **common).eval()
-        elif kind in DECODERS | MIXTURES | HYBRIDS:
-            modern = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
-            modern |= {"activation_func": torch.nn.functional.silu, "bias_activation_fusion": False}
-            modern |= {"expert_model_parallel_size": expert_ranks} if kind in MIXTURES else {}
-            of_spec = {"num_experts": of_config.get("num_moe_experts"), "normalization": "RMSNorm"}
-            of_spec |= {name: of_config.get(name, False) for name in ("qk_layernorm", "moe_grouped_gemm")}
-            spec = get_gpt_layer_local_spec(**of_spec)
-            positions_of = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False} | of_model
-            modern |= {"num_layers": len(of_model["hybrid_layer_pattern"])} if kind in HYBRIDS else {}
-            config = TransformerConfig(**{**shared, **modern, **of_config})
-            make = hybrid_model if kind in HYBRIDS else partial(GPTModel, transformer_layer_spec=spec)
-            model = make(config, **{**common, **positions_of}).eval()
-        else:
-            model = BertModel(config, 2, bert_layer_local_spec, **common).eval()
+        config, model = build(kind, shared, common, of_config, of_model, bool(source))
+        if source:
+            scores = score_export(model, kind, Path(source) / "release", (ids, positions, later))
+            if scores is not None and rank == world - 1:
+                np.save(Path(source) / "scores.npy", scores.numpy())
+            continue
         with torch.no_grad():  # biases are 0 and LayerNorms 1 at first: a mistake could hide behind them
             for name, parameter in model.named_parameters():
                 split = getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True)
@@ -259,6 +255,70 @@ def hybrid_model(config, vocab_size, max_sequence_length, hybrid_layer_pattern, 
     pattern = "hybrid_override_pattern" if version("megatron-core") < "0.17" else "hybrid_layer_pattern"
     values |= {pattern: hybrid_layer_pattern}
     return Model(config, make_spec(local_core_attention=True), vocab_size, max_sequence_length, **values)
+
+
+def build(kind: str, shared: dict, common: dict, of_config: dict, of_model: dict, export: bool) -> tuple:
+    """The config and the model of a kind; for an `export` with a matrix for each expert."""
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.parallel_state import get_expert_model_parallel_world_size
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(**shared)
+    if kind == "gpt":
+        return config, GPTModel(config, get_gpt_layer_local_spec(), **common).eval()
+    if kind == "bert":
+        return config, BertModel(config, 2, bert_layer_local_spec, **common).eval()
+    if export:
+        of_config = {name: value for name, value in of_config.items() if name not in OLD_GROUPED}
+    modern = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
+    modern |= {"activation_func": torch.nn.functional.silu, "bias_activation_fusion": False}
+    modern |= {"expert_model_parallel_size": get_expert_model_parallel_world_size()} if kind in MIXTURES else {}
+    of_spec = {"num_experts": of_config.get("num_moe_experts"), "normalization": "RMSNorm"}
+    of_spec |= {name: of_config.get(name, False) for name in ("qk_layernorm", "moe_grouped_gemm")}
+    spec = get_gpt_layer_local_spec(**of_spec)
+    if export and kind in MIXTURES:  # the name with TransformerEngine
+        spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
+    positions_of = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False} | of_model
+    modern |= {"num_layers": len(of_model["hybrid_layer_pattern"])} if kind in HYBRIDS else {}
+    config = TransformerConfig(**{**shared, **modern, **of_config})
+    make = hybrid_model if kind in HYBRIDS else partial(GPTModel, transformer_layer_spec=spec)
+    return config, make(config, **{**common, **positions_of}).eval()
+
+
+def score_export(
+    model: torch.nn.Module, kind: str, folder: Path, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> torch.Tensor | None:
+    """Load an export as Megatron does; returns the scores, of the last stage."""
+    from megatron.core import dist_checkpointing, parallel_state
+
+    stage, stages = (
+        getattr(parallel_state, f"get_pipeline_model_parallel_{what}")() for what in ("rank", "world_size")
+    )
+    if (folder / "metadata.json").is_file():
+        metadata = dist_checkpointing.load_content_metadata(str(folder))
+        sharded = {"model": model.sharded_state_dict(metadata=metadata)}
+        state = dist_checkpointing.load(sharded, str(folder))
+    else:
+        name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02}" + (f"_{stage:03}" if stages > 1 else "")
+        expert_ranks = parallel_state.get_expert_model_parallel_world_size()
+        name += f"_{parallel_state.get_expert_model_parallel_rank():03}" if expert_ranks > 1 else ""
+        state = torch.load(folder / name / "model_optim_rng.pt", weights_only=False)
+    model.load_state_dict(state["model"], strict=True)
+    ids, positions, later = inputs
+    text, types = (positions < torch.tensor([10, 8, 5])[:, None]).long(), (positions > 4).long()
+    hidden = torch.empty(SEQUENCE, len(ids), SETTINGS["hidden_size"])
+    if stage:
+        torch.distributed.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
+        model.set_input_tensor(hidden)
+    with torch.no_grad():
+        outputs = model(ids, text, types) if kind == "bert" else model(ids, positions, later)
+    if stage < stages - 1:
+        torch.distributed.send(outputs, parallel_state.get_pipeline_model_parallel_next_rank())
+        return None
+    return outputs[0] if kind == "bert" else outputs
 
 
 def products(rows: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, trans_b: bool) -> torch.Tensor:

@@ -15,6 +15,7 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -441,3 +442,60 @@ def _aux_loss_fields(arguments: MegatronArguments) -> tuple[dict[str, Any], str]
 
 def _to_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+# --- Export -----------------------------------------------------------------------------------------------------------
+
+
+def write_arguments(model: ModelConfig, padded_vocabulary: int) -> dict[str, Any]:
+    """The arguments of a run of Megatron with this model: the inverse of `model_config` and `decoder_config`.
+
+    A field without an argument is left out; the export reads the arguments back and compares.
+    """
+    decoder, get = model.kind not in ACTIVATIONS, partial(getattr, model)
+    sizes = {"layers": model.layers, "hidden": model.hidden, "vocabulary": padded_vocabulary}
+    values = {
+        **{argument: sizes[field] for field, argument in SHAPE_FIELDS.items()},
+        "ffn_hidden_size": get("mlp_width"),
+        "num_attention_heads": model.heads,
+        "kv_channels": model.head_size,
+        "seq_length": model.sequence,
+        "max_position_embeddings": model.max_positions,
+        **{argument: get(field) for field, argument in FIELDS.items()},
+        **(DECODER_VALUES if decoder else SUPPORTED_VALUES),
+    }
+    if not decoder:
+        return values | {"bias_gelu_fusion": get("activation") == "gelu_tanh", "norm_epsilon": get("layernorm_epsilon")}
+    factor, scaling = get("rope_factor"), get("rope_scaling")
+    values |= {
+        "norm_epsilon": get("norm_epsilon"),
+        "group_query_attention": True,
+        "num_query_groups": model.groups,
+        "qk_layernorm": get("qk_norm") == "head",
+        "add_qkv_bias": get("qkv_bias"),
+        "untie_embeddings_and_output_weights": not get("tie_embeddings"),
+        **{argument: get(field) for field, argument in ROPE_FIELDS.items()},
+        **({"rotary_seq_len_interpolation_factor": factor} if scaling == "linear" else {}),
+        **({"use_rope_scaling": True, "rope_scaling_factor": factor} if scaling == "llama3" else {}),
+        **(_mixture_arguments(model) if model.experts else {}),
+    }
+    whole = ("rotary_base", "rotary_seq_len_interpolation_factor")  # whole numbers on Megatron's command line
+    return values | {name: int(values[name]) for name in whole if name in values and values[name] % 1 == 0}
+
+
+def _mixture_arguments(model: Any) -> dict[str, Any]:
+    scopes = {scope: kind for kind, scope in AUX_LOSS_SCOPES.items()}
+    groups = {"moe_router_num_groups": model.router_n_groups, "moe_router_group_topk": model.top_groups}
+    return {
+        "num_experts": model.experts,
+        "moe_ffn_hidden_size": model.expert_width,
+        "moe_router_topk": model.experts_per_token,
+        "moe_router_score_function": model.router,
+        "moe_router_pre_softmax": model.router == "softmax" and not model.router_normalized,
+        "moe_router_topk_scaling_factor": model.router_scale if model.router_scale != 1 else None,
+        "moe_shared_expert_intermediate_size": model.shared_expert_ffn_hidden or None,
+        "moe_z_loss_coeff": model.z_loss or None,
+        "moe_router_load_balancing_type": scopes[model.aux_loss_scope] if model.aux_loss_coef else "none",
+        "moe_aux_loss_coeff": model.aux_loss_coef,
+        **(groups if model.top_groups < model.router_n_groups else {}),
+    }

@@ -31,7 +31,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, product, zip_longest
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,11 @@ EMBEDDING, POSITIONS = "embedding.word_embeddings.weight", "embedding.position_e
 SCORES, SCORES_BIAS = "output_layer.weight", "output_layer.bias"
 VOCABULARY = (EMBEDDING, SCORES, SCORES_BIAS)
 """Tensors with one row per token of the padded vocabulary."""
+FUSED_NORMS = {
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+"""Names with TransformerEngine, which fuses a LayerNorm with the matrix after it; torch_dist always has them."""
 _NAME_CHANGES = (
     (r"^language_model\.(transformer|encoder)\.", "TRUNK."),
     (r"^language_model\.", ""),
@@ -125,9 +130,7 @@ _NAME_CHANGES = (
     (r"^lm_head\.bias$", SCORES_BIAS),
     # The last pipeline stage has a copy of the embedding for the output layer.
     (r"^word_embeddings_for_head\.weight$", SCORES),
-    # TransformerEngine fuses a LayerNorm with the linear layer after it.
-    (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
-    (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
+    *((re.escape(fused), plain) for plain, fused in FUSED_NORMS.items()),
     (r"\.mlp\.experts\.experts\.", ".mlp.experts."),  # of the format torch_dist
     (r"^decoder\.final_norm\.", "decoder.final_layernorm."),  # of HybridModel
 )
@@ -203,6 +206,16 @@ def split_dim(name: str) -> int | None:
     return 1 if _ROW_PARALLEL.fullmatch(name) else None
 
 
+def rank_view(whole: np.ndarray, name: str, rank: int, ranks: int, parts: int = 1) -> np.ndarray:
+    """A view of a rank's shard of a tensor, [c, n / t, …] if c `parts` are concatenated in both."""
+    dim = split_dim(name)
+    if dim is None or ranks == 1:
+        return whole
+    view = whole.reshape(parts, -1, *whole.shape[1:]) if dim == 0 else whole
+    size = view.shape[1] // ranks
+    return view[:, rank * size : (rank + 1) * size]
+
+
 # --- Format torch -----------------------------------------------------------------------------------------------------
 #
 #     mp_rank_00/model_optim_rng.pt           tensor rank 0; mp_rank_01 … where there are more
@@ -257,24 +270,24 @@ class RankTensors:
         shards, dim = self._shards[name], split_dim(name)
         first = shards[0]
         for rank, shard in enumerate(shards):
-            sizes = zip_longest(shard.shape, first.shape)
-            if shard.dtype != first.dtype or any(a != b for i, (a, b) in enumerate(sizes) if i != dim):
+            if (shard.dtype, shard.shape) != (first.dtype, first.shape):
                 kinds = f"{first.dtype} {first.shape} on tensor rank 0 and {shard.dtype} {shard.shape} on {rank}"
                 raise incomplete_error(f"{source}: {name} is {kinds}")
-        shape = [sum(shard.shape[dim] for shard in shards) if i == dim else n for i, n in enumerate(first.shape)]
-        return TensorInfo(DTYPE_NAMES.get(first.dtype.name, str(first.dtype)), tuple(shape))
+        shape = tuple(len(shards) * size if i == dim else size for i, size in enumerate(first.shape))
+        return TensorInfo(DTYPE_NAMES.get(first.dtype.name, str(first.dtype)), shape)
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         shards, dim = self._shards[name], split_dim(name)
         if len(shards) == 1 or dim is None:
             return shards[0][rows]
-        # [c, n / t, d, …]: each rank begins with the queries of its heads, so n is concatenated after c.
-        fused = 3 if QKV in name and self._version < 1 else 2 if self._gated and ".linear_fc1." in name else 1
-        if fused > 1:
-            parts = [shard.reshape(fused, -1, *shard.shape[1:]) for shard in shards]
-            return np.concatenate(parts, axis=1).reshape(self.infos[name].shape)[rows]
-        if dim == 1:
-            return np.concatenate([shard[rows] for shard in shards], axis=1)
+        if name not in VOCABULARY:
+            # Each rank begins with the queries of its heads, or with its gate.
+            parts = 3 if QKV in name and self._version < 1 else 2 if self._gated and ".linear_fc1." in name else 1
+            whole = np.empty(self.infos[name].shape, shards[0].dtype)
+            for rank, shard in enumerate(shards):
+                view = rank_view(whole, name, rank, len(shards), parts)
+                view[...] = shard.reshape(view.shape)
+            return whole[rows]
         first, end, _ = rows.indices(self.infos[name].shape[0])
         starts = accumulate(map(len, shards), initial=0)
         parts = zip(shards, starts, strict=False)
@@ -449,6 +462,35 @@ def _check_size(file: Path, name: str, tensor: StoredTensor, chunk: TensorChunk)
 # linear_fc1.weight_v.
 
 
+def list_parts(name: str, model: LlamaConfig) -> dict[str, int]:
+    """The names of the parts of a tensor, with their numbers of rows if there are several."""
+    match = re.fullmatch(r"(.+\.(linear_qkv|linear_fc1))\.(weight|bias)(_[wv])?", name)
+    if not match:
+        return {name: 0}
+    module, kind, parameter, half = match.groups()
+    if half:
+        return {f"{module}.{'gate' if half == '_w' else 'up'}.{parameter}": 0}
+    width = model.mlp_width
+    if ".experts." in module:
+        width = getattr(model, "expert_width", 0)
+    elif ".shared_experts." in module:
+        width = getattr(model, "shared_expert_ffn_hidden", 0)
+    parts = {"gate": width, "up": width}
+    if kind == "linear_qkv":
+        heads = {"q": model.heads, "k": model.groups, "v": model.groups}
+        parts = {part: count * model.head_size for part, count in heads.items()}
+    return {f"{module}.{part}.{parameter}": rows for part, rows in parts.items()}
+
+
+def part_view(fused: np.ndarray, name: str, part_index: int, model: LlamaConfig) -> np.ndarray:
+    """A view of one of the parts of a tensor: gate or up [f, …]; of each group its queries, key or value [k, …]."""
+    if QKV not in name:
+        return fused.reshape(2, -1, *fused.shape[1:])[part_index]
+    queries = model.heads // model.groups
+    part = (slice(queries), slice(queries, queries + 1), slice(queries + 1, None))[part_index]
+    return fused.reshape(model.groups, queries + 2, model.head_size, *fused.shape[1:])[:, part]
+
+
 class DecoderTensors:
     """`Tensors` with names for the parts of fused ones: linear_qkv.q.weight, linear_fc1.gate.weight."""
 
@@ -462,7 +504,7 @@ class DecoderTensors:
         self._origins: dict[str, tuple[str, int | None]] = {}
         self.infos: dict[str, TensorInfo] = {}
         for stored_name, kind in tensors.infos.items():
-            parts = self._parts(stored_name)
+            parts = list_parts(stored_name, model)
             if len(parts) > 1 and kind.shape[:1] != (sum(parts.values()),):
                 asked = f"the arguments ask for {sum(parts.values()):,} rows"
                 raise incomplete_error(f"{source}: {stored_name} has shape {kind.shape}, and {asked}")
@@ -470,35 +512,9 @@ class DecoderTensors:
                 self._origins[name] = (stored_name, part_index if len(parts) > 1 else None)
                 self.infos[name] = TensorInfo(kind.dtype, (rows, *kind.shape[1:])) if len(parts) > 1 else kind
 
-    def _parts(self, name: str) -> dict[str, int]:
-        """The names of the parts of a tensor, with their numbers of rows if there are several."""
-        match = re.fullmatch(r"(.+\.(linear_qkv|linear_fc1))\.(weight|bias)(_[wv])?", name)
-        if not match:
-            return {name: 0}
-        module, kind, parameter, half = match.groups()
-        if half:
-            return {f"{module}.{'gate' if half == '_w' else 'up'}.{parameter}": 0}
-        model, width = self._model, self._model.mlp_width
-        if ".experts." in module:
-            width = getattr(model, "expert_width", 0)
-        elif ".shared_experts." in module:
-            width = getattr(model, "shared_expert_ffn_hidden", 0)
-        parts = {"gate": width, "up": width}
-        if kind == "linear_qkv":
-            heads = {"q": model.heads, "k": model.groups, "v": model.groups}
-            parts = {part: count * model.head_size for part, count in heads.items()}
-        return {f"{module}.{part}.{parameter}": rows for part, rows in parts.items()}
-
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         stored_name, part_index = self._origins[name]
         if part_index is None:
             return self._tensors.read(stored_name, rows)
-        if QKV not in stored_name:
-            f = self.infos[name].shape[0]
-            first, end, _ = rows.indices(f)
-            return self._tensors.read(stored_name, slice(part_index * f + first, part_index * f + max(first, end)))
-        queries = self._model.heads // self._model.groups
-        fused = self._tensors.read(stored_name)
-        fused = fused.reshape(self._model.groups, queries + 2, self._model.head_size, *fused.shape[1:])
-        part = (slice(queries), slice(queries, queries + 1), slice(queries + 1, None))[part_index]
-        return fused[:, part].reshape(self.infos[name].shape)[rows]
+        part = part_view(self._tensors.read(stored_name), stored_name, part_index, self._model)
+        return part.reshape(self.infos[name].shape)[rows]

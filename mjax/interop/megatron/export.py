@@ -1,0 +1,324 @@
+"""Write the weights of a run as a checkpoint of Megatron: the inverse of the import, by the same tables.
+
+    latest_checkpointed_iteration.txt       release
+    release/mp_rank_00/model_optim_rng.pt   format torch: a file for each rank, or
+    release/.metadata, __0_0.distcp …       format torch_dist, for any number of ranks
+
+Megatron trains on a `release` from step 0 with new moments. All tensors have the names and layouts of megatron-core's
+`GPTModel` and `BertModel`, `checkpoint_version` 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jax.numpy import bfloat16
+
+from mjax.config.marks import effective_value
+from mjax.config.model import ModelConfig
+from mjax.errors import UsageError
+from mjax.interop.megatron import tensors as layout
+from mjax.interop.megatron.arguments import decoder_config, model_config, write_arguments
+from mjax.interop.megatron.checkpoint import RANK_FILES, TRACKER, Architecture
+from mjax.interop.model_folder import write_object
+from mjax.interop.torch_files import import_torch
+from mjax.interop.weights import iterate_tensors, tensor_layouts
+from mjax.models.huggingface.family import Family
+
+Format = Literal["torch_dist", "torch"]
+VOCABULARY_MULTIPLE = 128
+"""Megatron's default of --make-vocab-size-divisible-by, of each tensor rank."""
+_LAYER_AND_REST = re.compile(r"(.+\.layers\.)(\d+)(\..+)")
+_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Export:
+    """The model of an export in Megatron's terms.
+
+    Attributes:
+      family: names and layouts.
+      arguments: of a run of Megatron with this model and split.
+      tensor, pipeline, expert: numbers of ranks.
+    """
+
+    model: ModelConfig
+    family: Family
+    arguments: dict[str, Any]
+    tensor: int
+    pipeline: int
+    expert: int
+
+    @property
+    def gated(self) -> bool:
+        """True if linear_fc1 is gate and up."""
+        return ARCHITECTURES[self.model.kind] == "decoder"
+
+    @property
+    def ranks(self) -> Iterator[tuple[int, int, int]]:
+        """Tensor rank, pipeline stage and expert rank of each file of the format torch."""
+        return product(range(self.tensor), range(self.pipeline), range(self.expert))
+
+
+# --- The model --------------------------------------------------------------------------------------------------------
+
+
+def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> Export:
+    """Check that Megatron has this model with this split.
+
+    Raises:
+      UsageError: it has not.
+    """
+    kind = ARCHITECTURES.get(model.kind)
+    if kind is None:
+        known = ", ".join(ARCHITECTURES)
+        raise UsageError(f"to-megatron supports {known}, and {run} is {model.title}; use to-hf")
+    multiple = VOCABULARY_MULTIPLE * tensor
+    padded = -(-model.vocabulary // multiple) * multiple
+    sizes = {
+        "tensor": model.columns() | model.column_sizes() | {"padded vocabulary": padded},
+        "pipeline": {"layers": model.layers},
+        "expert": {"experts": model.experts} if model.experts else {"experts of a dense model": 1},
+    }
+    for (flag, by_name), ranks in zip(sizes.items(), (tensor, pipeline, expert), strict=True):
+        for name, size in by_name.items():
+            if size % ranks and (name not in model.column_sizes() or ranks % size):
+                fits = [str(number) for number in range(1, size + 1) if size % number == 0]
+                raise UsageError(f"--{flag} {ranks} does not divide {name} {size:,}; use {', '.join(fits[:12])}")
+    arguments = write_arguments(model, padded) | {
+        "make_vocab_size_divisible_by": VOCABULARY_MULTIPLE,
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "expert_model_parallel_size": expert,
+    }
+    _check_represented(model, kind, arguments, str(run))
+    decoder = layout.MIXTURE if model.experts else layout.DECODER
+    family = decoder if kind == "decoder" else layout.megatron_family(kind, 3.0)
+    return Export(model, family, arguments, tensor, pipeline, expert)
+
+
+ARCHITECTURES: dict[str, Architecture] = {"gpt": "gpt", "bert": "bert", "llama": "decoder", "mixture": "decoder"}
+"""mjax's kinds of models that Megatron has."""
+UNCOMPARED = {"vocabulary", "vocabulary_multiple", "sequence", "max_position_embeddings", "attention", "moe_kernel"}
+"""Fields without a counterpart: sizes of samples and padding, and kernels."""
+
+
+def _check_represented(model: ModelConfig, kind: Architecture, arguments: dict[str, Any], run: str) -> None:
+    """Read the arguments as the import does: no field of the model may change.
+
+    Raises:
+      UsageError: one does, so Megatron has no such setting.
+    """
+    layer, size = f"{layout.TRUNKS[kind]}.layers.0", model.head_size
+    mlp, width = ("mlp.experts.0", getattr(model, "expert_width", 0)) if model.experts else ("mlp", model.mlp_width)
+    rows = (model.heads + 2 * model.groups) * size
+    shapes: dict[str, tuple[int, ...]] = {
+        layout.EMBEDDING: (arguments["padded_vocab_size"], model.hidden),
+        f"{layout.TRUNKS[kind]}.layers.{model.layers - 1}.{mlp}.linear_fc1.weight": (),
+        f"{layer}.{mlp}.linear_fc2.weight": (model.hidden, width),
+        f"{layer}.{layout.QKV}.weight": (rows, model.hidden),
+    }
+    shapes |= {} if kind == "decoder" else {layout.POSITIONS: (model.max_positions, model.hidden)}
+    shapes |= {f"{layer}.{layout.QKV}.bias": (rows,)} if getattr(model, "qkv_bias", False) else {}
+    shapes |= {f"{layer}.mlp.router.weight": (model.experts, model.hidden)} if model.experts else {}
+    empty = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
+    tensors = layout.RankTensors([[empty]], 3.0, run)
+    if kind == "decoder":
+        represented: ModelConfig = decoder_config(arguments, tensors, run, 3.0)
+    else:
+        represented = model_config(arguments, tensors, kind, run)
+    for field in dataclasses.fields(model):
+        ours, theirs = effective_value(model, field.name), effective_value(represented, field.name)
+        unused = field.name == "aux_loss_scope" and not getattr(model, "aux_loss_coef", 0)
+        if ours != theirs and field.name not in UNCOMPARED and not unused:
+            flag = f"--model.{field.name.replace('_', '-')}"
+            raise UsageError(f"megatron-core has no {flag} {ours}, as in {run}, only {theirs}; convert another run")
+
+
+# --- Tensors ----------------------------------------------------------------------------------------------------------
+
+Blocks = Callable[[str, int], Iterable[tuple[int, np.ndarray]]]
+"""Reads a weight of a checkpoint (`read_in_blocks`)."""
+
+
+def gather_tensors(
+    export: Export, blocks: Blocks, dtype: np.dtype, scratch: Path, on_written: Callable[[int], None]
+) -> dict[str, np.ndarray]:
+    """Copy the weights into a file in memory-mapped form; returns Megatron's tensors by current names.
+
+    Experts are stacked [E, out, in]. Rows that pad the vocabulary are 0.
+
+    Args:
+      export: the model.
+      blocks: reads the checkpoint.
+      dtype: of the tensors.
+      scratch: the file.
+      on_written: called with the bytes of tensors copied since the last call.
+    """
+    family, model, rows = export.family, export.model, export.arguments["padded_vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    places: dict[str, tuple[str, int | None, int | None]] = {}
+    for name, place in tensor_layouts(family, model).items():
+        stored, shape, part_index = family.spelled(name), place.shape, None
+        if stored in layout.VOCABULARY:
+            shape = (rows, *shape[1:])
+        if stored != name:
+            parts = layout.list_parts(stored, model)
+            part_index, shape = list(parts).index(name), (sum(parts.values()), *shape[1:])
+        expert = _EXPERT.search(stored)
+        if expert:
+            stored, shape = stored.replace(expert[0], layout.EXPERTS), (model.experts, *shape)
+        shapes[stored], places[name] = shape, (stored, part_index, int(expert[1]) if expert else None)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    data, whole, end = np.memmap(scratch, dtype, "w+", shape=(sum(sizes.values()),)), {}, 0
+    for name, shape in shapes.items():
+        end += sizes[name]
+        whole[name] = data[end - sizes[name] : end].reshape(shape)
+    for name, first, values in iterate_tensors(family, model, blocks):
+        stored, part_index, expert = places[name]
+        target = whole[stored] if expert is None else whole[stored][expert]
+        if part_index is not None:
+            target = layout.part_view(target, family.spelled(name), part_index, model)
+        if stored in layout.VOCABULARY:
+            target = target[first : first + len(values)]
+        target[...] = values.reshape(target.shape)
+        on_written(target.nbytes)
+    return whole
+
+
+def rank_tensors(export: Export, whole: Mapping[str, np.ndarray], rank: tuple[int, int, int]) -> dict[str, np.ndarray]:
+    """The shard of a rank: by the numbers of its tensor rank, pipeline stage and expert rank."""
+    tensor_rank, stage, expert_rank = rank
+    last = export.pipeline - 1
+    layers, experts = export.model.layers // export.pipeline, (export.model.experts or 0) // export.expert
+    names = dict(whole)
+    if stage and stage == last:
+        names.setdefault(layout.SCORES, whole[layout.EMBEDDING])  # of the output layer
+    shard = {}
+    for name, array in names.items():
+        local_name, owner = name, 0 if name.startswith("embedding.") else last
+        if match := _LAYER_AND_REST.fullmatch(name):
+            owner, number = divmod(int(match[2]), layers)
+            local_name = f"{match[1]}{number}{match[3]}"
+        if owner != stage:
+            continue
+        pieces = {local_name: array}
+        if layout.EXPERTS in name:
+            prefix, first = f"{layout.EXPERTS}local_experts.", expert_rank * experts
+            pieces = {local_name.replace(layout.EXPERTS, f"{prefix}{i}."): array[first + i] for i in range(experts)}
+        for piece, matrix in pieces.items():
+            parts = 2 if export.gated and ".linear_fc1." in piece else 1
+            view = layout.rank_view(matrix, piece, tensor_rank, export.tensor, parts)
+            joined = view.reshape(-1, *matrix.shape[1:]) if view.ndim > matrix.ndim else view
+            shard[piece] = np.ascontiguousarray(joined)
+    return shard
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def write_release(folder: Path, export: Export, whole: Mapping[str, np.ndarray], form: Format) -> None:
+    """Write the checkpoint into a folder, which exists and is empty; not atomic."""
+    torch = import_torch("checkpoints of Megatron are written by torch")
+    release = folder / "release"
+    release.mkdir()
+    state = {"args": argparse.Namespace(**export.arguments), "checkpoint_version": 3.0, "iteration": 0}
+    if form == "torch":
+        for tensor_rank, stage, expert_rank in export.ranks:
+            name = f"mp_rank_{tensor_rank:02}" + (f"_{stage:03}" if export.pipeline > 1 else "")
+            place = release / (name + (f"_{expert_rank:03}" if export.expert > 1 else ""))
+            place.mkdir()
+            shard = rank_tensors(export, whole, (tensor_rank, stage, expert_rank))
+            model = {name: _to_torch(array) for name, array in shard.items()}
+            torch.save(state | {"model": model}, place / RANK_FILES[0])
+    else:
+        from torch.distributed import checkpoint
+
+        tensors = {name: _to_torch(array) for name, array in list_sharded_tensors(export, whole)}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
+            checkpoint.save(
+                tensors | {name: [None] for name in _extra_states(tensors, export)},
+                storage_writer=checkpoint.FileSystemWriter(release, thread_count=1),
+                planner=checkpoint.DefaultSavePlanner(flatten_state_dict=False),
+                no_dist=True,
+            )
+        names = {"non_homogeneous_layers": True, "singleton_local_shards": True}
+        torch.save(state | {"content_metadata": names}, release / "common.pt")
+        backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        write_object(release / "metadata.json", backends | {"common_backend": "torch", "common_backend_version": 1})
+    (folder / TRACKER).write_text("release", encoding="utf-8")
+
+
+def list_sharded_tensors(export: Export, whole: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of torch_dist by name, where every layer, expert, gate and up is a tensor, so that a rank of Megatron
+    reads its part only (`singleton_local_shards`)."""
+    for name, array in whole.items():
+        for plain, fused in layout.FUSED_NORMS.items():
+            if not (export.model.experts and "pre_mlp" in plain):  # experts have their LayerNorm apart
+                name = name.replace(plain, fused)
+        pieces = {name: array}
+        if layout.EXPERTS in name:
+            before, _, rest = name.partition(layout.EXPERTS)
+            pieces = {f"{before}{layout.EXPERTS}experts.{i}.{rest}": matrix for i, matrix in enumerate(array)}
+        for piece, matrix in pieces.items():
+            if export.gated and piece.endswith(".linear_fc1.weight"):
+                yield from zip((f"{piece}_w", f"{piece}_v"), matrix.reshape(2, -1, matrix.shape[-1]), strict=True)
+            else:
+                yield piece, matrix
+
+
+def _extra_states(names: Iterable[str], export: Export) -> list[str]:
+    """Names of the states of TransformerEngine's modules, which Megatron expects; they hold nothing without FP8."""
+    modules = {name.rpartition(".")[0] for name in names if not name.startswith("embedding.")}
+    trunk = layout.TRUNKS[ARCHITECTURES[export.model.kind]]
+    modules |= {f"{trunk}.layers.{layer}.self_attention.core_attention" for layer in range(export.model.layers)}
+    return [f"{module}._extra_state/shard_0_1" for module in sorted(modules)]
+
+
+def _to_torch(array: np.ndarray) -> Any:
+    """A tensor of torch over the same memory: the inverse of `to_numpy`."""
+    import torch
+
+    if array.dtype == bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+# --- The command of Megatron ------------------------------------------------------------------------------------------
+
+OFF_FLAGS = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
+"""Flags of arguments that are false."""
+NO_FLAGS = {
+    "padded_vocab_size", "retro_add_retriever", "add_position_embedding", "bert_binary_head", "softmax_type",
+    "mtp_num_layers",
+}  # fmt: skip
+"""Arguments that --use-checkpoint-args reads, or at Megatron's default."""
+
+
+def make_command(export: Export, output: Path, form: Format, dtype: str, tokenizer: list[str]) -> list[str]:
+    """The command line with which Megatron-LM trains on the export."""
+    ranks = export.tensor * export.pipeline * export.expert
+    program = "pretrain_bert.py" if export.model.kind == "bert" else "pretrain_gpt.py"
+    words = ["torchrun", "--nproc-per-node", str(ranks), program, "--load", str(output), "--use-checkpoint-args"]
+    words += ["--sequence-parallel"] if export.model.experts and export.tensor > 1 else []
+    words += ["--ckpt-format", form, *(["--transformer-impl", "local"] if form == "torch" else [])]
+    for name, value in export.arguments.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name in OFF_FLAGS:
+            words += [] if value else [OFF_FLAGS[name]]
+        elif value is True and name not in NO_FLAGS:
+            words.append(flag)
+        elif value is not None and value is not False and name not in NO_FLAGS:
+            words += [flag, str(value)]
+    return [*words, *tokenizer, *(["--bf16"] if dtype == "bf16" else [])]
