@@ -57,6 +57,13 @@ QWEN3_MOE = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True, "head_dim": 10,
     "experts_implementation": "eager",
 }  # fmt: skip
+DEEPSEEK = {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12,
+    "num_hidden_layers": 3, "first_k_dense_replace": 1, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4, "v_head_dim": 7, "n_shared_experts": 2, "experts_implementation": "eager",
+}  # fmt: skip
+V3 = {**DEEPSEEK, "n_group": 4, "topk_group": 2, "q_lora_rank": 14, "num_mtp_layers": 0}
+MSCALE = {"mscale": 0.7, "mscale_all_dim": 0.7, "original_max_position_embeddings": 24}
 GEMMA = {"sliding_window_pattern": 2, "sliding_window": 6, "query_pre_attn_scalar": 20, "head_dim": 10}
 FSDP = {"data": 2, "model": 2, "zero": 3}
 SP = {"model": 4, "sequence_parallel": True}
@@ -92,6 +99,19 @@ FAMILIES = {  # the class of transformers, extra fields of its config, and our m
         {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2},
         {"pipe": 2},
     ),
+    "deepseek 3": ("DeepseekV3", {**V3, "rope_parameters": {**YARN, **MSCALE}}, FSDP),
+    "deepseek 3, experts in all layers": ("DeepseekV3", {**V3, "first_k_dense_replace": 0}, {"context": 2, "model": 2}),
+    "kimi k2": (
+        "DeepseekV3",
+        {**V3, "n_group": 1, "topk_group": 1, "rope_parameters": {**YARN, **MSCALE, "beta_fast": 1.0}},
+        {"data": 2, "expert": 2},
+    ),
+    "moonlight": ("DeepseekV3", {**V3, "q_lora_rank": None, "n_group": 1, "topk_group": 1}, SP),
+    "deepseek 2 lite": (
+        "DeepseekV2",
+        {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": {**YARN, **MSCALE}},
+        {"data": 2, "model": 2},
+    ),
 }
 
 
@@ -110,7 +130,20 @@ class Wide:
 
 @pytest.fixture(autouse=True)
 def wide_modules(monkeypatch):
-    for kind in ("bloom", "llama", "mistral", "qwen2", "qwen3", "olmo2", "mixtral", "qwen3_moe", "olmoe", "gemma3"):
+    for kind in (
+        "bloom",
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "olmo2",
+        "mixtral",
+        "qwen3_moe",
+        "olmoe",
+        "gemma3",
+        "deepseek_v2",
+        "deepseek_v3",
+    ):
         monkeypatch.setattr(f"transformers.models.{kind}.modeling_{kind}.torch", Wide())
     monkeypatch.setattr("transformers.modeling_rope_utils.torch", Wide())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -121,7 +154,10 @@ def peer_of(name):
     torch.manual_seed(0)
     cls = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")
     config = cls.config_class(**(settings if kind in ("GPT2", "Bloom") else SMALL | settings))
-    return with_noise(cls(config).eval())
+    peer = with_noise(cls(config).eval())
+    for weight in peer.state_dict(keep_vars=True).values():  # some classes ask for float32
+        weight.data = weight.data.to(torch.float32)
+    return peer
 
 
 def both(name, folder):
@@ -169,7 +205,7 @@ def outputs_of(peer, batch, **options):
 
 def names_of(model):
     """The means that our model reports."""
-    if model.kind != "mixture":
+    if not model.experts:
         return None
     return ("loss", "router_entropy", *(["balance_loss"] if model.aux_loss_coef else []), "expert_load")
 

@@ -38,11 +38,11 @@ class Mixture(Llama):
         super().__init__(key, config, dtype)
         weights = {"balance_loss": config.aux_loss_coef, "z_loss": config.z_loss}
         self.loss_weights = {"loss": 1.0} | {
-            name: weight * config.expert_layers for name, weight in weights.items() if weight
+            name: weight * config.routers for name, weight in weights.items() if weight
         }
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
-        layers = self.config.expert_layers
+        layers = self.config.routers
         sequences = mappings.mask_count_to_first_context_rank(batch["tokens"].shape[0])
         tokens = batch["tokens"].size * layers
         counts = {"router_entropy": tokens, "z_loss": tokens, "balance_loss": sequences * layers}

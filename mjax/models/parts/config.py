@@ -190,6 +190,16 @@ class ExpertsConfig(GatedMLPConfig):
         return (self.layers - self.first_dense_layers) // self.moe_layer_freq
 
     @property
+    def routers(self) -> int:
+        """Routers of the model, one for each layer with experts."""
+        return self.expert_layers
+
+    @property
+    def has_router_bias(self) -> bool:
+        """True if routers have a bias, by which experts are chosen."""
+        return self.router_bias_update_rate > 0
+
+    @property
     def pattern(self) -> Pattern:
         windows, interval, dense = super().pattern.group, self.moe_layer_freq, self.first_dense_layers
         kinds = [windows[i % len(windows)] for i in range(dense + math.lcm(len(windows), interval))]
