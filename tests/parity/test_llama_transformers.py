@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import mjax
 from mjax.checkpoint.arrays import leaves_by_path
+from mjax.commands import cli
 from mjax.config import Config, DataConfig, MeshConfig, OptimizerConfig, PrecisionConfig, TrainConfig
 from mjax.config.axes import MODEL
 from mjax.data.conversations import ConversationDataset
@@ -19,10 +20,14 @@ from mjax.interop.convert import export_family
 from mjax.models.parts.positions import alibi_slopes
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import plan_storage
+from tests.interop.folders import read_folder
+from tests.interop.whole_weights import assert_same
 from tests.small import gradient_program
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers.modeling_layers import MtpModel  # noqa: E402
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor  # noqa: E402
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # noqa: E402
 
@@ -32,10 +37,11 @@ from tests.parity.outputs import (  # noqa: E402
     exported,
     gradients_of,
     in_float64,
+    in_tree,
     weights_of,
     with_noise,
 )
-from tests.parity.peers import imported  # noqa: E402
+from tests.parity.peers import imported, opened  # noqa: E402
 from tests.parity.trajectory import losses_of_both  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -231,6 +237,69 @@ def test_model_equals_transformers(family, tmp_path):
         assert_gradients(gradients, gradients_of(peer, gradients, table_of(model), model), atol)
     again = exported(peer, tmp_path)
     assert torch.equal(outputs_of(again, batch)[0].logits, found.logits)
+
+
+def published(mtp, layer, tensors):
+    """Tensors of the layer of multi-token prediction by the names of DeepSeek's files."""
+    found = {}
+    for name, tensor in zip(mtp.layers[0].state_dict(), tensors, strict=True):
+        name = f"model.layers.{layer}.{name.removeprefix('mtp_block.').replace('post_norm', 'shared_head.norm')}"
+        if ".experts." not in name:
+            found[name] = tensor
+            continue
+        parts = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+        for part, matrices in zip(parts, tensor.chunk(len(parts), 1), strict=True):
+            prefix = name[: name.index("experts.")]
+            found |= {f"{prefix}experts.{i}.{part}.weight": matrix for i, matrix in enumerate(matrices)}
+    return found
+
+
+def prediction_loss(peer, mtp, batch):
+    """The mean loss of the tokens two after each, from transformers' modules for drafts of text."""
+    ids, labels = (torch.tensor(batch[name], dtype=torch.long) for name in ("tokens", "labels"))
+    states, positions = peer.model(ids).last_hidden_state, torch.arange(ids.shape[1])[None]
+    y = mtp.forward_layer(0, states, positions, None, input_ids=labels)
+    return torch.nn.functional.cross_entropy(peer.lm_head(y)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_multi_token_prediction_equals_transformers(tmp_path, monkeypatch):
+    """Loss and gradients on meshes, from a folder as DeepSeek publishes it; and the export, as both classes open it."""
+    with jax.enable_x64(True):
+        peer = peer_of("deepseek 3")
+        peer.config.num_mtp_layers, layer = 1, peer.config.num_hidden_layers
+        peer.save_pretrained(tmp_path / "hf")
+        mtp = MtpModel(peer, 1).eval()
+        weights = mtp.layers[0].state_dict(keep_vars=True).values()
+        for weight in weights:
+            weight.data = 0.1 * torch.randn(weight.shape) + (weight.ndim == 1)
+        file = tmp_path / "hf" / "model.safetensors"
+        tensors = load_file(file) | published(mtp, layer, [weight.detach() for weight in weights])
+        copy = {f"model.layers.{layer}.embed_tokens.weight": tensors["model.embed_tokens.weight"]}
+        save_file({name: tensor.clone() for name, tensor in {**tensors, **copy}.items()}, file, {"format": "pt"})
+        assert cli.main(["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+        config, ours = opened(tmp_path / "run", global_batch=4, micro_batch=2)
+        peer, mtp, model, ours = peer.double(), mtp.double(), config.model, in_float64(ours)
+        batch = batch_of(model)
+        loss, further = outputs_of(peer, batch)[1], prediction_loss(peer, mtp, batch)
+        (loss + model.mtp_loss_coef * further).backward()
+        expected = {name: np.zeros(tensor.shape) for name, tensor in peer.named_buffers()}
+        expected |= {name: tensor.grad.numpy() for name, tensor in peer.named_parameters()}
+        weights = mtp.layers[0].state_dict(keep_vars=True).values()
+        grads = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
+        expected |= {name: gradient.numpy() for name, gradient in published(mtp, layer, grads).items()}
+        for mesh in ({}, FSDP, {"context": 2, "model": 2, "sequence_parallel": True}, {"data": 2, "expert": 2}):
+            names = "loss", "mtp_loss", "router_entropy", "expert_load"
+            program, _ = gradient_program(config_of(model, **mesh), names)
+            means, gradients = program(ours, batch, 0, 1.0)
+            assert abs(float(means[0]) - loss.item()) < 1e-12, mesh
+            assert abs(float(means[1]) - further.item()) < 1e-12, mesh
+            assert_gradients(gradients, in_tree(expected, gradients, table_of(model), model))
+    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert_same(read_folder(tmp_path / "out"), {name: tensor.numpy() for name, tensor in tensors.items()})
+    monkeypatch.setattr(type(peer), "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{layer}.*"])
+    again = MtpModel.from_pretrained(type(peer).from_pretrained(tmp_path / "out"))
+    for name, weight in mtp.layers.state_dict().items():
+        assert torch.equal(again.layers.state_dict()[name].double(), weight), name
 
 
 INSIDE = ("gpt 2", "bloom", "llama 3.1", "mistral", "qwen 3", "olmo 2", "gemma 3", "olmoe")
