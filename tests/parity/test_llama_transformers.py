@@ -1,6 +1,7 @@
 """GPT-2, BLOOM, Llama, Mistral, Qwen, OLMo, Gemma and mixtures of `transformers` with random weights, through `mjax
 convert`: in float64 logits, loss and gradients on meshes, runs of AdamW and Muon, and auxiliary losses; and exports."""
 
+import json
 from dataclasses import replace
 
 import jax
@@ -12,11 +13,12 @@ from jax.sharding import PartitionSpec as P
 import mjax
 from mjax.checkpoint.arrays import leaves_by_path
 from mjax.commands import cli
-from mjax.config import Config, DataConfig, MeshConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from mjax.config import Config, DataConfig, MeshConfig, OptimizerConfig, PrecisionConfig, TrainConfig, read_config
 from mjax.config.axes import MODEL
 from mjax.data.conversations import ConversationDataset
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.interop.convert import export_family
+from mjax.interop.tensor_files import TensorInfo, open_tensors
 from mjax.models.parts.positions import alibi_slopes
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import plan_storage
@@ -27,6 +29,7 @@ from tests.small import gradient_program
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # noqa: E402
 from transformers.modeling_layers import MtpModel  # noqa: E402
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor  # noqa: E402
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # noqa: E402
@@ -300,6 +303,38 @@ def test_multi_token_prediction_equals_transformers(tmp_path, monkeypatch):
     again = MtpModel.from_pretrained(type(peer).from_pretrained(tmp_path / "out"))
     for name, weight in mtp.layers.state_dict().items():
         assert torch.equal(again.layers.state_dict()[name].double(), weight), name
+
+
+def test_float8_weights_equal_transformers(tmp_path):
+    """Blocks of 128 × 128 with a scale each, as DeepSeek publishes V3, and smaller ones at the ends of 200 × 130."""
+    dequantize, file = Fp8Dequantize(None)._dequantize_one, tmp_path / "model.safetensors"
+    values = torch.randn(256, 256).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 2)
+    parts = {"whole": values, "cut": values[:200, :130].contiguous()}
+    save_file({**parts, **{f"{name}_scale_inv": scales.clone() for name in parts}}, file)
+    tensors, expected = open_tensors(tmp_path), dequantize(values, scales, torch.bfloat16).float().numpy()
+    for name, part in parts.items():
+        assert tensors.infos[name] == TensorInfo("BF16", tuple(part.shape))
+        np.testing.assert_array_equal(tensors.read(name).astype(np.float32), expected[: len(part), : part.shape[1]])
+
+    peer = peer_of("deepseek 3")
+    peer.to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    matrices = [name for name, tensor in tensors.items() if "_proj" in name and tensor.ndim == 2]
+    for name in matrices:
+        quantized, scale = tensors[name].to(torch.float8_e4m3fn), torch.rand(1, 1)
+        tensors |= {name: quantized, f"{name}_scale_inv": scale}
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    settings = json.loads((tmp_path / "hf" / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(settings))
+    assert cli.main(["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+    assert read_config(tmp_path / "run" / "config.json").precision.compute == "bf16"
+    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert len(matrices) > 50
+    for name in matrices:
+        assert torch.equal(exported[name], dequantize(tensors[name], tensors[f"{name}_scale_inv"], torch.bfloat16))
 
 
 INSIDE = ("gpt 2", "bloom", "llama 3.1", "mistral", "qwen 3", "olmo 2", "gemma 3", "olmoe")

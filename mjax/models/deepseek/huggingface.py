@@ -26,6 +26,7 @@ BLOCK = {
     "blocks.mlp.shared.up": (f"{LAYER}.mlp.shared_experts.gate_proj", f"{LAYER}.mlp.shared_experts.up_proj"),
     "blocks.mlp.shared.down": f"{LAYER}.mlp.shared_experts.down_proj",
 }
+FLOAT8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 MTP = "model.layers.{3}"
 
 
@@ -37,9 +38,9 @@ def _to_mtp(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
 def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings of config.json that are in the table, and our fields for the others."""
     values = dict(values)
-    quantization = values.pop("quantization_config", None) or {"quant_method": "fp8"}
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
-        raise UsageError(f"{file}: quantization_config is {quantization!r}, and mjax reads fp8 only; convert another")
+    quantized = values.pop("quantization_config", None) or FLOAT8
+    if not isinstance(quantized, dict) or not FLOAT8.items() <= quantized.items():
+        raise UsageError(f"{file}: quantization_config is {quantized!r}, and mjax reads {FLOAT8!r}; convert another")
     values, fields = _read_yarn(values, file)
     numbers = {"first_k_dense_replace": 3, "n_shared_experts": 1, "num_nextn_predict_layers": 1}
     for name, default in numbers.items():
