@@ -78,7 +78,6 @@ TRAIN_FLAGS = {
     "--model.kind mixture --model.router-n-groups 4 --model.router-topk-groups 1 --model.experts-per-token 3": "the 2",
     "--mesh.context 3": "cannot cut 1024 positions into 6 equal parts",
     "--mesh.context 3 --mesh.context-attention ulysses --model.sequence 768": "use --mesh.context 2, 4, 8 or 16",
-    "--mesh.context 2 --mesh.context-attention allgather --model.attention cudnn": "--mesh.context-attention ulysses",
     "--mesh.model 4 --mesh.sequence-parallel --train.micro-batch 1 --model.sequence 1022": "a multiple of 4, or",
     # --- pipelines
     "--mesh.pipe 5 --mesh.virtual-stages 2": "use --model.layers 20 or 30, or --mesh.pipe 2, 3, 4, 6 or 12",

@@ -141,10 +141,6 @@ def _check_context(config: Config) -> None:
         what = f"the {heads} heads of a rank of --mesh.model {mesh.model}"
         fix = f"use --mesh.context {possible}, or --mesh.context-attention allgather"
         raise UsageError(f"--mesh.context {mesh.context} does not divide {what}; {fix}")
-    if config.context_attention == "allgather" and model.attention == "cudnn":
-        cudnn = "--model.attention cudnn is not supported with --mesh.context-attention allgather"
-        fix = "use --model.attention flash, or --mesh.context-attention ulysses"
-        raise UsageError(f"{cudnn} (fewer queries than keys); {fix}")
 
 
 def can_run_layers(config: Config) -> bool:

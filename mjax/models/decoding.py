@@ -8,7 +8,6 @@ The cache of a layer with attention is the keys and values of earlier positions 
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -190,8 +189,8 @@ def attend_cached(
         return slots.at[sequences, heads, new_slot[:, None]].set(new, mode="drop")
 
     cached = KeyValues(*map(write, cached, (k, v)))
-    groups = (mask.scale_queries(q) / math.sqrt(q.shape[-1])).reshape(len(k), k.shape[2], -1, k.shape[3])
-    scores = jnp.einsum("bkgd,bksd->bkgs", groups, cached.keys, preferred_element_type=wide)
+    groups = q.reshape(len(k), k.shape[2], -1, k.shape[3])
+    scores = mask.scale_for(q) * jnp.einsum("bkgd,bksd->bkgs", groups, cached.keys, preferred_element_type=wide)
     if mask.slopes is not None:  # the new position, at `lengths`, has distance 0 to itself
         penalty = distance_penalty(mask.slopes, (slots - lengths[:, None])[:, None], wide)
         scores = scores + penalty.reshape(scores.shape)

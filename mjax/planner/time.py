@@ -616,13 +616,15 @@ class LayerTime:
 
     def _attention(self, backward: bool) -> float:
         """Scores, softmax and weighted sums. A flash kernel has five matmuls backward for two forward, because it
-        recomputes the scores (arXiv 2307.08691)."""
+        recomputes the scores (arXiv 2307.08691), all as wide as the widest."""
         products, model = self.layer.activation_products, self.config.model
         if not products:
             return 0.0
         if self.run.flash:
-            flops = self.samples * sum(product.flops for product in products) / (2 if model.causal else 1)
-            return self.rates.flash((2.5 if backward else 1) * flops, products[0].k, model.sequence, backward)
+            flops = self.samples * len(products) * max(product.flops for product in products)
+            flops *= (2.5 if backward else 1) / (2 if model.causal else 1)
+            width = max(model.head_size, model.value_size)
+            return self.rates.flash(flops, width, model.sequence, backward)
         written = self.traffic.scores_backward if backward else self.traffic.scores
         matmuls = sum(self.rates.product(p.m, p.n, p.k, p.batch * self.samples) for p in products)
         return (2 if backward else 1) * matmuls + self.rates.traffic(*written)

@@ -41,9 +41,7 @@ IN_16_BITS = {
     "add_any": """ColumnAdapter.__call__ Encoder.pool Router.__call__ _scan_groups.body _norm _sum_squares
         _zero_centered_rms_norm apply_column_parallel apply_gate all_gather_tokens column_parallel_input
         copy_to_region linear lookup""",
-    "mul": """AttentionMask.scale_queries ColumnAdapter.__call__ Encoder.pool Gemma3.embed RowAdapter.__call__
-        apply_gate""",
-    "div": "_attend_block attend_cached",  # queries by √d
+    "mul": "ColumnAdapter.__call__ Encoder.pool Gemma3.embed RowAdapter.__call__ apply_gate",
     "tanh": "Encoder.pool",
     "sub": "Encoder.pool",  # of its gradient, with one name from jax 0.12 on
     "one_minus_square": "Encoder.pool",

@@ -98,7 +98,7 @@ def _layer(key: Array, config: Gemma3Config, dtype) -> SandwichBlock:
             LocalGlobalRotary(config),
             config.groups,
             bias=False,
-            scale=math.sqrt(config.head_size / config.query_pre_attn_scalar),
+            scale=1 / math.sqrt(config.query_pre_attn_scalar),
             qk_norm=lambda heads: norm(config.head_size, of_heads=True),
         ),
         attention_out_norm=norm(config.hidden),

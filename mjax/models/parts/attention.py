@@ -35,7 +35,7 @@ class Attention(nnx.Module):
         kv_heads: int | None = None,
         bias: bool = True,
         out_bias: bool | None = None,
-        scale: float = 1.0,
+        scale: float | None = None,
         qk_norm: Callable[[int], nnx.Module | None] = lambda heads: None,
     ):
         """Initialize the weights.

@@ -55,7 +55,7 @@ def attend(
     assert mask.slopes is None or mask.causal, "ALiBi needs causal attention"
     assert mask.window is None or mask.causal, "a window needs causal attention"
     axes = mappings.varying_axes(q)
-    q, mask = mask.scale_queries(q), jax.tree.map(lambda x: mappings.vary(x, axes), mask)
+    mask = jax.tree.map(lambda x: mappings.vary(x, axes), replace(mask, scale=mask.scale_for(q)))
     if mask.window is not None and mask.window >= k.shape[1]:
         mask = replace(mask, window=None)  # no effect
     if not kernel.startswith("xla"):
@@ -117,7 +117,7 @@ def _attend_block(
     documents, rows = mask.documents, mask.position_ids
     queries, keys = ("bnqd", "bnkd") if heads_first else ("bqnd", "bknd")
     wide = accumulation_dtype(q.dtype)
-    scores = jnp.einsum(f"{queries},{keys}->bnqk", q / math.sqrt(q.shape[-1]), k, preferred_element_type=wide)
+    scores = mask.scale * jnp.einsum(f"{queries},{keys}->bnqk", q, k, preferred_element_type=wide)
     visible = True
     if mask.causal:
         # Computed on the device: a NumPy array would be a residual of every layer that recomputes its scores.
