@@ -131,7 +131,8 @@ class TrainState:
       loss_scale: fp16's loss scale.
       step: int32 [], steps taken, including skipped ones; it numbers batches and dropout masks. Fine-tuning starts each
         seed at another number, for different masks.
-      samples: int32 [], samples that have trained the model, skipped steps excluded; the learning rate follows it.
+      samples: int32 [], samples that have trained the model, skipped steps excluded, modulo 2³²; the learning rate
+        follows it.
     """
 
     model: Model

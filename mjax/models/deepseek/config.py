@@ -60,9 +60,9 @@ class DeepSeekConfig(ExpertsConfig, RotaryConfig):
 
     @property
     def attention_scale(self) -> float:
-        """Factor of the scores besides 1 / √head_size: the square of YaRN's magnitude."""
-        yarn = self.rope_scaling == "yarn"
-        return (0.1 * self.rope_mscale * math.log(self.rope_factor) + 1) ** 2 if yarn else 1.0
+        """Factor of the scores: 1 / √head_size, times the square of YaRN's magnitude."""
+        magnitude = 0.1 * self.rope_mscale * math.log(self.rope_factor) + 1 if self.rope_scaling == "yarn" else 1
+        return magnitude**2 / math.sqrt(self.head_size)
 
     @property
     def routers(self) -> int:

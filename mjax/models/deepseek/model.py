@@ -45,6 +45,7 @@ from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.norms import RMSNorm
 from mjax.models.parts.rotary import Rotary
 from mjax.models.protocol import ForwardContext
+from mjax.models.stack import SAVED
 from mjax.parallel import mappings
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, normal_init
 from mjax.parallel.linear import linear
@@ -143,7 +144,7 @@ def deepseek_layer(key: Array, config: DeepSeekConfig, dtype, mlp: type[nnx.Modu
 
 
 class NextPrediction(nnx.Module):
-    """The layer of multi-token prediction."""
+    """The layer of multi-token prediction. Its activations are recomputed, because memory peaks at the logits."""
 
     def __init__(self, key: Array, config: DeepSeekConfig, dtype):
         projection, block = jax.random.split(key)
@@ -156,8 +157,9 @@ class NextPrediction(nnx.Module):
         self, embedded: Float[Array, "t h"], x: Float[Array, "t h"], context: ForwardContext
     ) -> tuple[Float[Array, "t h"], Sums]:
         """The input of the head, and the sums of the block, from the embedding of the next token and the stream."""
-        joined = jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(x)], axis=-1)
-        y, sums = split_sums(self.block(self.projection(joined), context))
+        y = self.projection(jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(x)], axis=-1))
+        policy = jax.checkpoint_policies.save_only_these_names(*SAVED["full"])
+        y, sums = jax.checkpoint(lambda block, y: split_sums(block(y, context)), policy=policy)(self.block, y)
         return self.final_norm(y), sums
 
 
