@@ -13,7 +13,7 @@ passes through Python, unless a callback streams the text. The cache is written 
 the cache. Replicas along `data` do the same work, so every process of a cluster has the result.
 
 **Positions.** A token's slot in the cache is its position. Prompts of different lengths are padded on the right; each
-sequence overwrites its padding with its next tokens (`KeyValues.fill` explains why padding is never read).
+sequence overwrites its padding with its next tokens (`write_cache` explains why padding is never read).
 
 **Compilation.** Widths of prompts and of the cache are rounded up (`pad_width`), and everything else about a request
 is an argument, so a second request of similar size compiles nothing.

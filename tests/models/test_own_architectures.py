@@ -31,10 +31,11 @@ def means_of(config, **mesh):
     ("config", "meshes"),
     [
         (mla.config, [{"data": 2, "model": 2, "sequence_parallel": True, "zero": 3}, {"data": 2, "expert": 2}]),
+        (mla.config, [{"context": 2, "context_attention": way} for way in ("ulysses", "allgather")]),
         (WITHOUT_FIRST, [{"pipe": 2}]),
         (hybrid.config, [{"data": 2, "model": 2, "sequence_parallel": True}, {"pipe": 2, "zero": 1}]),
     ],
-    ids=["latent attention", "latent attention in a pipeline", "hybrid"],
+    ids=["latent attention", "latent attention over context", "latent attention in a pipeline", "hybrid"],
 )
 def test_means_are_those_of_one_device(config, meshes):
     expected = means_of(config)
@@ -47,7 +48,7 @@ def test_means_are_those_of_one_device(config, meshes):
     [
         (hybrid.config, {"model": 2}),
         pytest.param(hybrid.config, {"pipe": 2}, marks=pytest.mark.ci),
-        pytest.param(mla.config, {"model": 2}, marks=pytest.mark.ci),
+        pytest.param(mla.config, {"model": 2, "context": 2}, marks=pytest.mark.ci),
     ],
     ids=["state", "state in a pipeline", "latent"],
 )
