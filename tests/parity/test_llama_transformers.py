@@ -17,6 +17,7 @@ from mjax.config import Config, DataConfig, MeshConfig, OptimizerConfig, Precisi
 from mjax.config.axes import MODEL
 from mjax.data.conversations import ConversationDataset
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
+from mjax.generation.generate import Generator, Sampling
 from mjax.interop.convert import export_family
 from mjax.interop.tensor_files import TensorInfo, open_tensors
 from mjax.models.parts.positions import alibi_slopes
@@ -158,8 +159,9 @@ def wide_modules(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
-def peer_of(name):
+def peer_of(name, **more):
     kind, settings, _ = FAMILIES[name]
+    settings = {**settings, **more}
     torch.manual_seed(0)
     cls = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")
     config = cls.config_class(**(settings if kind in ("GPT2", "Bloom") else SMALL | settings))
@@ -303,6 +305,30 @@ def test_multi_token_prediction_equals_transformers(tmp_path, monkeypatch):
     again = MtpModel.from_pretrained(type(peer).from_pretrained(tmp_path / "out"))
     for name, weight in mtp.layers.state_dict().items():
         assert torch.equal(again.layers.state_dict()[name].double(), weight), name
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("deepseek 3", {}),
+        ("deepseek 3", {"model": 2, "context": 2}),
+        pytest.param("moonlight", {"data": 2, "model": 2}, marks=pytest.mark.all),
+        pytest.param("deepseek 2 lite", {}, marks=pytest.mark.all),
+    ],
+)
+def test_text_from_latents_equals_transformers(family, mesh, tmp_path):
+    """64 tokens after prompts of several lengths, by the absorbed matrices here, from keys and values there."""
+    peer = peer_of(family, max_position_embeddings=96)
+    config, weights = imported(peer, tmp_path)
+    peer, config = peer.double(), replace(config, mesh=MeshConfig(**mesh))
+    generator = Generator(config, make_mesh(config.mesh))
+    weights = jax.tree.map(lambda ours, there: jax.device_put(ours, there.sharding), weights, generator.abstract_model)
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10] * 12]
+    texts = generator.generate(weights, prompts, Sampling(tokens=64, temperature=0), eod=-1)
+    for prompt, text in zip(prompts, texts, strict=True):
+        scores = peer(torch.tensor([prompt + text.tokens])).logits[0, len(prompt) - 1 : -1]
+        chosen = scores[torch.arange(64), torch.tensor(text.tokens)]
+        assert (chosen > scores.amax(-1) - 1e-5).all()
 
 
 def test_float8_weights_equal_transformers(tmp_path):

@@ -8,9 +8,10 @@ of a token, and a key that all heads share carries the position:
 
     c = norm(x A)  [r]      k = [c K_i, rope(x R)]      v = c V_i      q = [Q_i, rope(Q'_i)]      for head i
 
-A cache stores c and rope(x R), r + d_r numbers a token instead of n (d + e). To decode, q K_iᵀ takes the place of the
-keys and V_i comes after the sum over positions, so that no key or value is computed. A and R are one matrix. With
-`q_lora_rank` the queries have a latent, too.
+A and R are one matrix. With `q_lora_rank` the queries have a latent, too.
+
+A cache stores c and rope(x R), r + d_r numbers a token instead of n (d + e). Decoding computes no key and no value of
+earlier tokens: a score is (Q_i K_iᵀ) · c, and V_i multiplies the weighted sum of c.
 
 **Multi-token prediction** (MTP; 2412.19437, section 2.2). In training one more layer reads the stream h after the last
 norm and the embedding of the next token, and predicts the token after that, with the embedding and the head of the
@@ -31,10 +32,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mjax.models.block import Block, Sums, split_sums
 from mjax.models.causal import Output
+from mjax.models.decoding import attend_cached, write_cache
 from mjax.models.deepseek.config import DeepSeekConfig
 from mjax.models.mixture.model import Mixture
 from mjax.models.parts.attention_kernels import attend_over_context
@@ -51,6 +53,9 @@ from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, normal
 from mjax.parallel.linear import linear
 from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.weights import IN, OUT, make_param
+
+Latents = Float[Array, "b 1 S c"]
+"""The cache of a layer."""
 
 
 class ReplicatedLinear(nnx.Module):
@@ -101,6 +106,39 @@ class LatentAttention(nnx.Module):
     def __call__(self, x: Float[Array, "t h"], context: ForwardContext) -> Float[Array, "t h"]:
         q, latent, shared_key = self._project(x, context)
         return self._attend(q, latent, shared_key, context)
+
+    def empty_cache(self, sequences: int, slots: int, dtype) -> Latents:
+        """Like `Block.empty_cache`: the latents and the keys that all heads share, the same on all ranks of `model`."""
+        return jnp.zeros((sequences, 1, slots, self.config.kv_lora_rank + self.config.qk_rope_head_dim), dtype)
+
+    def decode(
+        self,
+        x: Float[Array, "t h"],
+        context: ForwardContext,
+        cached: Float[Array, "b 1 S c"],
+        lengths: Int[Array, " b"],
+    ) -> tuple[Float[Array, "t h"], Float[Array, "b 1 S c"]]:
+        """Like `Block.decode`: no key or value of a cached position is computed."""
+        config, tokens = self.config, context.tokens
+        q, latent, shared_key = self._project(x, context)
+        new = jnp.concatenate([tokens.split_sequences(latent)[:, :, None], shared_key], axis=-1)
+        cached = write_cache(cached, new, lengths, context.slots)
+        if context.slots is None:
+            return self._attend(q, latent, shared_key, context), cached
+        to_keys, to_values = jnp.split(self._up_projection(), [config.qk_nope_head_dim], axis=-1)
+        q, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
+        q = jnp.concatenate([jnp.einsum("bsnd,rnd->bsnr", q, to_keys), q_rope], axis=-1)
+        # The cache is the values, too: a slice of it would be copied for every token.
+        attended = attend_cached(q, cached, cached, lengths, context.slots, self._mask(context))
+        attended = jnp.einsum("bsnr,rne->bsne", attended[..., : config.kv_lora_rank], to_values)
+        return self._output(attended, tokens), cached
+
+    def _up_projection(self) -> Float[Array, "r n _"]:
+        """The matrix from the latent to this rank's keys and values, with its adapter, if it has one."""
+        if self.kv_up.adapter is None:
+            return self.kv_up.kernel[...]
+        rank = self.config.kv_lora_rank
+        return self.kv_up(jnp.eye(rank, dtype=self.kv_up.kernel[...].dtype), TokenLayout(rank, 1))
 
     def _project(
         self, x: Float[Array, "t h"], context: ForwardContext
