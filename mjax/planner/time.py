@@ -41,11 +41,13 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
-from operator import attrgetter
+from itertools import accumulate, pairwise
+from operator import attrgetter, mul
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -58,6 +60,7 @@ from mjax.config.axes import CONTEXT, EXPERT, MODEL, copies, shards
 from mjax.config.batch_size import BatchSizes
 from mjax.config.bounds import Bounds, check_bounds
 from mjax.config.kernels import FUSED, attention_on_gpu, is_unrolled
+from mjax.config.pattern import StackRows, layer_stacks
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, either
 from mjax.parallel.grouped import TILE_ROWS
@@ -502,10 +505,10 @@ class LayerTime:
         `trained` have gradients.
     """
 
-    def __init__(self, run: _MicroBatch, layers: int, spec: trace.TraceSpec):
+    def __init__(self, run: _MicroBatch, rows: StackRows, spec: trace.TraceSpec):
         self.run, self.config, self.rates, self.software = run, run.config, run.rates, run.software
         self.samples, self.layer = run.samples, trace.layer_forward(spec)
-        mesh, of_stage = run.config.mesh, layers / run.config.mesh.pipe
+        mesh, of_stage = run.config.mesh, rows.slots
         weights = device_weights(run.config.model, mesh, spec.kind)
         self.weights, self.experts = weights.layers / of_stage, weights.experts / of_stage
         self.trained = device_weights(run.config.model, mesh, spec.kind, trained=True).layers / of_stage
@@ -515,6 +518,11 @@ class LayerTime:
         """The parts: the forward pass, and the halves of the backward pass: inputs, weights."""
         weight_gradients = {"matmul": self._weight_gradients(self.layer.trained_products)}
         return [self._forward(), self._backward_inputs(), weight_gradients]
+
+    @cached_property
+    def seconds(self) -> float:
+        """All passes."""
+        return sum(sum(parts.values()) for parts in self.passes)
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -738,10 +746,13 @@ def predict_time(
     return TimePredictor(gpu, calibration, software)(config)
 
 
+# The share of a step that other layers for each stage must save, for a plan to propose them.
+MIN_SAVED = 0.01
 # The fields that the work of a micro-batch depends on, without FSDP.
 WORK = attrgetter(
     "model", "data", "precision.compute", "mesh.pipe", "mesh.model", "mesh.expert", "mesh.context",
-    "mesh.context_attention", "mesh.sequence_parallel", "train.micro_batch", "train.recompute", "train.loss_chunks",
+    "mesh.context_attention", "mesh.sequence_parallel", "mesh.virtual_stages", "mesh.stage_layers",
+    "train.micro_batch", "train.recompute", "train.loss_chunks",
 )  # fmt: skip
 
 
@@ -755,6 +766,22 @@ class TimePredictor:
     def mean(self, config: Config) -> float:
         """Seconds of a step of `config`, mean over the run: `StepTime.mean`, for a search."""
         return self._step(config).mean_over_run()
+
+    def balance(self, config: Config) -> Config:
+        """`config` with the layers of its pipeline stages that make the slowest as fast as possible, if that saves
+        `MIN_SAVED` of a step."""
+        mesh, runs = config.mesh, config.model.pattern.runs(config.model.layers)
+        if mesh.pipe == 1:
+            return config
+        costs, sizes = (
+            self._step(config).work.group_costs(),
+            [len(kinds) for kinds, count in runs for _ in range(count)],
+        )
+        head = self._step(config).work.head_seconds
+        ends = [0, *balance_stages(costs, mesh.pipe * mesh.virtual_stages, head)]
+        layers = tuple(sum(sizes[first:end]) for first, end in pairwise(ends))
+        balanced = replace(config, mesh=replace(mesh, stage_layers=layers))
+        return balanced if self.mean(balanced) < (1 - MIN_SAVED) * self.mean(config) else config
 
     def _step(self, config: Config) -> _StepTime:
         """The step, with the work of a micro-batch, which configs share."""
@@ -795,7 +822,7 @@ class _MicroBatch:
       stream: elements of a micro-batch's stream on all ranks of `model`.
       looped: whether the layers run in a loop.
       end: the head.
-      layers: of a stage, and one of them, for each kind.
+      layers: for each kind those of each stage, and one of them.
     """
 
     def __init__(self, config: Config, rates: Rates, software: FrameworkModel):
@@ -819,7 +846,7 @@ class _MicroBatch:
         self.layer_sum = self.layer_scatter + self.layer_gather
         if not mesh.splits_tokens:
             self.layer_sum = rates.sum(mesh.model, 1, self.element * self.stream)
-        self.layers = [(n // mesh.pipe, LayerTime(self, n, spec)) for n, spec in kinds]
+        self.layers = [(rows, LayerTime(self, rows, spec)) for rows, spec in kinds]
 
     def expose_zero(self, seconds: float, work: float) -> float:
         """Exposed seconds of ZeRO's collectives that take `seconds` and overlap `work`."""
@@ -827,13 +854,34 @@ class _MicroBatch:
 
     @cached_property
     def passes(self) -> list[Counter[str]]:
-        """`LayerTime.passes`, summed over the layers of a stage."""
+        """`LayerTime.passes`, summed over the layers of the last stage."""
         passes = [Counter(), Counter(), Counter()]
-        for number, layer in self.layers:
+        for rows, layer in self.layers:
+            number = len(rows.list_rows(rows.stages - 1))
             for total, parts in zip(passes, layer.passes, strict=True):
                 for part, seconds in parts.items():
                     total[part] += number * seconds
         return passes
+
+    @cached_property
+    def chunk_times(self) -> list[float]:
+        """The seconds of the passes of each virtual stage, without the head."""
+        stages = zip(*(rows.counts for rows, _ in self.layers), strict=True)
+        layers = [layer.seconds for _, layer in self.layers]
+        return [sum(map(mul, numbers, layers)) for numbers in stages]
+
+    def group_costs(self) -> list[float]:
+        """The seconds of the passes of each group of layers, which stages cannot split."""
+        model, costs = self.config.model, Counter()
+        for stack, (_, layer) in zip(layer_stacks(model), self.layers, strict=True):
+            costs[stack.run] += len(stack.kinds) * layer.seconds
+        runs = model.pattern.runs(model.layers)
+        return [costs[run] for run, (_, count) in enumerate(runs) for _ in range(count)]
+
+    @property
+    def head_seconds(self) -> float:
+        """The seconds of the embedding and the head, with their collectives."""
+        return self.head() + self.head_sums()
 
     @cached_property
     def pass_times(self) -> list[float]:
@@ -898,7 +946,8 @@ class _StepTime:
             message = self._message()
             # One activation and one gradient of each chunk; and two for each stage to fill.
             seconds["pipe"] = m * (work.seconds["pipe"] + 2 * mesh.virtual_stages * message)
-            seconds["bubble"] += bubble(mesh, sum(work.pass_times) / mesh.virtual_stages + 2 * message)
+            seconds["bubble"] += idle_seconds(mesh, m, work.chunk_times, work.head_seconds)
+            seconds["bubble"] += (mesh.pipe - 1) * 2 * message
         return seconds
 
     def mean_over_run(self) -> float:
@@ -931,6 +980,7 @@ class _StepTime:
             return self.element * weights + software.gradient_bytes * gradients
 
         seconds = rates.gather(mesh.pipe, stage, sent_bytes(self.weights.shared, trained.shared))
+        seconds += rates.gather(mesh.pipe, stage, sent_bytes(self.weights.exchanged, trained.exchanged))
         shared, trained_shared = self.weights.shared / mesh.pipe, trained.shared / mesh.pipe
         weights = shared if mesh.zero == 3 else self.weights.layers + shared
         gradients = trained_shared if mesh.zero == 3 else trained.layers + trained_shared
@@ -994,9 +1044,47 @@ def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
     return seconds
 
 
-def bubble(mesh: MeshConfig, layer_passes: float) -> float:
-    """Return the last stage's idle seconds in a step: `PipelineSchedule.makespan` in closed form."""
-    return (mesh.pipe - 1) * layer_passes
+def idle_seconds(mesh: MeshConfig, m: int, chunks: Sequence[float], head: float) -> float:
+    """Return the last stage's idle seconds in a step, with these seconds of each virtual stage and of the head.
+
+    In lock-step every tick takes as long as its slowest stage. Of m V + p − 1 ticks m have the head. Equal stages give
+    `PipelineSchedule.makespan` in closed form.
+    """
+    slowest, busy = max(chunks), sum(chunks[mesh.pipe - 1 :: mesh.pipe]) + head
+    ticks = m * max(slowest, chunks[-1] + head) + (m * (mesh.virtual_stages - 1) + mesh.pipe - 1) * slowest
+    return ticks - m * busy
+
+
+def balance_stages(costs: Sequence[float], stages: int, head: float) -> list[int]:
+    """Divide groups of layers among stages, so that the slowest takes as little time as possible.
+
+    Args:
+      costs: seconds of each group.
+      stages: virtual stages.
+      head: seconds of the head, which the last stage runs too.
+
+    Returns:
+      For each stage the end of its groups, near its share of all seconds.
+    """
+    before = [0.0, *accumulate(costs)]
+    low, high = head, before[-1] + head
+
+    def earliest_ends(limit: float) -> list[int]:
+        """The end of each stage if later stages take as many groups as the limit allows."""
+        ends = [len(costs)]
+        for room in (limit - head, *[limit] * (stages - 2)):
+            ends.append(bisect_left(before, before[ends[-1]] - room - 1e-9 * limit))
+        return ends[::-1]
+
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if before[earliest_ends(middle)[0]] <= middle else (middle, high)
+    ends, start = earliest_ends(high), 0
+    for stage, earliest in enumerate(ends[:-1]):
+        share = (stage + 1) / stages * (before[-1] + head)
+        latest = bisect_right(before, before[start] + (1 + 1e-9) * high)
+        ends[stage] = start = min(range(max(start, earliest), latest), key=lambda end: abs(before[end] - share))
+    return ends
 
 
 # --- The time section of a plan ---------------------------------------------------------------------------------------
