@@ -40,7 +40,7 @@ from mjax.config.axes import PIPE
 from mjax.config.pattern import StackRows
 from mjax.parallel import mappings, named_scopes
 from mjax.parallel.pipeline_schedules import PipelineSchedule
-from mjax.parallel.reductions import Means, loss_cotangents, tree_add, tree_index
+from mjax.parallel.reductions import Means, add_means, loss_cotangents, tree_add, tree_index
 from mjax.parallel.weights import combine, partition_trainable, trainable_only
 
 Weights = Any  # a pytree of arrays
@@ -101,7 +101,7 @@ def pipeline_gradients(
         ),
     )
     state, _ = lax.scan(stage.tick, state, _column(schedule))
-    return state.sums.means | state.aux, state.sums.shared, state.sums.blocks
+    return add_means(state.sums.means, state.aux), state.sums.shared, state.sums.blocks
 
 
 def pipeline_sums(schedule: PipelineSchedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches):
@@ -133,7 +133,7 @@ def pipeline_sums(schedule: PipelineSchedule, program: StageProgram, shared: Wei
     activations = make_buffer(schedule.activation_slots + 1, stage.message)
     start = stage.message, activations, stage.zeros(stage.mean_types), stage.zeros(stage.layer_means)
     _, _, total, aux = lax.scan(tick, start, _column(schedule))[0]
-    return total | aux if aux else total
+    return add_means(total, aux) if aux else total
 
 
 # --- One stage --------------------------------------------------------------------------------------------------------
@@ -405,11 +405,6 @@ def add_rows(example: int, virtual_stage: Array, rows: StackRows, sums: Array, n
 
 def _first_row(rows: StackRows, virtual_stage: Array) -> Array:
     return jnp.array(rows.offsets, jnp.int32)[virtual_stage] if rows.chunks > 1 else jnp.int32(0)
-
-
-def add_means(total: Means, new: Means) -> Means:
-    """`total` with the means of `new` added, which may have fewer names."""
-    return total | tree_add({name: total[name] for name in new}, new)
 
 
 def _place_residuals(residuals: Sequence) -> tuple[list[tuple[ResidualType, int]], Counter[ResidualType]]:

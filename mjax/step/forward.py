@@ -21,11 +21,12 @@ from mjax.config.pattern import layers_of_stages, stage_kinds
 from mjax.errors import UsageError
 from mjax.models.block import Sums
 from mjax.models.protocol import ForwardContext, Model
-from mjax.models.stack import add_sums, map_stacks, run_blocks
+from mjax.models.stack import map_stacks, run_blocks
 from mjax.parallel import named_scopes
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums, vary_over_pipe
 from mjax.parallel.pipeline_schedules import find_schedule, forward_schedule
 from mjax.parallel.random import DropoutKey
+from mjax.parallel.reductions import add_means
 from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.weights import are_stacked, combine, partition_trainable
 from mjax.parallel.zero import layer_gather
@@ -61,7 +62,7 @@ class Forward:
         x = self.embed(weights, micro_batch)
         x, aux = self.layers(weights.blocks, x, micro_batch)
         sums = self.loss(weights, x, micro_batch)
-        return sums if self.head else add_sums(sums, aux)
+        return sums if self.head else add_means(sums, aux)
 
     @jax.named_scope(named_scopes.EMBEDDING)
     def embed(self, weights: Model, micro_batch: MicroBatch) -> Float[Array, "t h"]:
