@@ -173,7 +173,7 @@ def config_of(case):
     )
 
 
-ROWS_OF_TEST, ROWS_OF_CI = 23, 104
+ROWS_OF_TEST, ROWS_OF_CI = 23, 108
 
 
 def tier_of(row):
