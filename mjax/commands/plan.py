@@ -270,14 +270,18 @@ def _check_flags(arguments: PlanArguments) -> None:
 def _run(config: Config, name: str, gpu: Gpu | None) -> Section:
     """The config: parameters, mesh and batch; later the answers of the other sections."""
     from mjax.models.build import count_active, count_parameters
+    from mjax.planner.memory import cache_bytes
 
     mesh, train, parameters = config.mesh, config.train, count_parameters(config.model)
     active, trained = count_active(config.model), count_parameters(config.model, trained=True)
+    per_token, per_sequence = cache_bytes(config) or (None, None)
     values = {
         "config": name,
         "parameters": parameters,
         "active_parameters": active,
         "trained_parameters": trained,
+        "cache_bytes_per_token": per_token,
+        "cache_bytes_per_sequence": per_sequence,
         "mesh": axes.cli_sizes(mesh),
         "sequence_parallel": mesh.splits_tokens,
         "context_attention": config.context_attention,
@@ -298,6 +302,9 @@ def _run(config: Config, name: str, gpu: Gpu | None) -> Section:
         "recomputation": train.recompute,
         "ZeRO stage": mesh.zero,
     }
+    if per_token is not None:
+        constant = f" and {per_sequence:,} per sequence" if per_sequence else ""
+        rows["generation"] = f"{per_token:,} bytes of cache per token{constant}"
     on = "" if gpu is None else f" on {mesh.devices:,} × {gpu.name}, predicted"
     return Section(f"{name}{on}", values, [], rows)
 

@@ -34,12 +34,13 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter, mul
-from typing import NamedTuple
+from operator import attrgetter, itemgetter, mul
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, MeshConfig, axes
@@ -47,8 +48,10 @@ from mjax.config.axes import copies, shards
 from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu, is_unrolled
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import StackRows, find_rows, find_stack, layer_stacks
-from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, weight_dims
+from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, trace_model, weight_dims
+from mjax.models.stack import layer_runs
 from mjax.parallel.chunked_cross_entropy import split_rows
+from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.muon_resharding import MatrixLayout
 from mjax.parallel.weights import OUT, TOKEN, Dims
 from mjax.parallel.zero import Storage, compute_spec, plan_weight_storage
@@ -56,6 +59,7 @@ from mjax.planner import layer as trace
 from mjax.planner.layer import trace_once
 from mjax.planner.program import Product, Program
 from mjax.step.muon import ITERATE_IN, newton_schulz
+from mjax.step.precision import COMPUTE_TYPES
 
 # Bytes per element of each dtype.
 DTYPE_BYTES = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -484,6 +488,28 @@ def _has_frozen(model: ModelConfig) -> bool:
 def count_weights(model: ModelConfig) -> int:
     """Number of parameters of a model, as `count_parameters`, from the traces of earlier commands."""
     return sum(math.prod(weight.shape) for weight in measure_weights(model))
+
+
+def cache_bytes(config: Config) -> tuple[int, int] | None:
+    """Bytes of the cache for generation, of all layers on one device: of each token, and of each sequence whatever its
+    length, such as a recurrent state; None if the model does not generate."""
+    weights = trace_model(config.model)
+    stacks = [stack for stacks in layer_runs(weights.blocks) for stack in stacks]
+    if not (config.model.causal and all(hasattr(stack, "empty_cache") for stack in stacks)):
+        return None
+
+    def measure(stack: nnx.Module, slots: int) -> int:
+        def empty_cache(stack: nnx.Module) -> Any:
+            layer = jax.tree.map(itemgetter(0), stack)
+            return layer.empty_cache(1, slots, COMPUTE_TYPES[config.precision.compute])
+
+        on_mesh = jax.shard_map(empty_cache, mesh=abstract_mesh(MeshConfig()), in_specs=P(), out_specs=P())
+        arrays = jax.tree.leaves(jax.eval_shape(on_mesh, stack))
+        return len(jax.tree.leaves(stack)[0]) * sum(array.size * array.dtype.itemsize for array in arrays)
+
+    with jax.enable_x64(config.precision.compute == "fp64"):
+        empty, one = (sum(measure(stack, slots) for stack in stacks) for slots in (0, 1))
+    return one - empty, empty
 
 
 @lru_cache(maxsize=8192)

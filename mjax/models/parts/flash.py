@@ -101,8 +101,6 @@ def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask
 
 def _attend_flash(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
     (positions, heads), rows = q.shape[1:3], mask.position_ids
-    run = positions if rows is None else positions // 2
-    assert run % BLOCK == k.shape[1] % BLOCK == 0, "flash takes whole blocks of queries and keys (position_multiple)"
     words = None, None
     if mask.key is not None:
         words = mask.key.row_words(mask.heads(heads), jnp.arange(positions) if rows is None else rows)
