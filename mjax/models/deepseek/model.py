@@ -230,10 +230,6 @@ class DeepSeek(Mixture):
         losses = Output(self.head, y).cross_entropy(labels, context)
         return sums | block_sums | {"mtp_loss": losses.sum(where=has_label.reshape(-1))}
 
-    @classmethod
-    def scores_in_chunks(cls) -> bool:
-        return True
-
     def adjustments(self, means: dict[str, Array]) -> dict[str, Array]:
         adjustments = super().adjustments(means)
         if not (adjustments and self.config.mtp_layers):
