@@ -1,7 +1,7 @@
 """DeepSeek-V3.
 
 parameters   682,636,487,424; 38,240,398,080 per token
-hardware     2,048 GPUs, as in the paper; here FSDP over data 2,048, experts over 64 of them
+hardware     2,048 GPUs, pipe 16 × data 128, experts over 64 ranks
 source       arXiv 2412.19437, section 4.2; DeepSeek-V3-Base on Hugging Face, before its extension by YaRN
 """
 
@@ -35,7 +35,7 @@ config = Config(
         vocabulary_multiple=128,
         init_std=0.006,
     ),
-    mesh=MeshConfig(data=2048, expert=64, zero=3),
+    mesh=MeshConfig(pipe=16, data=128, expert=64, zero=1),
     optimizer=OptimizerConfig(
         learning_rate=2.2e-4,
         min_learning_rate=2.2e-5,
@@ -46,6 +46,6 @@ config = Config(
         beta2=0.95,
         weight_decay=0.1,
     ),
-    train=TrainConfig(steps=235_000, global_batch=16384, micro_batch=1, recompute="full"),
+    train=TrainConfig(steps=235_000, global_batch=15360, micro_batch=1, recompute="full"),
     checkpoint=CheckpointConfig(interval=1_000, keep_last=2),
 )
