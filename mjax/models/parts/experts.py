@@ -29,6 +29,7 @@ experts fit on a device, leave `expert` at 1: only weights and their gradients a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,7 +45,7 @@ from mjax.models.parts.mlp import GatedMLP, apply_gate
 from mjax.models.parts.router import Router, RouterOutput, Sums
 from mjax.models.protocol import ForwardContext
 from mjax.parallel import mappings
-from mjax.parallel.autodiff import linear_call, optimization_barrier, rematerialize
+from mjax.parallel.autodiff import linear_call, match_varying_axes, optimization_barrier, rematerialize, sum_rounds
 from mjax.parallel.grouped import TILE_ROWS, Groups, assign_rows, grouped_matmul
 from mjax.parallel.layers import normal_init
 from mjax.parallel.reductions import accumulation_dtype
@@ -68,32 +69,81 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Float[Array, "t h"], context: ForwardContext) -> tuple[Float[Array, "t h"], Sums]:
         """The sum of the experts' results for this rank's rows, and the router's sums of losses and metrics."""
-        local, tokens = self.up[...].shape[0], context.tokens
-        region = ExpertRegion(tokens, self.config.experts // local, axes.EXPERT in mappings.varying_axes(x))
+        kernels, tokens = (self.up[...], self.down[...]), context.tokens
+        ranks, split = self.config.experts // len(kernels[0]), axes.EXPERT in mappings.varying_axes(x)
         routing = self.router(x)
-        rows, weights, experts = _gather_routed(x, routing, region)
-        tile = TILE_ROWS.get(self.kernel, TILE_ROWS["pallas"])
-        local_experts = experts.reshape(-1) - region.rank * local
-        groups, rows_of = assign_rows(local_experts, local, tile, max_group_rows=region.num_tokens)
-        order = TokenPermutation(rows_of.reshape(experts.shape), _sources(rows_of, len(groups.of_tile) * groups.rows))
-        outputs = self._apply_experts(dispatch(rows, order), row_weights(weights, order), groups)
-        y = region.reduce_rows(combine(outputs, order))
+        sums = self.router.aux_loss_sums(routing, tokens)
+        if not split or self.config.token_dispatcher(ranks) == "allgather":
+            region = ExpertRegion(tokens, ranks, mappings.all_gather_tokens, mappings.reduce_scatter_tokens, split)
+            y = self._compute(kernels, x, routing.weights, routing.experts, region)
+        else:
+            region = ExpertRegion(tokens, ranks, _exchange, _exchange, split)
+            y, rounds = self._compute_in_rounds(kernels, x, routing, region)
+            sums["dispatch_rounds"] = (rounds * len(x)).astype(routing.weights.dtype)
         if self.config.shared_expert_ffn_hidden:
             y, x = sequence_collectives(y, x, tokens.sequence_parallel)
             y = y + self.shared(x, context)
-        sums = self.router.aux_loss_sums(routing, tokens)
         y, sums = sequence_collectives(y, sums, tokens.sequence_parallel)
         return y, self.router.layer_sums(sums, context)
 
+    def _compute_in_rounds(
+        self, kernels: tuple[Array, Array], x: Float[Array, "t h"], routing: RouterOutput, region: ExpertRegion
+    ) -> tuple[Float[Array, "t h"], Int[Array, ""]]:
+        """The sum of the experts' results, with at most `dispatch_capacity` rows for each rank in a round; and the
+        number of rounds."""
+        experts, ranks = routing.experts, region.ranks
+        capacity = self.config.dispatch_capacity(len(x), ranks)
+        destinations = experts.reshape(-1) // len(kernels[0])
+        slots, row = assign_rows(destinations, ranks, capacity)  # a tile for each round
+        row = row - slots.first[destinations] * capacity
+        round_of, row = row // capacity, destinations * capacity + row % capacity
+        axes_in_step = (axes.EXPERT, axes.MODEL) if region.tokens.sequence_parallel else axes.EXPERT
+        rounds = mappings.pmax(slots.tiles.max(), axes_in_step)
+        x, rounds = optimization_barrier(match_varying_axes(x, rounds))
+
+        def compute_round(number, differentiable, constants):
+            (kernels, x, weights), (experts, round_of, row) = differentiable, constants
+            row = jnp.where(round_of == number, row, ranks * capacity)
+            order = TokenPermutation(row.reshape(experts.shape), _sources(row, ranks * capacity))
+            chosen = experts.reshape(-1).at[order.sources].get(mode="fill", fill_value=-1)
+            rows = dispatch(x, order), row_weights(weights, order)[:, None], chosen[:, None]
+            return combine(self._compute(kernels, *rows, region), order)
+
+        y = sum_rounds(compute_round, (kernels, x, routing.weights), (experts, round_of, row), rounds)
+        return y, rounds
+
+    def _compute(
+        self,
+        kernels: tuple[Array, Array],
+        x: Float[Array, "t h"],
+        weights: Float[Array, "t k"],
+        experts: Int[Array, "t k"],
+        region: ExpertRegion,
+    ) -> Float[Array, "t h"]:
+        """The sum of the results of `experts` for each row, times `weights`; of no expert if its number is negative."""
+        local = len(kernels[0])
+        packed = jnp.concatenate([weights, experts.astype(weights.dtype)], axis=-1)
+        x, packed = region.gather_rows(x, packed)
+        weights, experts = jnp.split(packed, 2, axis=-1)
+        experts = experts.astype(jnp.int32) - region.rank * local
+        tile = TILE_ROWS.get(self.kernel, TILE_ROWS["pallas"])
+        groups, rows_of = assign_rows(experts.reshape(-1), local, tile, max_group_rows=len(x))
+        order = TokenPermutation(rows_of.reshape(experts.shape), _sources(rows_of, len(groups.of_tile) * groups.rows))
+        outputs = self._apply_experts(kernels, dispatch(x, order), row_weights(weights, order), groups)
+        return region.reduce_rows(combine(outputs, order))
+
     def _apply_experts(
-        self, x: Float[Array, "r h"], weights: Float[Array, " r"], groups: Groups
+        self, kernels: tuple[Array, Array], x: Float[Array, "r h"], weights: Float[Array, " r"], groups: Groups
     ) -> Float[Array, "r h"]:
         """The result of each row's expert times the row's weight: this rank's part of a sum."""
-        up = self.up[...]
+        up, down = kernels
         gate_up = grouped_matmul(x, up.reshape(*up.shape[:2], -1), groups, self.kernel)
         gate_up = checkpoint_name(gate_up, "mlp_up").reshape(len(x), 2, -1)
         weighted = rematerialize(partial(_apply_weights, activation=self.config.activation))(gate_up, weights)
-        return grouped_matmul(weighted, self.down[...], groups, self.kernel)
+        return grouped_matmul(weighted, down, groups, self.kernel)
+
+
+_exchange = partial(mappings.all_to_all, split=0, join=0)
 
 
 @dataclass(frozen=True)
@@ -104,17 +154,15 @@ class ExpertRegion:
     Attributes:
       tokens: this replica's.
       ranks: of `expert`, with a part of the experts each; 1 if a rank has all.
+      gather, scatter: rows to the ranks of `expert` and their results back, if ranks have different tokens.
       split: whether ranks of `expert` have different tokens, as in training; in generation they have the same.
     """
 
     tokens: TokenLayout
     ranks: int
+    gather: Callable
+    scatter: Callable
     split: bool
-
-    @property
-    def num_tokens(self) -> int:
-        """T, the tokens of all ranks together."""
-        return self.tokens.num_tokens * (self.ranks if self.split else 1)
 
     @property
     def rank(self) -> Array | int:
@@ -125,7 +173,7 @@ class ExpertRegion:
         self, x: Float[Array, "t h"], weights: Float[Array, "t k"]
     ) -> tuple[Float[Array, "T h"], Float[Array, "T k"]]:
         """f of two arrays. With sequence parallelism each row is sent over `expert` once, then over `model`."""
-        over_experts = mappings.all_gather_tokens if self.split else mappings.copy_to_region
+        over_experts = self.gather if self.split else mappings.copy_to_region
         steps = [(partial(over_experts, axis=axes.EXPERT), self.split)] if self.ranks > 1 else []
         for gather, waits in (*steps, (self.tokens.gather_rows, self.tokens.sequence_parallel)):
             x, weights = sequence_collectives(gather(x), weights, waits)
@@ -137,7 +185,7 @@ class ExpertRegion:
         y = self.tokens.reduce_rows(partial)
         if self.ranks == 1:
             return y
-        return (mappings.reduce_scatter_tokens if self.split else mappings.reduce_from_region)(y, axes.EXPERT)
+        return (self.scatter if self.split else mappings.reduce_from_region)(y, axis=axes.EXPERT)
 
 
 def sequence_collectives(result: Array, operands, waits: bool) -> tuple:
@@ -145,16 +193,6 @@ def sequence_collectives(result: Array, operands, waits: bool) -> tuple:
     the backward pass before it. Simulated devices may begin two independent collectives in different orders, and then
     wait for each other forever; a GPU runs them in the order of the program."""
     return optimization_barrier((result, operands)) if waits else (result, operands)
-
-
-def _gather_routed(
-    x: Float[Array, "t h"], routing: RouterOutput, region: ExpertRegion
-) -> tuple[Float[Array, "T h"], Float[Array, "T k"], Int[Array, "T k"]]:
-    """f of the rows x, and of their weights and experts in one array."""
-    packed = jnp.concatenate([routing.weights, routing.experts.astype(routing.weights.dtype)], axis=-1)
-    x, packed = region.gather_rows(x, packed)
-    weights, experts = jnp.split(packed, 2, axis=-1)
-    return x, weights, experts.astype(jnp.int32)
 
 
 def _apply_weights(x: Float[Array, "r 2 f"], weights: Float[Array, " r"], activation: str) -> Float[Array, "r f"]:
