@@ -136,7 +136,7 @@ NEEDS = {
 }
 PYTHON_CONFIG = "this config"  # of a caller from Python
 # Keys of the sections in --json, in printing order. The first that a plan has is its answer.
-KEYS = ("budget", "search", "longest", "run", "compile", "schedule", "memory", "communication", "time")
+KEYS = ("budget", "search", "longest", "run", "compile", "schedule", "memory", "communication", "time", "dispatch")
 
 
 @name_arguments(*(field.name for field in fields(PlanArguments)))
@@ -216,6 +216,7 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
     if gpu is not None:
         try:
             sections["time"] = time_section(config, gpu, calibration)
+            sections["dispatch"] = _dispatch(config, gpu, calibration)
         except UsageError as error:  # no peak is known: memory and communication need none
             why = {"gpu": gpu.name, "seconds": None, "why": str(error)}
             sections["time"] = Section(f"Step time on {gpu.name}", why, [str(error)], {"step": str(error)})
@@ -355,3 +356,21 @@ def _communication(config: Config, name: str, file: Path | None) -> Section:
     return Section(
         "Communication", values, [*str(sends).splitlines(), about], {"sends": f"{answer}, per device and step"}
     )
+
+
+def _dispatch(config: Config, gpu: Gpu, calibration) -> Section | None:
+    """The two ways of tokens to the experts of other ranks, with the time of a step."""
+    if config.mesh.expert == 1:
+        return None
+    from mjax.planner.ledger import ledger
+    from mjax.planner.time import predict_time
+    from mjax.utils.figures import human_bytes
+
+    values, lines = {"chosen": config.model.token_dispatcher(config.mesh.expert)}, []
+    for way in ("allgather", "alltoall"):
+        changed = replace(config, model=replace(config.model, moe_token_dispatcher=way))
+        sent, seconds = ledger(changed).filter_axes(axes.EXPERT).sent, predict_time(changed, gpu, calibration).total
+        values[way] = {"bytes": sent, "seconds": seconds}
+        chosen = " (chosen)" if way == values["chosen"] else ""
+        lines.append(f"{way}{chosen}: {human_bytes(sent)} over expert, {seconds * 1e3:,.1f} ms a step")
+    return Section("Dispatch of tokens to experts", values, lines, {"dispatch": "\n".join(lines)})

@@ -109,8 +109,11 @@ def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 
 
 ARCHITECTURES: dict[str, Architecture] = {"gpt": "gpt", "bert": "bert", "llama": "decoder", "mixture": "decoder"}
 """mjax's kinds of models that Megatron has."""
-UNCOMPARED = {"vocabulary", "vocabulary_multiple", "sequence", "max_position_embeddings", "attention", "moe_kernel"}
-"""Fields without a counterpart: sizes of samples and padding, and kernels."""
+UNCOMPARED = {
+    *("vocabulary", "vocabulary_multiple", "sequence", "max_position_embeddings"),
+    *("attention", "moe_kernel", "moe_token_dispatcher"),
+}
+"""Fields without a counterpart: sizes of samples and padding, kernels, and communication."""
 
 
 def _check_represented(model: ModelConfig, kind: Architecture, arguments: dict[str, Any], run: str) -> None:

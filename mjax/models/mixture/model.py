@@ -46,17 +46,12 @@ class Mixture(Llama):
         layers = self.config.expert_layers
         sequences = mappings.mask_count_to_first_context_rank(batch["tokens"].shape[0])
         tokens = batch["tokens"].size * layers
-        counts = {
-            "router_entropy": tokens,
-            "dispatch_rounds": tokens,
-            "z_loss": tokens,
-            "balance_loss": sequences * layers,
-        }
+        counts = {"router_entropy": tokens, "z_loss": tokens, "balance_loss": sequences * layers}
         # Numbers of tokens, not a mean; exact in float32 up to 2²⁴: dividing them would round.
         counts["expert_load"] = jnp.ones((layers, self.config.experts), jnp.int32)
-        used = {"router_entropy", "expert_load"} | self.loss_weights.keys()
         if self.config.token_dispatcher(mappings.size(EXPERT)) == "alltoall":
-            used.add("dispatch_rounds")
+            counts["dispatch_rounds"] = tokens
+        used = {"router_entropy", "expert_load", "dispatch_rounds"} | self.loss_weights.keys()
         return super().counts(batch) | {name: count for name, count in counts.items() if name in used}
 
     def summary(self, means: dict[str, Array]) -> dict[str, Array]:
