@@ -359,18 +359,21 @@ def _communication(config: Config, name: str, file: Path | None) -> Section:
 
 
 def _dispatch(config: Config, gpu: Gpu, calibration) -> Section | None:
-    """The two ways of tokens to the experts of other ranks, with the time of a step."""
+    """The two ways of tokens to the experts of other ranks: bytes, seconds and memory of a step."""
     if config.mesh.expert == 1:
         return None
     from mjax.planner.ledger import ledger
-    from mjax.planner.time import predict_time
+    from mjax.planner.search import make_predictors
     from mjax.utils.figures import human_bytes
 
+    memory_of, time_of = make_predictors(gpu, calibration)
     values, lines = {"chosen": config.model.token_dispatcher(config.mesh.expert)}, []
     for way in ("allgather", "alltoall"):
         changed = replace(config, model=replace(config.model, moe_token_dispatcher=way))
-        sent, seconds = ledger(changed).filter_axes(axes.EXPERT).sent, predict_time(changed, gpu, calibration).total
-        values[way] = {"bytes": sent, "seconds": seconds}
+        sent, seconds = ledger(changed).filter_axes(axes.EXPERT).sent, time_of(changed).total
+        memory = memory_of(changed).total
+        values[way] = {"bytes": sent, "seconds": seconds, "memory": memory}
         chosen = " (chosen)" if way == values["chosen"] else ""
-        lines.append(f"{way}{chosen}: {human_bytes(sent)} over expert, {seconds * 1e3:,.1f} ms a step")
+        step = f"{seconds * 1e3:,.1f} ms a step, {human_bytes(memory)} per device"
+        lines.append(f"{way}{chosen}: {human_bytes(sent)} over expert, {step}")
     return Section("Dispatch of tokens to experts", values, lines, {"dispatch": "\n".join(lines)})
