@@ -25,7 +25,7 @@ from mjax.config.bounds import Count, Positive
 from mjax.config.checks import check_type, resolve, resolve_steps, validate
 from mjax.config.kernels import HOPPER, attention_on_gpu
 from mjax.config.marks import RUN_SYNONYMS, UNPLANNED
-from mjax.config.run import check_new, write_config
+from mjax.config.run import check_new, with_values, write_config
 from mjax.errors import UsageError, check_options, check_picture, name_arguments
 from mjax.planner import Section
 from mjax.utils.figures import format_rows
@@ -369,7 +369,7 @@ def _dispatch(config: Config, gpu: Gpu, calibration) -> Section | None:
     memory_of, time_of = make_predictors(gpu, calibration)
     values, lines = {"chosen": config.model.token_dispatcher(config.mesh.expert)}, []
     for way in ("allgather", "alltoall"):
-        changed = replace(config, model=replace(config.model, moe_token_dispatcher=way))
+        changed = with_values(config, {"model.moe_token_dispatcher": way})
         sent, seconds = ledger(changed).filter_axes(axes.EXPERT).sent, time_of(changed).total
         memory = memory_of(changed).total
         values[way] = {"bytes": sent, "seconds": seconds, "memory": memory}

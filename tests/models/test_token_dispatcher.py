@@ -75,7 +75,7 @@ CASES = [pytest.param(*case, marks=pytest.mark.ci if i >= OF_TEST else ()) for i
 
 
 @pytest.mark.parametrize(("router", "changes", "mesh"), CASES, indirect=["router"], ids=str)
-def test_loss_and_gradients_equal_the_serial_reference(router, changes, mesh):
+def test_rounds_equal_the_serial_reference(router, changes, mesh):
     errors = against_reference.largest_error(config_of(mesh=mesh, **changes), scale=2.0**20)
     assert max(errors.values()) < 1e-12, errors
 
@@ -114,5 +114,5 @@ def test_memory_does_not_depend_on_the_router(recompute, compute, monkeypatch):
     [(1, "allgather", "auto"), (2, "allgather", "auto"), (4, "alltoall", "auto"), (2, "alltoall", "alltoall")],
 )
 def test_auto_sends_fewer_bytes(ranks, chosen, requested):
-    """Of 2 experts for each token with an all-to-all at most 2.5 rows are sent, with an all-gather ranks - 1."""
+    """An all-to-all sends less than 2.5 rows for each token, which has two experts; an all-gather sends ranks - 1."""
     assert ExpertsConfig(moe_token_dispatcher=requested).token_dispatcher(ranks) == chosen

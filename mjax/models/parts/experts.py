@@ -2,7 +2,7 @@
 
     x [b·s, h] ── router ── K experts and weights of each token
        │
-     gather         every rank of `expert` has the tokens of all ranks, and a part of the experts
+     gather         every rank of `expert` has the tokens of all ranks, or only of its experts, and a part of these
        │
        f            every rank of `model` has all tokens, and a part of every expert's columns
        │
@@ -14,17 +14,19 @@
        │
        g            the sum over ranks of `model`
        │
-     scatter        the sum over ranks of `expert`, each with its part of the tokens
+     scatter        the sum over ranks of `expert`, each with its part of the tokens, or an all-to-all back
        ▼
     y [b·s, h]
 
 The weight multiplies before C_e, as in megatron-core, which is the same sum, and the rows after it need not be saved.
 
-**Experts on several devices** (`--mesh.expert`). An all-to-all would send a token only to the ranks that hold one of
-its K experts, but in the worst case one rank receives all tokens of all ranks. A buffer for this case is as large as
-the gathered tokens, and a smaller one drops tokens. So tokens are gathered, and their results are summed by a
-reduce-scatter: both are exact, and a token is sent to all other ranks of `expert`, rather than to K at most. Where
-experts fit on a device, leave `expert` at 1: only weights and their gradients are sent then.
+**Experts on several devices** (`--mesh.expert`). Gathered tokens reach all ranks of `expert`. An all-to-all sends a
+token only to the ranks of its experts, but in the worst case one rank receives all tokens of all ranks. A buffer for
+this case is as large as the gathered tokens, and a smaller one drops tokens. So the all-to-all has rounds, each with
+`ExpertsConfig.dispatch_capacity` rows for each rank, as many as the fullest rank needs: exact, with the same memory for
+every router, and one round if it is balanced. Where experts fit on a device, leave `expert` at 1: only weights and
+their gradients are sent then. Megatron's names (core/transformer/moe/token_dispatcher.py, 0.19), whose all-to-all has
+buffers for the worst case.
 """
 
 from __future__ import annotations
