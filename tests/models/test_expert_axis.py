@@ -2,10 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from mjax.checkpoint import arrays
+from mjax.config import MeshConfig
 from mjax.errors import UnhealthyError
+from mjax.models.build import build_model
 from mjax.parallel import named_scopes
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.planner.ledger import ledger
@@ -79,4 +84,16 @@ def test_ledger_has_what_the_docstring_of_experts_says(dispatcher):
     assert ("expert",) not in {axes for axes, part in gradients if part == named_scopes.GRADIENT}
 
 
-# --- Steps and runs ---------------------------------------------------------------------------------------------------
+def test_called_model_is_the_same_on_every_mesh():
+    """Whole sequences on all ranks of `expert`, as in generation."""
+    config = small_config(dropout=0.0, **{**MIXTURE, "layers": 2, "sequence": 16})
+    model, ids = build_model(0, config.model), jnp.arange(32).reshape(2, 16)
+
+    def logits(**sizes):
+        specs, out = nnx.get_partition_spec(model), P(None, None, "model")
+        mesh = make_mesh(MeshConfig(**sizes))
+        return jax.jit(jax.shard_map(lambda m, i: m(i), mesh=mesh, in_specs=(specs, P()), out_specs=out))(model, ids)
+
+    one = logits()
+    for sizes in ({"data": 4, "expert": 4}, {"model": 2}):
+        np.testing.assert_allclose(logits(**sizes), one, atol=1e-6)

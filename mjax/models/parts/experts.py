@@ -39,7 +39,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mjax.config import axes
 from mjax.models.parts.config import ExpertsConfig
@@ -72,16 +72,17 @@ class Experts(nnx.Module):
     def __call__(self, x: Float[Array, "t h"], context: ForwardContext) -> tuple[Float[Array, "t h"], Sums]:
         """The sum of the experts' results for this rank's rows, and the router's sums of losses and metrics."""
         kernels, tokens = (self.up[...], self.down[...]), context.tokens
-        ranks, split = self.config.experts // len(kernels[0]), axes.EXPERT in mappings.varying_axes(x)
-        routing = self.router(x)
+        ranks, routing = self.config.experts // len(kernels[0]), self.router(x)
+        way = "replicated" if axes.EXPERT in mappings.varying_axes(kernels[0]) else "local"
+        if axes.EXPERT in mappings.varying_axes(x):
+            way = self.config.token_dispatcher(ranks) if ranks > 1 else "local"
+        region = ExpertRegion(tokens, ranks, way)
         sums = self.router.aux_loss_sums(routing, tokens)
-        if not split or self.config.token_dispatcher(ranks) == "allgather":
-            region = ExpertRegion(tokens, ranks, mappings.all_gather_tokens, mappings.reduce_scatter_tokens, split)
-            y = self._compute(kernels, x, routing.weights, routing.experts, region)
-        else:
-            region = ExpertRegion(tokens, ranks, _exchange, _exchange, split)
+        if way == "alltoall":
             y, rounds = self._compute_in_rounds(kernels, x, routing, region)
             sums["dispatch_rounds"] = (rounds * len(x)).astype(routing.weights.dtype)
+        else:
+            y = self._compute(kernels, x, routing.weights, routing.experts, region)
         if self.config.shared_expert_ffn_hidden:
             y, x = sequence_collectives(y, x, tokens.sequence_parallel)
             y = y + self.shared(x, context)
@@ -93,26 +94,23 @@ class Experts(nnx.Module):
     ) -> tuple[Float[Array, "t h"], Int[Array, ""]]:
         """The sum of the experts' results, with at most `dispatch_capacity` rows for each rank in a round; and the
         number of rounds."""
-        experts, ranks = routing.experts, region.ranks
-        capacity = self.config.dispatch_capacity(len(x), ranks)
-        destinations = experts.reshape(-1) // len(kernels[0])
-        slots, row = assign_rows(destinations, ranks, capacity)  # a tile for each round
-        row = row - slots.first[destinations] * capacity
-        round_of, row = row // capacity, destinations * capacity + row % capacity
-        axes_in_step = (axes.EXPERT, axes.MODEL) if region.tokens.sequence_parallel else axes.EXPERT
-        rounds = mappings.pmax(slots.tiles.max(), axes_in_step)
+        experts, capacity = routing.experts, self.config.dispatch_capacity(len(x), region.ranks)
+        rank_of = experts // len(kernels[0])
+        slots, slot = assign_rows(rank_of.reshape(-1), region.ranks, capacity)  # for each rank a tile in each round
+        slot = slot.reshape(experts.shape) - slots.first[rank_of] * capacity
+        round_of, row = slot // capacity, rank_of * capacity + slot % capacity
+        step_axes = (axes.EXPERT, axes.MODEL) if region.tokens.sequence_parallel else axes.EXPERT
+        rounds = mappings.pmax(slots.tiles.max(), step_axes)
         x, rounds = optimization_barrier(match_varying_axes(x, rounds))
 
         def compute_round(number, differentiable, constants):
             (kernels, x, weights), (experts, round_of, row) = differentiable, constants
-            row = jnp.where(round_of == number, row, ranks * capacity)
-            order = TokenPermutation(row.reshape(experts.shape), _sources(row, ranks * capacity))
+            order = TokenPermutation.from_rows(row, region.ranks * capacity, round_of == number)
             chosen = experts.reshape(-1).at[order.sources].get(mode="fill", fill_value=-1)
             rows = dispatch(x, order), row_weights(weights, order)[:, None], chosen[:, None]
             return combine(self._compute(kernels, *rows, region), order)
 
-        y = sum_rounds(compute_round, (kernels, x, routing.weights), (experts, round_of, row), rounds)
-        return y, rounds
+        return sum_rounds(compute_round, (kernels, x, routing.weights), (experts, round_of, row), rounds), rounds
 
     def _compute(
         self,
@@ -130,7 +128,7 @@ class Experts(nnx.Module):
         experts = experts.astype(jnp.int32) - region.rank * local
         tile = TILE_ROWS.get(self.kernel, TILE_ROWS["pallas"])
         groups, rows_of = assign_rows(experts.reshape(-1), local, tile, max_group_rows=len(x))
-        order = TokenPermutation(rows_of.reshape(experts.shape), _sources(rows_of, len(groups.of_tile) * groups.rows))
+        order = TokenPermutation.from_rows(rows_of.reshape(experts.shape), len(groups.of_tile) * groups.rows)
         outputs = self._apply_experts(kernels, dispatch(x, order), row_weights(weights, order), groups)
         return region.reduce_rows(combine(outputs, order))
 
@@ -146,6 +144,12 @@ class Experts(nnx.Module):
 
 
 _exchange = partial(mappings.all_to_all, split=0, join=0)
+_OVER_EXPERTS: dict[str, tuple[Callable, Callable]] = {
+    "local": (lambda x, axis: x,) * 2,
+    "replicated": (mappings.copy_to_region, mappings.reduce_from_region),
+    "allgather": (mappings.all_gather_tokens, mappings.reduce_scatter_tokens),
+    "alltoall": (_exchange, _exchange),
+}
 
 
 @dataclass(frozen=True)
@@ -156,15 +160,13 @@ class ExpertRegion:
     Attributes:
       tokens: this replica's.
       ranks: of `expert`, with a part of the experts each; 1 if a rank has all.
-      gather, scatter: rows to the ranks of `expert` and their results back, if ranks have different tokens.
-      split: whether ranks of `expert` have different tokens, as in training; in generation they have the same.
+      way: of tokens to them, and of results back, from `_OVER_EXPERTS`: `local` if a rank has all experts, `replicated`
+        if all ranks have the same tokens, as in generation.
     """
 
     tokens: TokenLayout
     ranks: int
-    gather: Callable
-    scatter: Callable
-    split: bool
+    way: str
 
     @property
     def rank(self) -> Array | int:
@@ -175,19 +177,15 @@ class ExpertRegion:
         self, x: Float[Array, "t h"], weights: Float[Array, "t k"]
     ) -> tuple[Float[Array, "T h"], Float[Array, "T k"]]:
         """f of two arrays. With sequence parallelism each row is sent over `expert` once, then over `model`."""
-        over_experts = self.gather if self.split else mappings.copy_to_region
-        steps = [(partial(over_experts, axis=axes.EXPERT), self.split)] if self.ranks > 1 else []
-        for gather, waits in (*steps, (self.tokens.gather_rows, self.tokens.sequence_parallel)):
+        over_experts = partial(_OVER_EXPERTS[self.way][0], axis=axes.EXPERT), self.way in ("allgather", "alltoall")
+        for gather, waits in (over_experts, (self.tokens.gather_rows, self.tokens.sequence_parallel)):
             x, weights = sequence_collectives(gather(x), weights, waits)
             weights, x = sequence_collectives(gather(weights), x, waits)
         return x, weights
 
     def reduce_rows(self, partial: Float[Array, "T h"]) -> Float[Array, "t h"]:
         """g: the sum of all ranks' partial results."""
-        y = self.tokens.reduce_rows(partial)
-        if self.ranks == 1:
-            return y
-        return (self.scatter if self.split else mappings.reduce_from_region)(y, axis=axes.EXPERT)
+        return _OVER_EXPERTS[self.way][1](self.tokens.reduce_rows(partial), axis=axes.EXPERT)
 
 
 def sequence_collectives(result: Array, operands, waits: bool) -> tuple:
@@ -219,16 +217,20 @@ class TokenPermutation:
     rows: Int[Array, "t k"]
     sources: Int[Array, " r"]
 
+    @classmethod
+    def from_rows(
+        cls, rows: Int[Array, "t k"], number: int, present: Bool[Array, "t k"] | bool = True
+    ) -> TokenPermutation:
+        """The permutation with this row of `number` for each assignment that is `present`."""
+        rows = jnp.where(present, rows, number)
+        sources = jnp.full_like(rows, rows.size, shape=number)
+        ids = jnp.arange(rows.size, dtype=rows.dtype)
+        return cls(rows, sources.at[rows.reshape(-1)].set(ids, mode="drop", unique_indices=True))
+
     @property
     def tokens(self) -> Int[Array, " r"]:
         """The token of each row; b·s for rows that fill tiles."""
         return self.sources // self.rows.shape[1]
-
-
-def _sources(rows_of: Int[Array, " A"], rows: int) -> Int[Array, " {rows}"]:
-    """The assignment in each of the rows, from the row of each assignment."""
-    none = jnp.full_like(rows_of, rows_of.size, shape=rows)
-    return none.at[rows_of].set(jnp.arange(rows_of.size, dtype=rows_of.dtype), mode="drop", unique_indices=True)
 
 
 def dispatch(x: Float[Array, "t h"], order: TokenPermutation) -> Float[Array, "r h"]:
