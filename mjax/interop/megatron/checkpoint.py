@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mjax.errors import UsageError
+from mjax.interop.distributed_files import COMMON_ENTRIES, COMMON_STATE, StoredTensor, read_metadata
 from mjax.interop.megatron.arguments import is_decoder
 from mjax.interop.megatron.bridge import RUN_CONFIG, read_run_config
 from mjax.interop.megatron.tensors import (
@@ -29,15 +30,7 @@ from mjax.interop.megatron.tensors import (
 )
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors
-from mjax.interop.torch_files import (
-    COMMON_ENTRIES,
-    COMMON_STATE,
-    PickleStub,
-    StoredTensor,
-    load_megatron_file,
-    read_metadata,
-    to_numpy,
-)
+from mjax.interop.torch_files import PickleStub, load_megatron_file, to_numpy
 
 TRACKER, BRIDGE_TRACKER = "latest_checkpointed_iteration.txt", "latest_train_state.pt"
 SAVE_AGAIN = "save it again with Megatron's --ckpt-convert-format torch_dist"
