@@ -72,6 +72,8 @@ class FromMegatronArguments(ImportArguments):
     """Attention heads. Required if the checkpoint does not record them."""
     activation: Literal["gelu_tanh", "gelu_erf"] | None = None
     """GELU, if the checkpoint does not record it (by default gelu_tanh for GPT, gelu_erf for BERT)."""
+    optimizer: bool = False
+    """Convert AdamW's moments, the schedule and the counts too, so that the run continues with its next step."""
     ignore: str = ""
     """Arguments of the run that mjax does not know and that change nothing it computes, comma-separated."""
 
@@ -126,6 +128,8 @@ class ToMegatronArguments:
     """Checkpoint to convert (by default the newest intact one)."""
     dtype: Annotated[Literal["fp32", "bf16"], Synonyms("torch-dtype~")] = "fp32"
     """Dtype of the tensors. fp32: as stored by mjax. bf16: rounded, half the size."""
+    optimizer: bool = False
+    """Export AdamW's moments, the schedule and the counts too, so that Megatron continues with the next step."""
     tokenizer: str | None = None
     """KIND:FILES as in `mjax prepare`, for a run that lacks one. none: export no tokenizer."""
 
