@@ -42,7 +42,6 @@ TYPED = {
     "train --zzz": "python train.py has no --zzz; `python train.py --help` lists its flags",
     "generate --max-new-tokens 5": "mjax generate has no --max-new-tokens; type --tokens 5",
     "finetune --num-train-epochs 3": "type --epochs 3",
-    "train --mesh.context-attention=heads": "type --mesh.context-attention ulysses\n",
     "train --tensor-model-parallel-size 2": "type --mesh.model 2\n",
     "train --parallelism.tensor_parallel_degree 2": "type --mesh.model 2\n",
     "train --virtual-pipeline-model-parallel-size 2": "type --mesh.virtual-stages 2\n",

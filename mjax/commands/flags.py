@@ -110,7 +110,7 @@ def parse_known(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[s
 
 def expand_axes(argv: Sequence[str]) -> list[str]:
     """Return `argv` with full names of axes: `--mesh.tp` → `--mesh.model`."""
-    short = re.compile(rf"--mesh\.({'|'.join(SHORT_AXES)})(?==|$)")
+    short = re.compile(rf"^--mesh\.({'|'.join(SHORT_AXES)})(?==|$)")
     return [short.sub(lambda flag: f"--mesh.{SHORT_AXES[flag[1]]}", word) for word in argv]
 
 
