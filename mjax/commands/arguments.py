@@ -79,10 +79,8 @@ class FromMegatronArguments(ImportArguments):
 
 
 @dataclass(frozen=True)
-class ToHfArguments:
-    """Export a run's checkpoint as a folder for transformers."""
-
-    examples: ClassVar = ("mjax convert to-hf runs/demo exported",)
+class ExportArguments:
+    """Flags of the exports."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), RUN_SYNONYMS]
     """Run folder, such as runs/demo."""
@@ -92,10 +90,18 @@ class ToHfArguments:
     """Checkpoint to convert (by default the newest intact one)."""
     dtype: Annotated[Literal["fp32", "bf16"], Synonyms("torch-dtype~")] = "fp32"
     """Dtype of the tensors. fp32: as stored by mjax. bf16: rounded, half the size."""
-    shard_size: Annotated[str, Synonyms("max-shard-size")] = "50GB"
-    """Maximum file size, such as 5GB. Larger models are split into several files."""
     tokenizer: str | None = None
     """KIND:FILES as in `mjax prepare`, for a run that lacks one. none: export no tokenizer."""
+
+
+@dataclass(frozen=True)
+class ToHfArguments(ExportArguments):
+    """Export a run's checkpoint as a folder for transformers."""
+
+    examples: ClassVar = ("mjax convert to-hf runs/demo exported",)
+
+    shard_size: Annotated[str, Synonyms("max-shard-size")] = "50GB"
+    """Maximum file size, such as 5GB. Larger models are split into several files."""
     overwrite: bool = False
     """Replace an existing model folder."""
     adapter: bool = False
@@ -107,13 +113,11 @@ class ToHfArguments:
 
 
 @dataclass(frozen=True)
-class ToMegatronArguments:
+class ToMegatronArguments(ExportArguments):
     """Export a run's checkpoint (a GPT, BERT, Llama or mixture of experts) as a Megatron-LM checkpoint."""
 
     examples: ClassVar = ("mjax convert to-megatron runs/demo megatron",)
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), RUN_SYNONYMS]
-    """Run folder, such as runs/demo."""
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to create, for Megatron's --load. It must not exist or be empty."""
     format: Annotated[Literal["torch_dist", "torch"], Synonyms("ckpt-format")] = "torch_dist"
@@ -124,14 +128,8 @@ class ToMegatronArguments:
     """With --format torch: pipeline stages."""
     expert: Annotated[Count, Synonyms("expert-model-parallel-size target-expert-parallel-size")] = 1
     """With --format torch: expert-parallel ranks, of a mixture of experts."""
-    step: int | None = None
-    """Checkpoint to convert (by default the newest intact one)."""
-    dtype: Annotated[Literal["fp32", "bf16"], Synonyms("torch-dtype~")] = "fp32"
-    """Dtype of the tensors. fp32: as stored by mjax. bf16: rounded, half the size."""
     optimizer: bool = False
     """Export AdamW's moments, the schedule and the counts too, so that Megatron continues with the next step."""
-    tokenizer: str | None = None
-    """KIND:FILES as in `mjax prepare`, for a run that lacks one. none: export no tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
