@@ -31,6 +31,7 @@ from mjax.config import Config, available_configs, load_config  # noqa: E402
 from mjax.config.bounds import Bounds, section_fields  # noqa: E402
 from mjax.config.checks import validate  # noqa: E402
 from mjax.config.model import REGISTRY  # noqa: E402
+from mjax.config.run import RENAMED, RENAMED_VALUES  # noqa: E402
 from mjax.errors import UsageError, either  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
@@ -94,7 +95,10 @@ python train.py --config gpt_demo --train.steps 100 --mesh.data 2 --simulate 2
         if len(set(defaults.values())) > 1:
             shown = ", ".join(f"{kind} {default or 'none'}" for kind, default in defaults.items())
         text += _entry(first, shown, "" if len(found) == len(kinds) else f" Kinds: {', '.join(found)}.")
-    return text
+    pairs = [(f"{name}.", old, new) for name, names in RENAMED.items() for old, new in names.items()]
+    pairs += [(f"{name} ", old, new) for name, values in RENAMED_VALUES.items() for old, new in values.items()]
+    text += "\n## Names in 0.2.0\n\nmjax reads a `config.json` of 0.2.0 and translates these names.\n\n"
+    return text + table(("0.2.0", "now"), [(f"`{name}{old}`", f"`{name}{new}`") for name, old, new in pairs])
 
 
 def _entry(flag: Any, default: str, kinds: str = "") -> str:

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from dataclasses import replace
+from dataclasses import fields, make_dataclass, replace
 
 import pytest
 
@@ -26,7 +26,8 @@ from mjax.config import (
 )
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import check_devices, validate
-from mjax.config.model import convert_kind
+from mjax.config.model import REGISTRY, ModelConfig, convert_kind
+from mjax.config.run import RENAMED
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from tests.conftest import ROOT
@@ -242,6 +243,68 @@ def test_invalid_config_json_names_field(values, words):
     with pytest.raises(UsageError, match=r"config\.json") as error:
         from_dict(values)
     assert words in str(error.value)
+
+
+OF_BEFORE = [
+    ({"mesh": {"pipe": 2, "schedule": "zb-h1"}}, {"mesh": {"pipe": 2}}),
+    ({"health": {"spike_deviations": 0.0, "window": 100}}, {"health": {"spike": "ignore"}}),
+    ({"health": {"spike_deviations": 6, "window": 100}, "train": {"batch_schedule": None}}, {}),
+    ({"model": {"lora_rank": 4, "lora_rslora": True}}, {"model": {"lora_rank": 4, "lora_alpha": 16.0}}),
+    ({"model": {"lora_alpha": 3.0, "lora_rslora": False}}, {"model": {"lora_alpha": 3.0}}),
+    (
+        {"mesh": {"chunks": 2, "context_attention": "heads"}},
+        {"mesh": {"virtual_stages": 2, "context_attention": "ulysses"}},
+    ),
+    (
+        {"health": {"spike": "announce"}, "data": {"samples": 8}},
+        {"health": {"spike": "warn"}, "data": {"train_samples": 8}},
+    ),
+    (
+        {"model": {"kind": "mixture", "balance_over": "sequence", "tied": True}},
+        {"model": {"kind": "mixture", "tie_embeddings": True}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "now"), OF_BEFORE, ids=str)
+def test_config_with_removed_fields_opens(before, now):
+    assert from_dict(before) == from_dict(now)
+
+
+def test_renamed_fields_exist():
+    """Each is a field of a class of models; a field of two names is rejected."""
+    classes = {"model": list(REGISTRY.values())} | {
+        name: [type(section)] for name, section in vars(Config()).items() if name != "model"
+    }
+    for section, names in RENAMED.items():
+        known = {field.name for cls in classes[section] for field in fields(cls)}
+        assert set(names.values()) <= known
+        assert not names.keys() & known
+    with pytest.raises(UsageError, match=r"unknown field mesh\.chunks"):
+        from_dict({"mesh": {"chunks": 2, "virtual_stages": 2}})
+
+
+def test_custom_model_keeps_field_with_an_old_name(monkeypatch):
+    own = make_dataclass("Own", [("answers", int, 3)], bases=(ModelConfig,), frozen=True)
+    monkeypatch.setitem(REGISTRY, "own", own)
+    assert from_dict({"model": {"kind": "own", "answers": 5}}).model.answers == 5
+
+
+def test_old_name_in_config_file_leads_to_new_one(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from mjax.config import Config, MeshConfig\n\nconfig = Config(mesh=MeshConfig(pipe=2, chunks=2))\n"
+    )
+    with pytest.raises(
+        UsageError, match=r"mine.py, line 3, raises .* argument 'chunks'; chunks is now virtual_stages; fix"
+    ):
+        load_config(str(file))
+
+
+def test_removed_field_with_another_value_is_named():
+    words = "train.batch_schedule is '0:8 1K:16', and since mjax 0.2.0 it is always None; remove it there to"
+    with pytest.raises(UsageError, match=re.escape(f"config.json: {words}")):
+        from_dict({"train": {"batch_schedule": "0:8 1K:16"}})
 
 
 # --- Numbers and devices ----------------------------------------------------------------------------------------------

@@ -4,14 +4,16 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 import tyro
 
 from mjax.commands import cli
-from mjax.commands.flags import expand_axes, list_flags, parse
+from mjax.commands.flags import OLD_FLAGS, list_flags, parse, rename_old_flags
+from mjax.commands.lm_eval import LmEvalArguments
 from mjax.commands.plan import PlanArguments
+from mjax.commands.sft import SftArguments
 from mjax.commands.train import TrainArguments, default_name
 from mjax.config.marks import Synonyms, short_name
 from mjax.errors import UsageError
@@ -42,6 +44,8 @@ TYPED = {
     "train --zzz": "python train.py has no --zzz; `python train.py --help` lists its flags",
     "generate --max-new-tokens 5": "mjax generate has no --max-new-tokens; type --tokens 5",
     "finetune --num-train-epochs 3": "type --epochs 3",
+    "train --health.spike announce": "--health.spike announce has a new name; type --health.spike warn\n",
+    "train --mesh.context-attention=heads": "type --mesh.context-attention ulysses\n",
     "train --tensor-model-parallel-size 2": "type --mesh.model 2\n",
     "train --parallelism.tensor_parallel_degree 2": "type --mesh.model 2\n",
     "train --virtual-pipeline-model-parallel-size 2": "type --mesh.virtual-stages 2\n",
@@ -70,9 +74,49 @@ def test_unknown_flag_leads_to_ours(line, capsys):
     assert message.count("\n") == 1
 
 
-def test_short_axes_have_full_names():
-    typed = ["--mesh.tp=2", "--mesh.dp", "4", "--mesh.pipe", "2", "a=--mesh.tp"]
-    assert expand_axes(typed) == ["--mesh.model=2", "--mesh.data", *typed[2:]]
+def old_flags(command):
+    return dict(pair.split("=") for pair in OLD_FLAGS[command].split())
+
+
+@pytest.mark.parametrize("command", OLD_FLAGS)
+def test_old_flags_are_renamed_with_a_note(command, capsys):
+    for old, new in old_flags(command).items():
+        words = rename_old_flags(["x", f"--{old}", f"--{old.replace('-', '_')}=a=b", f"a=--{old}"], f"mjax {command}")
+        assert words == ["x", f"--{new}", f"--{new}=a=b", f"a=--{old}"]
+        assert f"note: --{old} is now --{new}; mjax 0.4" in capsys.readouterr().err
+    assert rename_old_flags(["--limit", "5"], "mjax lm-eval") == ["--limit", "5"]
+
+
+def test_old_fields_are_renamed_with_a_note_and_short_axes_without(capsys):
+    typed = ["--mesh.chunks", "2", "--model.no-tied", "--model.balance_loss=0.1", "--mesh.tp=2", "--mesh.dp", "4"]
+    now = ["--mesh.virtual-stages", "2", "--model.no-tie-embeddings", "--model.aux-loss-coef=0.1", "--mesh.model=2"]
+    assert rename_old_flags(typed, "python train.py") == [*now, "--mesh.data", "4"]
+    notes = capsys.readouterr().err.splitlines()
+    assert (
+        notes[1] == "note: --model.no-tied is now --model.no-tie-embeddings; mjax 0.4 will not accept --model.no-tied"
+    )
+    assert len(notes) == 3
+
+
+@pytest.mark.parametrize("line", ["plan --longest 8", "plan --keep mesh.zero", "prepare x --turns last --output o"])
+def test_old_flag_reaches_its_command(line, capsys):
+    assert cli.main(line.split()) == 2
+    flag, name = next((old, new) for old, new in old_flags(line.split()[0]).items() if f"--{old}" in line)
+    note, error = capsys.readouterr().err.splitlines()
+    assert note.startswith(f"note: --{flag} is now --{name}; mjax 0.4")
+    assert error.startswith(f"mjax: error: --{name}")
+
+
+def test_old_flag_names_a_flag_of_today():
+    commands = {name: command for group in (cli.COMMANDS, *GROUPS.values()) for name, command in group.items()}
+    for name in OLD_FLAGS:
+        flags = old_flags(name)
+        function = cli._import_object(commands[name].run)
+        hints = [*get_type_hints(function).values()]
+        arguments = {"train": TrainArguments, "sft": SftArguments, "plan": PlanArguments, "lm-eval": LmEvalArguments}
+        cls = arguments.get(name) or hints[0]
+        assert set(flags.values()) <= set(flags_of(cls))
+        assert not set(flags) & set(flags_of(cls))
 
 
 @pytest.mark.parametrize(

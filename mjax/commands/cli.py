@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from mjax import __version__
 from mjax.cluster import launch
-from mjax.commands.flags import expand_axes, parse
+from mjax.commands.flags import parse, rename_old_flags
 from mjax.config.run import config_folders
 from mjax.errors import RunError, UsageError, explain, suggestion
 from mjax.utils.figures import format_rows
@@ -116,7 +116,7 @@ def _parse_command(argv: Sequence[str]) -> Callable[[], Any]:
     if (chosen := _find("mjax", COMMANDS, argv)) is None:
         return int
     command, prog, rest = chosen
-    rest = expand_axes(rest)
+    rest = rename_old_flags(rest, prog)
     if command.on_cpu:
         launch.hide_accelerators()
     if command.early and {"-h", "--help", "--help-all"} & set(rest):

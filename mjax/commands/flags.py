@@ -27,7 +27,7 @@ from mjax.config.bounds import check_bounds, describe_choice, is_unsectioned, se
 from mjax.config.marks import FILE_ONLY, PLANNED, RUN_SYNONYMS, Mark, Synonyms
 from mjax.config.model import KIND_FLAG, REGISTRY
 from mjax.config.plain_values import describe, fits, get_type_hints
-from mjax.config.run import available_configs
+from mjax.config.run import RENAMED, RENAMED_VALUES, available_configs
 from mjax.errors import UsageError, either, suggestion
 from mjax.utils.files import resolve_parents
 
@@ -45,7 +45,29 @@ NO_FLAG = {
     "use-mcore-models distributed-backend dataloader-num-workers num-workers do-train": "remove it",
 }
 """Flags of other programs without a field here, and the replacement."""
-SHORT_AXES = {"pp": "pipe", "dp": "data", "tp": "model", "cp": "context", "ep": "expert"}
+OLD_FLAGS = {
+    "train": "resume=run",
+    "sft": "resume=run template=chat-template turns=train-on",
+    "prepare": "longest=max-length template=chat-template too-long=overflow turns=train-on",
+    "clean": "keep=filter minimum-tokens=min-tokens",
+    "evaluate": "checkpoint=run overlap=stride",
+    "lm-eval": "checkpoint=run",
+    "finetune": "checkpoint=run",
+    "from-hf": "draw-heads=init-missing-heads",
+    "generate": "checkpoint=run",
+    "plan": "keep=fix longest=max-sequence-on",
+    "doctor": "limit=timeout",
+}
+"""Flags of mjax 0.2.0 by command, and their names since. They are accepted until 0.4.0."""
+OLD_FIELDS = {
+    f"{section}.{old}".replace("_", "-"): f"{section}.{new}".replace("_", "-")
+    for section, names in RENAMED.items()
+    for old, new in names.items()
+}
+SHORT_AXES = {
+    "mesh.pp": "mesh.pipe", "mesh.dp": "mesh.data", "mesh.tp": "mesh.model", "mesh.cp": "mesh.context",
+    "mesh.ep": "mesh.expert",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,10 +130,20 @@ def parse_known(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[s
     return tyro.cli(cls, args=argv, prog=prog, return_unknown_args=True, add_help=False)
 
 
-def expand_axes(argv: Sequence[str]) -> list[str]:
-    """Return `argv` with full names of axes: `--mesh.tp` → `--mesh.model`."""
-    short = re.compile(rf"^--mesh\.({'|'.join(SHORT_AXES)})(?==|$)")
-    return [short.sub(lambda flag: f"--mesh.{SHORT_AXES[flag[1]]}", word) for word in argv]
+def rename_old_flags(argv: Sequence[str], prog: str) -> list[str]:
+    """Return `argv` with today's names of flags, and full names of axes; a line on stderr reports each old one."""
+    command_flags = dict(pair.split("=") for pair in OLD_FLAGS.get(prog.rpartition(" ")[2], "").split())
+    renamed, words = SHORT_AXES | OLD_FIELDS | command_flags, []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        typed = flag.removeprefix("--").replace("_", "-") if flag.startswith("--") else ""
+        if name := renamed.get(_positive(typed)):
+            name = name if typed == _positive(typed) else _negative(name)
+            if typed not in SHORT_AXES:
+                print(f"note: {flag} is now --{name}; mjax 0.4 will not accept {flag}", file=sys.stderr)
+            flag = f"--{name}"
+        words.append(f"{flag}{equals}{value}")
+    return words
 
 
 def flag_names(argv: Sequence[str]) -> set[str]:
@@ -151,6 +183,8 @@ def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
                 switches = f"--{_positive(name)} or --{_negative(_positive(name))}"
                 raise UsageError(f"--{name} {words[0]}: it takes no value; type {switches}")
             continue
+        if new := RENAMED_VALUES.get(name.replace("-", "_"), {}).get("".join(words[:1])):
+            raise UsageError(f"--{name} {words[0]} has a new name; type --{name} {new}")
         if name in lists:
             raise UsageError(f"--{name} is given twice; give all values after one: --{name} A B")
         if "." in name and any(... in get_args(option) for option in _options(flag.kind)):  # others may add up

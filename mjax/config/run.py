@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import shlex
 import sys
 import traceback
@@ -46,7 +47,7 @@ from mjax.config.model import (
     placeholder_class,
 )
 from mjax.config.model_file import describe_change, read_model_file, refuse_unknown, source_file
-from mjax.config.plain_values import build
+from mjax.config.plain_values import build, fits
 from mjax.errors import UsageError, check_folder, shorten_list, suggestion
 from mjax.utils.files import is_hub_name, read_json, write_whole
 
@@ -428,9 +429,12 @@ def _execute(file: Path) -> types.ModuleType:
         raise
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        field = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        new = next((names[field[1]] for names in RENAMED.values() if field and field[1] in names), None)
+        now = f"; {field[1]} is now {new}" if new else ""
         line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else (lines or [None])[-1]
         problem = error.msg if isinstance(error, SyntaxError) else error
-        place = f"{file}{f', line {line},' if line else ''} raises {type(error).__name__}: {problem}"
+        place = f"{file}{f', line {line},' if line else ''} raises {type(error).__name__}: {problem}{now}"
         raise UsageError(f"{place}; fix the file, python {shlex.quote(str(file))} shows the traceback") from error
     return module
 
@@ -472,6 +476,7 @@ def from_dict(values: dict[str, Any], source: str = "config.json") -> Config:
 def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], type[ModelConfig]]) -> Config:
     if not isinstance(values, dict) or not isinstance(values.get("model", {}), dict):
         return build(Config, values, source)  # raises
+    values = _upgrade(values, source)
     model = {"kind": "gpt", **values.get("model", {})}
     rest = {name: value for name, value in values.items() if name != "model"}
     config, cls = build(Config, rest, source), class_of(model)
@@ -481,6 +486,73 @@ def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], ty
         if (file := source_file(cls)) is None:
             raise
         raise UsageError(f"{error}; {cls.__name__} is defined in {file}") from None
+
+
+RENAMED = {
+    "mesh": {"chunks": "virtual_stages", "replica": "replicate"},
+    "model": {
+        "tied": "tie_embeddings", "rope_share": "rotary_percent", "rope_original": "rope_original_length",
+        "full_attention_every": "global_attention_interval", "query_scalar": "query_pre_attn_scalar",
+        "expert_width": "moe_ffn_hidden", "shared_width": "shared_expert_ffn_hidden", "grouped": "moe_kernel",
+        "dense_layers": "first_dense_layers", "expert_interval": "moe_layer_freq", "router_groups": "router_n_groups",
+        "router_top_groups": "router_topk_groups", "balance_loss": "aux_loss_coef", "balance_over": "aux_loss_scope",
+        "balance_bias": "router_bias_update_rate", "answers": "num_labels",
+    },
+    "data": {"own": "custom", "samples": "train_samples"},
+    "train": {"taken": "batch_history"},
+}  # fmt: skip
+RENAMED_VALUES = {
+    "mesh.context_attention": {"heads": "ulysses", "gather": "allgather"},
+    "mesh.schedule": {"zb-h1": "1f1b"},
+    "health.spike": {"announce": "warn", "rewind": "rollback"},
+}
+"""Fields and values of mjax 0.2.0, with their names since. To be removed, with `REMOVED`, after mjax 0.4."""
+REMOVED = {
+    "model.lora_rslora": False,
+    "data.validation_tail": False,
+    "data.mask_probability": 0.15,
+    "data.short_probability": 0.1,
+    "optimizer.muon_adjust_lr": "match_rms_adamw",
+    "precision.loss_scale": None,
+    "train.batch_schedule": None,
+    "health.spike_deviations": 6.0,
+    "health.window": 100,
+    "health.skipped_in_a_row": 20,
+    "health.replica_interval": 100,
+}
+"""Removed fields of 0.2.0, with the value that now applies."""
+
+
+def _upgrade(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return the sections of a config with the fields of today.
+
+    Raises:
+      UsageError: one of the fields `REMOVED` has another value.
+    """
+    sections = {name: dict(section) for name, section in values.items() if isinstance(section, dict)}
+    model, health = sections.get("model", {}), sections.get("health", {})
+    cls = REGISTRY.get(str(model.get("kind")))
+    taken = {knob.name for knob in dataclasses.fields(cls)} if cls else set()  # by a custom model
+    for section, names in RENAMED.items():
+        fields = sections.get(section, {})
+        for old, new in names.items():
+            if old in fields and new not in fields and (section != "model" or old not in taken):
+                fields[new] = fields.pop(old)
+    for name, renamed in RENAMED_VALUES.items():
+        section, _, knob = name.partition(".")
+        if (old := str(sections.get(section, {}).get(knob))) in renamed:
+            sections[section][knob] = renamed[old]
+    if health.get("spike_deviations") == 0.0:
+        health |= {"spike": "ignore", "spike_deviations": 6.0}
+    rank, alpha = model.get("lora_rank"), model.get("lora_alpha")
+    if model.get("lora_rslora") is True and fits(rank, int) and fits(alpha, float | None):
+        model |= {"lora_alpha": (2 * rank if alpha is None else alpha) * rank**0.5, "lora_rslora": False}
+    for name, only in REMOVED.items():
+        section, _, knob = name.partition(".")
+        if (value := sections.get(section, {}).pop(knob, only)) != only:
+            always = f"and since mjax 0.2.0 it is always {only!r}; remove it there to continue with that"
+            raise UsageError(f"{source}: {name} is {value!r}, {always}")
+    return values | sections
 
 
 def save_config(config: Config, file: Path) -> None:
