@@ -78,7 +78,7 @@ def test_recorded_version_has_its_scores(recorded, version, kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["gpt", "llama", "mixtral", "hybrid", "hybrid_experts"])
 def test_transformers_opens_export_with_the_same_scores(recorded, kind, tmp_path):
-    """From Megatron to Hugging Face, and back into a run with the same weights."""
+    """Megatron → Hugging Face, and back into a run with the same weights."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
     run, folder, again = tmp_path / "run", tmp_path / "hf", tmp_path / "again"
     assert convert(recorded / "0.19.2" / f"{kind}_single", run, "--vocabulary", "29") == 0
