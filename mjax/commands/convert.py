@@ -167,8 +167,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     model, family, tensors = _model(checkpoint, arguments)
     model = models.scale_rope(model, arguments.rope, folder)
     rope = models.describe_rope(model, arguments.rope)
-    assets = checkpoint.folder / "tokenizer"  # of Megatron-Bridge
-    from_assets = dataclasses.replace(arguments, source=assets) if assets.is_dir() else arguments
+    places = (checkpoint.folder / "tokenizer", checkpoint.folder.parent / "tokenizer")  # of Megatron-Bridge, of mjax
+    from_assets = dataclasses.replace(arguments, source=next(filter(Path.is_dir, places), source))
     tokenizer, carried = _find_tokenizer(from_assets, {}, model)
     rows = model.vocabulary
     vocabulary = _vocabulary(arguments.vocabulary, tokenizer, checkpoint, rows)

@@ -111,9 +111,12 @@ def test_tokenizer_and_command_come_with_export(run, tmp_path, capsys):
     assert (out / "tokenizer" / "tokenizer.json").is_file()
     assert (out / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert sorted(file.name for file in (out / "release").iterdir()) == ["mp_rank_00", "mp_rank_01"]
-    assert convert(out, tmp_path / "again", "--vocabulary", "257", "--vocabulary-multiple", "8") == 0
+    assert convert(out, tmp_path / "again", "--vocabulary-multiple", "8") == 0  # with the tokenizer of the export
     for name, array in weights_of(tmp_path / "again").items():
         np.testing.assert_allclose(array, weights_of(run)[name], rtol=2**-8)
+    assert {path.name for path in (run / "tokenizer").iterdir()} <= {
+        path.name for path in (tmp_path / "again" / "tokenizer").iterdir()
+    }
 
 
 def test_bert_comes_with_its_vocabulary_file(tmp_path, capsys):

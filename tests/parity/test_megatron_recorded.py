@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import yaml
 
+from mjax.commands import cli
 from mjax.errors import UsageError
 from mjax.interop.torch_files import TensorChunk, load_megatron_file
 from tests.data.vocabularies import hf_byte_pairs
@@ -73,6 +74,22 @@ def test_recorded_version_has_its_scores(recorded, version, kind, tmp_path):
     assert_scores(tmp_path / first, np.load(recorded / version / f"{kind}.npz"))
     for layout in others:
         assert_same(weights_of(tmp_path / layout), weights_of(tmp_path / first))
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama", "mixtral", "hybrid", "hybrid_experts"])
+def test_transformers_opens_export_with_the_same_scores(recorded, kind, tmp_path):
+    """Megatron → Hugging Face, and back into a run with the same weights."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
+    run, folder, again = tmp_path / "run", tmp_path / "hf", tmp_path / "again"
+    assert convert(recorded / "0.19.2" / f"{kind}_single", run, "--vocabulary", "29") == 0
+    assert cli.main(["convert", "to-hf", str(run), str(folder)]) == 0
+    theirs = np.load(recorded / "0.19.2" / f"{kind}.npz")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        scores = model(torch.from_numpy(theirs["ids"])).logits.numpy()
+    np.testing.assert_allclose(scores, theirs["scores"][..., :29], atol=2e-5)
+    assert cli.main(["convert", "from-hf", str(folder), str(again)]) == 0
+    assert_same(weights_of(again), weights_of(run))
 
 
 def test_bridge_checkpoint_is_read_without_args(recorded, tmp_path, capsys):
