@@ -48,6 +48,7 @@ _METADATA_GLOBALS = {
     ("torch.serialization", "_get_layout"): str,
     ("collections", "OrderedDict"): dict,
     ("pathlib", "PosixPath"): PickleStub,
+    ("pathlib._local", "PosixPath"): PickleStub,  # of Python 3.13
 }
 
 

@@ -118,9 +118,12 @@ def metadata(offsets=(0, 0), file="__0_0.distcp", **more):
     return of_torch("Metadata", state_dict_metadata=listed, storage_data={index: place, extra: place})
 
 
-def test_metadata_is_read_as_data(tmp_path):
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])  # until Python 3.12, and of 3.13
+def test_metadata_is_read_as_data(module, tmp_path):
     chunk = TensorChunk((0, 0), (4, 3), "__0_0.distcp", 5, 70)
-    file = write_metadata(tmp_path, metadata())
+    content = metadata()
+    content.storage_meta = Called(type("PosixPath", (), {"__module__": module}), "checkpoint")
+    file = write_metadata(tmp_path, content)
     assert read_metadata(file) == {"decoder.final": StoredTensor("bfloat16", (4, 3), (chunk,))}
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(UsageError, match=r"is truncated or not a \.metadata"):
