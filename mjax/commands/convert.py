@@ -166,9 +166,9 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     model, family, tensors = _model(checkpoint, arguments)
     model = models.scale_rope(model, arguments.rope, folder)
     rope = models.describe_rope(model, arguments.rope)
-    assets = checkpoint.folder / "tokenizer"  # of Megatron-Bridge
-    from_assets = dataclasses.replace(arguments, source=assets) if assets.is_dir() else arguments
-    tokenizer, carried = _find_tokenizer(from_assets, {}, model)
+    places = [checkpoint.folder / "tokenizer", checkpoint.folder.parent / "tokenizer"]  # of Megatron-Bridge, and ours
+    assets = next(filter(Path.is_dir, places), source)
+    tokenizer, carried = _find_tokenizer(dataclasses.replace(arguments, source=assets), {}, model)
     rows = model.vocabulary
     vocabulary = _vocabulary(arguments.vocabulary, tokenizer, checkpoint, rows)
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
@@ -202,7 +202,8 @@ def _model(checkpoint: MegatronCheckpoint, arguments: FromMegatronArguments) -> 
     folder, settings, tensors = str(checkpoint.folder), checkpoint.arguments, checkpoint.tensors
     kind, version = checkpoint.architecture, checkpoint.version
     if kind != "decoder":
-        model = megatron.model_config(settings, tensors, kind, folder, arguments.heads, arguments.activation)
+        of_user = arguments.heads, arguments.activation
+        model = megatron.model_config(settings, tensors, kind, folder, *of_user, checkpoint.old_names)
         layernorm = getattr(model, "layernorm", "pre")
         if layernorm == "post" and not checkpoint.old_names:
             problem = "apply_residual_connection_post_layernorm is set, which megatron-core ignores"
@@ -225,9 +226,11 @@ def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Megat
         if not 1 <= flag <= rows:
             raise UsageError(f"--vocabulary is {flag}; the embedding has {rows:,} rows; use 1 to {rows}")
         return flag
+    settings = checkpoint.arguments or {}
+    if settings.get("tokenizer_type") is None and settings.get("vocab_size") in range(1, rows + 1):  # of to-megatron
+        return settings["vocab_size"]
     if tokenizer is None or tokenizer.vocabulary > rows:  # check_vocabulary rejects a larger vocabulary
         return rows
-    settings = checkpoint.arguments or {}
     ranks = checkpoint.tensor_ranks or settings.get("tensor_model_parallel_size") or 1
     multiple = (settings.get("make_vocab_size_divisible_by") or 128) * ranks
     if rows - tokenizer.vocabulary >= multiple:
