@@ -220,7 +220,8 @@ def _model(checkpoint: MegatronCheckpoint, arguments: FromMegatronArguments) -> 
     folder, settings, tensors = str(checkpoint.folder), checkpoint.arguments, checkpoint.tensors
     kind, version = checkpoint.architecture, checkpoint.version
     if kind != "decoder":
-        model = megatron.model_config(settings, tensors, kind, folder, arguments.heads, arguments.activation)
+        of_user = arguments.heads, arguments.activation
+        model = megatron.model_config(settings, tensors, kind, folder, *of_user, checkpoint.old_names)
         layernorm = getattr(model, "layernorm", "pre")
         if layernorm == "post" and not checkpoint.old_names:
             problem = "apply_residual_connection_post_layernorm is set, which megatron-core ignores"
@@ -243,9 +244,11 @@ def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Megat
         if not 1 <= flag <= rows:
             raise UsageError(f"--vocabulary is {flag}; the embedding has {rows:,} rows; use 1 to {rows}")
         return flag
+    settings = checkpoint.arguments or {}
+    if settings.get("tokenizer_type") is None and settings.get("vocab_size") in range(1, rows + 1):  # of to-megatron
+        return settings["vocab_size"]
     if tokenizer is None or tokenizer.vocabulary > rows:  # check_vocabulary rejects a larger vocabulary
         return rows
-    settings = checkpoint.arguments or {}
     ranks = checkpoint.tensor_ranks or settings.get("tensor_model_parallel_size") or 1
     multiple = (settings.get("make_vocab_size_divisible_by") or 128) * ranks
     if rows - tokenizer.vocabulary >= multiple:
