@@ -180,7 +180,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
         config, scalars = optimizer.read_optimizer(checkpoint, config)
         slots |= {slot: _open_slot(checkpoint, slot, model) for slot in optimizer.SLOTS if slot != "param"}
         if checkpoint.has_main_weights:
-            slots["param"] = _open_slot(checkpoint, "param|fp32_param", model)
+            slots["param"] = _open_slot(checkpoint, "param", model)
     names = {slot: weights.match_tensors(family, slots[slot], model, folder) for slot in slots}
     card = model_folder.make_card(source, family.model, rope)
     step = int(scalars.get(optimizer.STEP, 0))
@@ -208,9 +208,9 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     return 0
 
 
-def _open_slot(checkpoint: MegatronCheckpoint, slots: str, model: ModelConfig) -> Tensors:
+def _open_slot(checkpoint: MegatronCheckpoint, slot: str, model: ModelConfig) -> Tensors:
     """The tensors of a moment, or the main weights in float32, by the names of the model's family."""
-    opened = open_checkpoint(checkpoint.folder, slots=slots)
+    opened = open_checkpoint(checkpoint.folder, slot=slot)
     tensors = open_hybrid(dataclasses.replace(opened, arguments=checkpoint.arguments)).tensors
     return DecoderTensors(tensors, model, str(opened.folder)) if checkpoint.architecture == "decoder" else tensors
 
@@ -477,7 +477,7 @@ def to_megatron(arguments: ToMegatronArguments) -> int:
                 of_slot = lambda name, rank, prefix=prefix: blocks(name.replace("model.", prefix, 1), rank)  # noqa: E731
                 slots[slot] = gather_tensors(export, of_slot, np.dtype(np.float32), folder.parent / slot, read)
         if arguments.optimizer:
-            common = optimizer.common_state(config, saved, export.arguments, export.expert > 1)
+            common = optimizer.common_state(config, saved, export.arguments)
         with status("writing", Console(stderr=True)):
             write_release(folder, export, whole, form, common, slots)
         if files.tokenizer is not None:

@@ -247,7 +247,7 @@ def write_release(
       slots: of an export with its optimizer, the tensors of each.
     """
     torch = import_torch("checkpoints of Megatron are written by torch")
-    state = {"checkpoint_version": 3.0, "iteration": 0, **(common or {})}
+    state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, **(common or {})}
     state["args"] = argparse.Namespace(**export.arguments, **state.pop("args", {}))
     tracker = str(state["iteration"] or "release")
     release = folder / (f"iter_{state['iteration']:07d}" if common else tracker)
@@ -264,16 +264,14 @@ def write_release(
         from torch.distributed import checkpoint
 
         tensors = {name: _to_torch(array) for name, array in list_sharded_tensors(export, whole)}
-        names = list(tensors)
+        extra = _extra_states(tensors, export)
         for slot, arrays in (slots or {}).items():
-            tensors |= {
-                f"optimizer.state.{slot}.{name}": _to_torch(array)
-                for name, array in list_sharded_tensors(export, arrays)
-            }
+            for name, array in list_sharded_tensors(export, arrays):
+                tensors[f"optimizer.state.{slot}.{name}"] = _to_torch(array)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
             checkpoint.save(
-                tensors | {name: [None] for name in _extra_states(names, export)},
+                tensors | {name: [None] for name in extra},
                 storage_writer=checkpoint.FileSystemWriter(release, thread_count=1),
                 planner=checkpoint.DefaultSavePlanner(flatten_state_dict=False),
                 no_dist=True,
@@ -341,7 +339,7 @@ def make_command(export: Export, output: Path, form: Format, dtype: str, tokeniz
     words += ["--sequence-parallel"] if export.model.experts and export.tensor > 1 else []
     words += ["--ckpt-format", form, *(["--transformer-impl", "local"] if form == "torch" else [])]
     for name, value in export.arguments.items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = f"--{name.replace('_', '-').replace('opt-param', 'opt_param')}"
         if name in OFF_FLAGS:
             words += [] if value else [OFF_FLAGS[name]]
         elif value is True and name not in NO_FLAGS:
