@@ -67,6 +67,7 @@ def changes_since(
         if name.startswith("model.") and field_marks(config, name).isdisjoint({FREE, TUNING}):
             other = f"holds a run of another model ({name} {old}, now {new})"
             raise UsageError(f"{folder} {other}; choose another --name, or leave the model unchanged")
+    imported = before.data == DataConfig()  # from Megatron with its optimizer: no start of this run has had data
     same_rates = _has_same_rates(before, config, steps[-1] if step is None else step)
     if not allow and steps != [0]:  # checkpoint 0 has weights that no step of this run produced
         rejected = [
@@ -75,8 +76,9 @@ def changes_since(
             if FREE not in field_marks(config, name)
             and _effective_field(before, name) != _effective_field(config, name)
             and not (same_rates and RATE in field_marks(config, name))
+            and not (imported and name.startswith("data."))
         ]
-        rejected = [*rejected, *_find_changed_data(folder, before.data, config.data)]
+        rejected += [] if imported else _find_changed_data(folder, before.data, config.data)
         if rejected:
             other = f"{new_run_flags(folder, config.model)} instead of --run" if resumed else "--name NEW"
             fix = f"for a new run type {other}, and to continue this one with the change --allow-change"

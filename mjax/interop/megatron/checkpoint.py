@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mjax.errors import UsageError
+from mjax.interop.distributed_files import COMMON_ENTRIES, COMMON_STATE, StoredTensor, read_metadata
 from mjax.interop.megatron.arguments import is_decoder
 from mjax.interop.megatron.bridge import RUN_CONFIG, read_run_config
 from mjax.interop.megatron.tensors import (
@@ -29,15 +30,7 @@ from mjax.interop.megatron.tensors import (
 )
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors
-from mjax.interop.torch_files import (
-    COMMON_ENTRIES,
-    COMMON_STATE,
-    PickleStub,
-    StoredTensor,
-    load_megatron_file,
-    read_metadata,
-    to_numpy,
-)
+from mjax.interop.torch_files import PickleStub, load_megatron_file, to_numpy
 
 TRACKER, BRIDGE_TRACKER = "latest_checkpointed_iteration.txt", "latest_train_state.pt"
 SAVE_AGAIN = "save it again with Megatron's --ckpt-convert-format torch_dist"
@@ -62,6 +55,8 @@ class MegatronCheckpoint:
       arguments: of the run that wrote it; None if missing.
       tensor_ranks: the tensor-parallel size of that run; None if unknown.
       old_names: True if its names are from before megatron-core.
+      has_main_weights: True if its optimizer has float32 weights of its own.
+      common: everything but tensors of the model, such as the state of the optimizer and its schedule.
     """
 
     folder: Path
@@ -72,14 +67,18 @@ class MegatronCheckpoint:
     arguments: dict[str, Any] | None
     tensor_ranks: int | None
     old_names: bool
+    common: dict[str, Any]
+    has_main_weights: bool = False
 
 
-def open_checkpoint(source: Path, step: int | None = None) -> MegatronCheckpoint:
+def open_checkpoint(source: Path, step: int | None = None, slots: str = "") -> MegatronCheckpoint:
     """Open a Megatron checkpoint of either format.
 
     Args:
       source: the folder given to `--save`, or one checkpoint in it.
       step: of the checkpoint; None for the one named by the tracker file.
+      slots: of the optimizer, a regular expression such as exp_avg: open these tensors instead of the weights, by the
+        names of the weights.
 
     Raises:
       UsageError: there is no such checkpoint, or it is incomplete or damaged, or calls a function.
@@ -89,7 +88,9 @@ def open_checkpoint(source: Path, step: int | None = None) -> MegatronCheckpoint
         backend = read_object(folder / "metadata.json").get("sharded_backend")
         if backend != "torch_dist":
             raise UsageError(f"{folder} is in the format {backend!r}, not torch_dist or torch; {SAVE_AGAIN}")
-    return _open_distributed(folder) if (folder / ".metadata").is_file() else _open_ranks(folder)
+    if (folder / ".metadata").is_file():
+        return _open_distributed(folder, slots)
+    return _open_ranks(folder, slots)
 
 
 def find_folder(source: Path, step: int | None) -> Path:
@@ -138,7 +139,7 @@ def _read_bridge_step(tracker: Path) -> int:
 # --- Format torch -----------------------------------------------------------------------------------------------------
 
 
-def _open_ranks(folder: Path) -> MegatronCheckpoint:
+def _open_ranks(folder: Path, slots: str) -> MegatronCheckpoint:
     files = _find_rank_files(folder)
     contents = _load_ranks(files)
     first = contents[0, 0, 0]
@@ -168,7 +169,7 @@ def _open_ranks(folder: Path) -> MegatronCheckpoint:
     old = any(name.startswith("language_model.") for name in names)
     version, missing = _read_version(first, folder, assumed=0 if old else 3)
     tensors = RankTensors(pieces, version, str(folder), gated=kind == "decoder")
-    return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, ranks, old)
+    return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, ranks, old, first)
 
 
 def _find_rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
@@ -265,7 +266,7 @@ def _read_arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | N
 # --- Format torch_dist ------------------------------------------------------------------------------------------------
 
 
-def _open_distributed(folder: Path) -> MegatronCheckpoint:
+def _open_distributed(folder: Path, slots: str) -> MegatronCheckpoint:
     entries = read_metadata(folder / ".metadata")
     common = _load_common(folder, entries)
     arguments = _read_arguments(common, folder)
@@ -274,10 +275,14 @@ def _open_distributed(folder: Path) -> MegatronCheckpoint:
     stored = {name: tensor for name, tensor in entries.items() if not OTHER_STATE.fullmatch(name)}
     if entries.keys() & {*COMMON_ENTRIES}:
         stored = {strip_wrappers(name): tensor for name, tensor in stored.items() if name.startswith("model.")}
+    has_main = any(re.match(r"(chained_\d+\.)?optimizer\.state\.(fp32_)?param\.", name) for name in entries)
+    if slots:
+        prefix = re.compile(rf"(chained_\d+\.)?optimizer\.state\.({slots})\.")
+        stored = {prefix.sub("", name, 1): tensor for name, tensor in entries.items() if prefix.match(name)}
     kind = _detect_architecture(arguments, list(stored), folder)
     tensors = DistributedTensors(folder, to_current_names(stored, kind, str(folder)))
     version, missing = _read_version(common, folder, assumed=3)
-    return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, None, old_names=False)
+    return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, None, False, common, has_main)
 
 
 def strip_wrappers(name: str) -> str:

@@ -1,6 +1,6 @@
 """Write the weights of a run as a checkpoint of Megatron: the inverse of the import, by the same tables.
 
-    latest_checkpointed_iteration.txt       release
+    latest_checkpointed_iteration.txt       release, or the step of an export with its optimizer (iter_0000500)
     release/mp_rank_00/model_optim_rng.pt   format torch: a file for each rank, or
     release/.metadata, __0_0.distcp …       format torch_dist, for any number of ranks
 
@@ -227,12 +227,30 @@ def rank_tensors(export: Export, whole: Mapping[str, np.ndarray], rank: tuple[in
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 
-def write_release(folder: Path, export: Export, whole: Mapping[str, np.ndarray], form: Format) -> None:
-    """Write the checkpoint into a folder, which exists and is empty; not atomic."""
+def write_release(
+    folder: Path,
+    export: Export,
+    whole: Mapping[str, np.ndarray],
+    form: Format,
+    common: Mapping[str, Any] | None = None,
+    slots: Mapping[str, Mapping[str, np.ndarray]] | None = None,
+) -> None:
+    """Write the checkpoint into a folder, which exists and is empty; not atomic.
+
+    Args:
+      folder: of the checkpoints.
+      export: the model.
+      whole: its tensors.
+      form: the format.
+      common: of an export with its optimizer, the result of `common_state`.
+      slots: of an export with its optimizer, the tensors of each.
+    """
     torch = import_torch("checkpoints of Megatron are written by torch")
-    release = folder / "release"
+    state = {"checkpoint_version": 3.0, "iteration": 0, **(common or {})}
+    state["args"] = argparse.Namespace(**export.arguments, **state.pop("args", {}))
+    tracker = str(state["iteration"] or "release")
+    release = folder / (f"iter_{state['iteration']:07d}" if common else tracker)
     release.mkdir()
-    state = {"args": argparse.Namespace(**export.arguments), "checkpoint_version": 3.0, "iteration": 0}
     if form == "torch":
         for tensor_rank, stage, expert_rank in export.ranks:
             name = f"mp_rank_{tensor_rank:02}" + (f"_{stage:03}" if export.pipeline > 1 else "")
@@ -245,19 +263,26 @@ def write_release(folder: Path, export: Export, whole: Mapping[str, np.ndarray],
         from torch.distributed import checkpoint
 
         tensors = {name: _to_torch(array) for name, array in list_sharded_tensors(export, whole)}
+        names = list(tensors)
+        for slot, arrays in (slots or {}).items():
+            tensors |= {
+                f"optimizer.state.{slot}.{name}": _to_torch(array)
+                for name, array in list_sharded_tensors(export, arrays)
+            }
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
             checkpoint.save(
-                tensors | {name: [None] for name in _extra_states(tensors, export)},
+                tensors | {name: [None] for name in _extra_states(names, export)},
                 storage_writer=checkpoint.FileSystemWriter(release, thread_count=1),
                 planner=checkpoint.DefaultSavePlanner(flatten_state_dict=False),
                 no_dist=True,
             )
-        names = {"non_homogeneous_layers": True, "singleton_local_shards": True}
-        torch.save(state | {"content_metadata": names}, release / "common.pt")
+        content = {"non_homogeneous_layers": True, "singleton_local_shards": True, "chained_optim_avoid_prefix": True}
+        content |= {"distrib_optim_sharding_type": "fully_reshardable"} if slots else {}
+        torch.save(state | {"content_metadata": content}, release / "common.pt")
         backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         write_object(release / "metadata.json", backends | {"common_backend": "torch", "common_backend_version": 1})
-    (folder / TRACKER).write_text("release", encoding="utf-8")
+    (folder / TRACKER).write_text(tracker, encoding="utf-8")
 
 
 def list_sharded_tensors(export: Export, whole: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
@@ -320,5 +345,5 @@ def make_command(export: Export, output: Path, form: Format, dtype: str, tokeniz
         elif value is True and name not in NO_FLAGS:
             words.append(flag)
         elif value is not None and value is not False and name not in NO_FLAGS:
-            words += [flag, str(value)]
+            words += [flag, *map(str, value if isinstance(value, list) else [value])]
     return [*words, *tokenizer, *(["--bf16"] if dtype == "bf16" else [])]
