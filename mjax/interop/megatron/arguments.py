@@ -63,7 +63,7 @@ class Setting(NamedTuple):
     def allows(self, value: Any) -> bool:
         """True if the model does not depend on the setting, or mjax reads it, or its value is a default."""
         irrelevant = value is None or self.kind in ("reproduced", "no effect")
-        default = isinstance(value, str | int | float) and value in self.defaults  # not 0 where it is None
+        default = isinstance(value, str | int | float) and value in self.defaults  # 0 is not None
         off = isinstance(value, bool | str | list | tuple | dict) and not value and not all(self.defaults)
         return irrelevant or default or off
 
