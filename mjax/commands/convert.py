@@ -180,7 +180,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
         config, scalars = optimizer.read_optimizer(checkpoint, config)
         slots |= {slot: _open_slot(checkpoint, slot, model) for slot in optimizer.SLOTS if slot != "param"}
         if checkpoint.has_main_weights:
-            slots["param"] = _open_slot(checkpoint, "param|fp32_param", model)
+            slots["param"] = _open_slot(checkpoint, "param", model)
     names = {slot: weights.match_tensors(family, slots[slot], model, folder) for slot in slots}
     card = model_folder.make_card(source, family.model, rope)
     step = int(scalars.get(optimizer.STEP, 0))
@@ -208,9 +208,9 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     return 0
 
 
-def _open_slot(checkpoint: MegatronCheckpoint, slots: str, model: ModelConfig) -> Tensors:
+def _open_slot(checkpoint: MegatronCheckpoint, slot: str, model: ModelConfig) -> Tensors:
     """The tensors of a moment, or the main weights in float32, by the names of the model's family."""
-    opened = open_checkpoint(checkpoint.folder, slots=slots)
+    opened = open_checkpoint(checkpoint.folder, slot=slot)
     tensors = open_hybrid(dataclasses.replace(opened, arguments=checkpoint.arguments)).tensors
     return DecoderTensors(tensors, model, str(opened.folder)) if checkpoint.architecture == "decoder" else tensors
 
@@ -220,7 +220,8 @@ def _model(checkpoint: MegatronCheckpoint, arguments: FromMegatronArguments) -> 
     folder, settings, tensors = str(checkpoint.folder), checkpoint.arguments, checkpoint.tensors
     kind, version = checkpoint.architecture, checkpoint.version
     if kind != "decoder":
-        model = megatron.model_config(settings, tensors, kind, folder, arguments.heads, arguments.activation)
+        of_user = arguments.heads, arguments.activation
+        model = megatron.model_config(settings, tensors, kind, folder, *of_user, checkpoint.old_names)
         layernorm = getattr(model, "layernorm", "pre")
         if layernorm == "post" and not checkpoint.old_names:
             problem = "apply_residual_connection_post_layernorm is set, which megatron-core ignores"
@@ -243,9 +244,11 @@ def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Megat
         if not 1 <= flag <= rows:
             raise UsageError(f"--vocabulary is {flag}; the embedding has {rows:,} rows; use 1 to {rows}")
         return flag
+    settings = checkpoint.arguments or {}
+    if settings.get("tokenizer_type") is None and settings.get("vocab_size") in range(1, rows + 1):  # of to-megatron
+        return settings["vocab_size"]
     if tokenizer is None or tokenizer.vocabulary > rows:  # check_vocabulary rejects a larger vocabulary
         return rows
-    settings = checkpoint.arguments or {}
     ranks = checkpoint.tensor_ranks or settings.get("tensor_model_parallel_size") or 1
     multiple = (settings.get("make_vocab_size_divisible_by") or 128) * ranks
     if rows - tokenizer.vocabulary >= multiple:
@@ -474,7 +477,7 @@ def to_megatron(arguments: ToMegatronArguments) -> int:
                 of_slot = lambda name, rank, prefix=prefix: blocks(name.replace("model.", prefix, 1), rank)  # noqa: E731
                 slots[slot] = gather_tensors(export, of_slot, np.dtype(np.float32), folder.parent / slot, read)
         if arguments.optimizer:
-            common = optimizer.common_state(config, saved, export.arguments, export.expert > 1)
+            common = optimizer.common_state(config, saved, export.arguments)
         with status("writing", Console(stderr=True)):
             write_release(folder, export, whole, form, common, slots)
         if files.tokenizer is not None:

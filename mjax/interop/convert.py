@@ -93,7 +93,7 @@ def write_checkpoint(
     Args:
       folder: `checkpoints` of a run.
       target: the state, or one field of it such as {"model": …}, of ShapeDtypeStructs.
-      read_block: called with the name of an array in `target`, without `model.`, and the begin and end of a block of its
+      read_block: called with the name of an array in `target` without `model.`, and the begin and end of a block of its
         first dim.
       step: of the checkpoint.
     """

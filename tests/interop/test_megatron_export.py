@@ -76,6 +76,7 @@ ROUTED = MixtureConfig(layers=2, hidden=24, heads=4, experts=4, feed_forward=40,
         replace(LLAMA, rope_scaling="llama3", rope_factor=8.0, rope_original_length=8192, rope_theta=5e5),
         ROUTED, replace(ROUTED, router_normalized=False, shared_expert_ffn_hidden=8, moe_ffn_hidden=16, z_loss=0.1),
         replace(ROUTED, router="sigmoid", router_scale=2.5, router_n_groups=2, router_topk_groups=1),
+        replace(ROUTED, layers=6, first_dense_layers=2), replace(ROUTED, layers=6, moe_layer_freq=2),
         replace(ROUTED, aux_loss_coef=0.1), replace(ROUTED, aux_loss_coef=0.1, aux_loss_scope="micro_batch"),
     ],
 )  # fmt: skip
@@ -87,15 +88,20 @@ def test_arguments_describe_model(model):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (replace(SMALL, positions="alibi"), "no --model.positions alibi, as in runs/demo, only learned"),
+        (
+            replace(SMALL, positions="alibi"),
+            "runs/demo has --model.positions alibi, and to-megatron can write only",
+        ),
         (replace(SMALL, embedding_layernorm=True), "--model.embedding-layernorm True"),
         (replace(BERT, layernorm="post"), "--model.layernorm post"),
-        (replace(BERT, mlm_activation=None), "--model.mlm-activation gelu_tanh, as in runs/demo, only gelu_erf"),
+        (
+            replace(BERT, mlm_activation=None),
+            "--model.mlm-activation gelu_tanh, and to-megatron can write only gelu_erf",
+        ),
         (replace(LLAMA, window=4), "--model.window 4"),
         (replace(LLAMA, norms="post"), "--model.norms post"),
         (replace(LLAMA, activation="gelu_tanh"), "--model.activation gelu_tanh"),
         (replace(LLAMA, rope_scaling="yarn", rope_factor=4.0, rope_original_length=5), "--model.rope-scaling yarn"),
-        (replace(ROUTED, first_dense_layers=1), "--model.first-dense-layers 1"),
         (replace(ROUTED, router_bias_update_rate=0.1), "--model.router-bias-update-rate 0.1"),
         (convert_kind(LLAMA, "gemma3"), "to-megatron supports gpt, bert, llama, mixture, and runs/demo is"),
     ],

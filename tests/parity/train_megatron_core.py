@@ -9,7 +9,6 @@ the steps are written beside it. One process, because megatron-core changes the 
 import argparse
 import contextlib
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from write_megatron_core import SEQUENCE, SETTINGS, build
-from write_megatron_core import DECODERS, MIXTURES
+from write_megatron_core import DECODERS, MIXTURES, SEQUENCE, SETTINGS, build
 
 BATCH = 4
 OPTIMIZER = {"lr": 5e-3, "min_lr": 5e-4, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-6}
@@ -66,10 +64,9 @@ def main(requests: list[Request]) -> None:
     for name in ("tensor", "zeros", "empty"):
         make = getattr(torch, name)
         setattr(torch, name, lambda *args, make=make, **values: make(*args, **to_cpu(values)))
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core import optimizer
+    from megatron.core import optimizer, parallel_state
     from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils
 
     optimizer.Adam = distrib_optimizer.Adam = FusedAdam
@@ -86,7 +83,7 @@ class FusedAdam(torch.optim.Optimizer):
     """AdamW with the state of TransformerEngine's and Apex's: the count is in the groups."""
 
     def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode=True, bias_correction=True, capturable=False):
-        assert adam_w_mode and bias_correction and not capturable
+        assert (adam_w_mode, capturable) == (True, False)
         values = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
         super().__init__(params, values | {"bias_correction": bias_correction})
 
@@ -143,7 +140,9 @@ def train(request: Request) -> None:
         model = model.bfloat16()
     distributed = request.form == "distributed"
     config.gradient_accumulation_fusion = False
-    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=distributed), model)
+    wrapped = DistributedDataParallel(
+        config, DistributedDataParallelConfig(use_distributed_optimizer=distributed), model
+    )
     settings = OptimizerConfig(optimizer="adam", bf16=request.bf16, use_distributed_optimizer=distributed, **OPTIMIZER)
     optimizers.USING_PYTORCH_OPTIMIZER = not distributed
     optimizer = get_megatron_optimizer(settings, [wrapped])

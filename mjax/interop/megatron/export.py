@@ -142,7 +142,8 @@ def _check_represented(model: ModelConfig, kind: Architecture, arguments: dict[s
         unused = field.name == "aux_loss_scope" and not getattr(model, "aux_loss_coef", 0)
         if ours != theirs and field.name not in UNCOMPARED and not unused:
             flag = f"--model.{field.name.replace('_', '-')}"
-            raise UsageError(f"megatron-core has no {flag} {ours}, as in {run}, only {theirs}; convert another run")
+            problem = f"{run} has {flag} {ours}, and to-megatron can write only {theirs}"
+            raise UsageError(f"{problem}; convert another run, or use to-hf")
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ def write_release(
       slots: of an export with its optimizer, the tensors of each.
     """
     torch = import_torch("checkpoints of Megatron are written by torch")
-    state = {"checkpoint_version": 3.0, "iteration": 0, **(common or {})}
+    state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, **(common or {})}
     state["args"] = argparse.Namespace(**export.arguments, **state.pop("args", {}))
     tracker = str(state["iteration"] or "release")
     release = folder / (f"iter_{state['iteration']:07d}" if common else tracker)
@@ -263,16 +264,14 @@ def write_release(
         from torch.distributed import checkpoint
 
         tensors = {name: _to_torch(array) for name, array in list_sharded_tensors(export, whole)}
-        names = list(tensors)
+        extra = _extra_states(tensors, export)
         for slot, arrays in (slots or {}).items():
-            tensors |= {
-                f"optimizer.state.{slot}.{name}": _to_torch(array)
-                for name, array in list_sharded_tensors(export, arrays)
-            }
+            for name, array in list_sharded_tensors(export, arrays):
+                tensors[f"optimizer.state.{slot}.{name}"] = _to_torch(array)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
             checkpoint.save(
-                tensors | {name: [None] for name in _extra_states(names, export)},
+                tensors | {name: [None] for name in extra},
                 storage_writer=checkpoint.FileSystemWriter(release, thread_count=1),
                 planner=checkpoint.DefaultSavePlanner(flatten_state_dict=False),
                 no_dist=True,
@@ -289,8 +288,9 @@ def list_sharded_tensors(export: Export, whole: Mapping[str, np.ndarray]) -> Ite
     """The tensors of torch_dist by name, where every layer, expert, gate and up is a tensor, so that a rank of Megatron
     reads its part only (`singleton_local_shards`)."""
     for name, array in whole.items():
-        for plain, fused in layout.FUSED_NORMS.items():
-            if not (export.model.experts and "pre_mlp" in plain):  # experts have their LayerNorm apart
+        router = name.replace("pre_mlp_layernorm", "mlp.router")
+        if router == name or router not in whole:  # experts have their LayerNorm apart
+            for plain, fused in layout.FUSED_NORMS.items():
                 name = name.replace(plain, fused)
         pieces = {name: array}
         if layout.EXPERTS in name:
@@ -325,8 +325,8 @@ def _to_torch(array: np.ndarray) -> Any:
 OFF_FLAGS = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
 """Flags of arguments that are false."""
 NO_FLAGS = {
-    "padded_vocab_size", "retro_add_retriever", "add_position_embedding", "bert_binary_head", "softmax_type",
-    "mtp_num_layers",
+    "vocab_size", "padded_vocab_size", "retro_add_retriever", "add_position_embedding", "bert_binary_head",
+    "softmax_type", "mtp_num_layers",
 }  # fmt: skip
 """Arguments that --use-checkpoint-args reads, or at Megatron's default."""
 
@@ -339,11 +339,11 @@ def make_command(export: Export, output: Path, form: Format, dtype: str, tokeniz
     words += ["--sequence-parallel"] if export.model.experts and export.tensor > 1 else []
     words += ["--ckpt-format", form, *(["--transformer-impl", "local"] if form == "torch" else [])]
     for name, value in export.arguments.items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = f"--{name.replace('_', '-').replace('opt-param', 'opt_param')}"
         if name in OFF_FLAGS:
             words += [] if value else [OFF_FLAGS[name]]
         elif value is True and name not in NO_FLAGS:
             words.append(flag)
         elif value is not None and value is not False and name not in NO_FLAGS:
-            words += [flag, *map(str, value if isinstance(value, list) else [value])]
+            words += [flag, str(value).replace(" ", "")]
     return [*words, *tokenizer, *(["--bf16"] if dtype == "bf16" else [])]
