@@ -460,10 +460,10 @@ def to_megatron(arguments: ToMegatronArguments) -> int:
         raise UsageError(f"{run} holds adapters; merge them: mjax convert to-hf {run} MERGED --merged, then from-hf")
     export = plan_export(config.model, run, **split)
     if arguments.optimizer:
-        if checkpoint_steps(run) == [0]:
-            raise UsageError(f"{run} has taken no step, so it has no state of an optimizer; {optimizer.OPTIONAL}")
         settings = optimizer.optimizer_arguments(config, run)
         export = dataclasses.replace(export, arguments=export.arguments | settings)
+        if checkpoint_steps(run) == [0]:
+            raise UsageError(f"{run} has taken no step, so it has no state of an optimizer; {optimizer.OPTIONAL}")
     files = _TokenizerExport(run, arguments.tokenizer, config.model, config.model.causal)
     step = _newest(run, config, arguments.step, arguments.optimizer)
     saved = run / "checkpoints" / str(step)
