@@ -122,6 +122,8 @@ class ToMegatronArguments:
     """With --format torch: pipeline stages."""
     expert: Annotated[Count, Synonyms("expert-model-parallel-size target-expert-parallel-size")] = 1
     """With --format torch: expert-parallel ranks, of a mixture of experts."""
+    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
+    """The layers of the Megatron that loads it, as its flag of this name: their LayerNorms have other names."""
     step: int | None = None
     """Checkpoint to convert (by default the newest intact one)."""
     dtype: Annotated[Literal["fp32", "bf16"], Synonyms("torch-dtype~")] = "fp32"
