@@ -132,6 +132,8 @@ class ToMegatronArguments(ExportArguments):
     """The layers of the Megatron that loads it, as its flag of this name: their LayerNorms have other names."""
     optimizer: bool = False
     """Export AdamW's moments, the schedule and the counts too, so that Megatron continues with the next step."""
+    merged: bool = False
+    """For a run with adapters: add them to the weights of their base."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -323,12 +323,7 @@ def to_hf(arguments: ToHfArguments) -> int:
     torch_name, dtype = models.DTYPES[arguments.dtype]
     if arguments.adapter:
         return _to_peft(arguments, config, family, saved, dtype)
-    blocks, into = partial(read_in_blocks, saved), ""
-    if arguments.merged:
-        base, checkpoint = _base(run)
-        adapters = lora.read_adapters(saved, config.model)
-        blocks = lora.merge_adapters(partial(read_in_blocks, checkpoint), config.model, adapters)
-        into = f", merged into checkpoint {base.step} of {base.run}"
+    blocks, into = _read_weights(run, config, saved)
     shapes = {name: place.shape for name, place in weights.tensor_layouts(family, model).items()}
     generation = _generation_config(arguments, tokenizer, carried)
     ids = {"pad_token_id": getattr(tokenizer, "pad", None)}
@@ -402,6 +397,17 @@ def _base(run: Path) -> tuple[Base, Path]:
     return base, checkpoint
 
 
+def _read_weights(run: Path, config: Config, saved: Path) -> tuple[lora.BlockReader, str]:
+    """A reader of the weights of a checkpoint, in the base of its adapters if it has any, and words about the base."""
+    blocks = partial(read_in_blocks, saved)
+    if not config.model.lora_rank:
+        return blocks, ""
+    base, checkpoint = _base(run)
+    adapters = lora.read_adapters(saved, config.model)
+    blocks = lora.merge_adapters(partial(read_in_blocks, checkpoint), config.model, adapters)
+    return blocks, f", merged into checkpoint {base.step} of {base.run}"
+
+
 def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Path, dtype: np.dtype) -> int:
     """Write the adapters of a checkpoint as a peft folder."""
     run, output = arguments.run, arguments.output
@@ -456,22 +462,26 @@ def to_megatron(arguments: ToMegatronArguments) -> int:
         raise UsageError(f"{flags[0]} is for --format torch; remove it: torch_dist loads into any split")
     import_torch("checkpoints of Megatron are written by torch")
     config = read_settings(run / "config.json")
-    if config.model.lora_rank:
-        raise UsageError(f"{run} holds adapters; merge them: mjax convert to-hf {run} MERGED --merged, then from-hf")
-    export = plan_export(config.model, run, **split, transformer_impl=arguments.transformer_impl)
+    if arguments.merged != bool(config.model.lora_rank):
+        problem = "has no adapters; remove --merged" if arguments.merged else "holds adapters; add --merged"
+        raise UsageError(f"{run} {problem}")
+    if arguments.merged and arguments.optimizer:
+        raise UsageError(f"--merged --optimizer: {run} has moments of its adapters only; {optimizer.OPTIONAL}")
+    model = config.model.without_lora()
+    export = plan_export(model, run, **split, transformer_impl=arguments.transformer_impl)
     if arguments.optimizer:
         settings = optimizer.optimizer_arguments(config, run)
         export = dataclasses.replace(export, arguments=export.arguments | settings)
         if checkpoint_steps(run) == [0]:
             raise UsageError(f"{run} has taken no step, so it has no state of an optimizer; {optimizer.OPTIONAL}")
-    files = _TokenizerExport(run, arguments.tokenizer, config.model, config.model.causal)
+    files = _TokenizerExport(run, arguments.tokenizer, model, model.causal)
     step = _newest(run, config, arguments.step, arguments.optimizer)
     saved = run / "checkpoints" / str(step)
-    blocks = partial(read_in_blocks, saved)
+    blocks, into = _read_weights(run, config, saved)
     _, dtype = models.DTYPES[arguments.dtype]
     common, slots = None, {}
     with model_folder.new_folder(output) as folder:
-        with progress("reading", count_parameters(config.model) * dtype.itemsize) as read:
+        with progress("reading", count_parameters(model) * dtype.itemsize) as read:
             whole = gather_tensors(export, blocks, dtype, folder.parent / "scratch", read)
             for slot, prefix in optimizer.SLOTS.items() if arguments.optimizer else ():
                 of_slot = lambda name, rank, prefix=prefix: blocks(name.replace("model.", prefix, 1), rank)  # noqa: E731
@@ -484,19 +494,23 @@ def to_megatron(arguments: ToMegatronArguments) -> int:
             (folder / "tokenizer").mkdir()
             files.write(folder / "tokenizer")
     size, ranks = sum(array.nbytes for array in whole.values()) / 1e6, len(list(export.ranks))
-    print(f"{output}: checkpoint {step} of {find_address(run) or run} as {export.family.model}, {size:,.1f} MB", end="")
+    print(
+        f"{output}: checkpoint {step} of {find_address(run) or run}{into} as {export.family.model}, {size:,.1f} MB",
+        end="",
+    )
     print(f" in {form}" + (f" for {ranks} ranks" if ranks > 1 else ""))
     rows = export.arguments["padded_vocab_size"]
-    print(f"embedding: {config.model.vocabulary:,} tokens, padded to {rows:,} rows")
+    print(f"embedding: {model.vocabulary:,} tokens, padded to {rows:,} rows")
     if files.tokenizer is None:
         print(f"no tokenizer in {run}; add Megatron's --tokenizer-type and its files to the command")
     kind, flag, file = MEGATRON_TOKENIZERS.get(getattr(files.tokenizer, "scheme", ""), MEGATRON_TOKENIZERS["hf"])
-    flags = ["--tokenizer-type", kind, flag, str(output / "tokenizer" / file)] if files.tokenizer is not None else []
+    place = output.absolute()  # for a command in the folder of Megatron-LM
+    flags = ["--tokenizer-type", kind, flag, str(place / "tokenizer" / file)] if files.tokenizer is not None else []
     if export.arguments.get("use_rope_scaling") and (factor := export.arguments["rope_scaling_factor"]) != 8:
         print(
             f"pretrain_gpt.py ignores --rope-scaling-factor {factor:g} and computes with 8; pass it to GPTModel there"
         )
-    print(f"load it      {shlex.join(make_command(export, output, form, arguments.dtype, flags))}")
+    print(f"load it      {shlex.join(make_command(export, place, form, arguments.dtype, flags))}")
     return 0
 
 

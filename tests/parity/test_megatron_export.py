@@ -186,4 +186,6 @@ def test_adapters_are_refused(run, tmp_path, capsys):
     adapters.mkdir()
     save_config(Config(model=model), adapters / "config.json")
     assert export(adapters, tmp_path / "out") == 2
-    assert "holds adapters; merge them: mjax convert to-hf" in capsys.readouterr().err
+    assert "holds adapters; add --merged" in capsys.readouterr().err
+    assert export(run, tmp_path / "out", "--merged") == 2
+    assert "has no adapters; remove --merged" in capsys.readouterr().err
