@@ -160,6 +160,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     source, output = arguments.source, arguments.output
     check_run_folder(output)
     model_folder.check_output(output)
+    if arguments.optimizer and arguments.rope is not None:
+        raise UsageError("--optimizer continues a run as it is, and --rope changes the model; leave out one of the two")
     checkpoint = open_checkpoint(source, arguments.step)
     folder = str(checkpoint.folder)
     settings = megatron.drop_ignored(checkpoint.arguments, arguments.ignore, folder)
@@ -481,7 +483,8 @@ def to_megatron(arguments: ToMegatronArguments) -> int:
     _, dtype = models.DTYPES[arguments.dtype]
     common, slots = None, {}
     with model_folder.new_folder(output) as folder:
-        with progress("reading", count_parameters(model) * dtype.itemsize) as read:
+        itemsize = dtype.itemsize + 4 * len(optimizer.SLOTS) * arguments.optimizer
+        with progress("reading", count_parameters(model) * itemsize) as read:
             whole = gather_tensors(export, blocks, dtype, folder.parent / "scratch", read)
             for slot, prefix in optimizer.SLOTS.items() if arguments.optimizer else ():
                 of_slot = lambda name, rank, prefix=prefix: blocks(name.replace("model.", prefix, 1), rank)  # noqa: E731

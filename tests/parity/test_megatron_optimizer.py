@@ -194,6 +194,11 @@ def test_recorded_optimizer_continues(recorded, tmp_path):
     np.testing.assert_allclose(train_on(run, recorded / "llama_optimizer.npz"), losses, atol=1e-5)
 
 
+def test_longer_sequences_are_refused(recorded, tmp_path, capsys):
+    assert convert(recorded / "llama_optimizer", tmp_path / "run", "--optimizer", "--rope", "yarn:8") == 2
+    assert "--optimizer continues a run as it is" in capsys.readouterr().err
+
+
 def test_command_continues_import(recorded, tmp_path):
     assert convert(recorded / "llama_optimizer", tmp_path / "run", "--optimizer") == 0
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

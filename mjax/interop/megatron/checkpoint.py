@@ -234,7 +234,7 @@ def _with_moments(content: dict[str, Any], slot: str, file: Path) -> dict[str, A
     values: list[Any] = []
     for part in parts:
         if slot == "param":
-            values += chain.from_iterable(part["fp32_from_fp16_params"])
+            values += chain.from_iterable(part.get("fp32_from_fp16_params", ()))
         else:
             state = part.get("optimizer", part).get("state") or {}
             values += [state[number].get(slot) for number in range(len(state))]
