@@ -458,12 +458,12 @@ def to_megatron(arguments: ToMegatronArguments) -> int:
     config = read_settings(run / "config.json")
     if config.model.lora_rank:
         raise UsageError(f"{run} holds adapters; merge them: mjax convert to-hf {run} MERGED --merged, then from-hf")
-    export = plan_export(config.model, run, **split)
+    export = plan_export(config.model, run, **split, transformer_impl=arguments.transformer_impl)
     if arguments.optimizer:
-        if checkpoint_steps(run) == [0]:
-            raise UsageError(f"{run} has taken no step, so it has no state of an optimizer; {optimizer.OPTIONAL}")
         settings = optimizer.optimizer_arguments(config, run)
         export = dataclasses.replace(export, arguments=export.arguments | settings)
+        if checkpoint_steps(run) == [0]:
+            raise UsageError(f"{run} has taken no step, so it has no state of an optimizer; {optimizer.OPTIONAL}")
     files = _TokenizerExport(run, arguments.tokenizer, config.model, config.model.causal)
     step = _newest(run, config, arguments.step, arguments.optimizer)
     saved = run / "checkpoints" / str(step)
@@ -492,6 +492,10 @@ def to_megatron(arguments: ToMegatronArguments) -> int:
         print(f"no tokenizer in {run}; add Megatron's --tokenizer-type and its files to the command")
     kind, flag, file = MEGATRON_TOKENIZERS.get(getattr(files.tokenizer, "scheme", ""), MEGATRON_TOKENIZERS["hf"])
     flags = ["--tokenizer-type", kind, flag, str(output / "tokenizer" / file)] if files.tokenizer is not None else []
+    if export.arguments.get("use_rope_scaling") and (factor := export.arguments["rope_scaling_factor"]) != 8:
+        print(
+            f"pretrain_gpt.py ignores --rope-scaling-factor {factor:g} and computes with 8; pass it to GPTModel there"
+        )
     print(f"load it      {shlex.join(make_command(export, output, form, arguments.dtype, flags))}")
     return 0
 

@@ -11,8 +11,14 @@ from mjax.config import LlamaConfig, MixtureConfig
 from mjax.config.model import convert_kind
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import decoder_config
-from mjax.interop.megatron.export import gather_tensors, make_command, plan_export, rank_tensors
-from mjax.interop.megatron.tensors import DECODER, MIXTURE
+from mjax.interop.megatron.export import (
+    gather_tensors,
+    list_sharded_tensors,
+    make_command,
+    plan_export,
+    rank_tensors,
+)
+from mjax.interop.megatron.tensors import DECODER, MIXTURE, QKV
 from mjax.models.build import abstract_weights
 from tests.interop import test_megatron_decoder as decoders
 from tests.interop.megatron_files import draw
@@ -103,7 +109,7 @@ def test_arguments_describe_model(model):
         (replace(LLAMA, activation="gelu_tanh"), "--model.activation gelu_tanh"),
         (replace(LLAMA, rope_scaling="yarn", rope_factor=4.0, rope_original_length=5), "--model.rope-scaling yarn"),
         (replace(ROUTED, router_bias_update_rate=0.1), "--model.router-bias-update-rate 0.1"),
-        (convert_kind(LLAMA, "gemma3"), "to-megatron supports gpt, bert, llama, mixture, and runs/demo is"),
+        (convert_kind(LLAMA, "gemma3"), "runs/demo is a Gemma 3, and GPTModel lacks its post-LayerNorms"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -125,6 +131,21 @@ def test_split_that_does_not_divide_is_refused(split, words):
     with pytest.raises(UsageError) as refused:
         plan_export(ROUTED, RUN, *split)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("implementation", ["transformer_engine", "local"])
+def test_layernorm_of_experts_is_apart_with_transformer_engine(implementation, tmp_path):
+    """`pre_mlp_layernorm` is an identity in its dense layers (megatron/core/models/gpt/gpt_layer_specs.py)."""
+    model = replace(ROUTED, first_dense_layers=1)
+    weights = draw(model)
+    export = plan_export(model, RUN, transformer_impl=implementation)
+    blocks = lambda name, rank: [(0, weights[name.removeprefix("model.")])]  # noqa: E731
+    whole = gather_tensors(export, blocks, np.dtype(np.float32), tmp_path / "scratch", lambda size: None)
+    names = {name for name, _ in list_sharded_tensors(export, whole) if "norm" in name}
+    fused, of_experts = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
+    of_mlp = {"decoder.layers.0": fused, "decoder.layers.1": fused if implementation == "local" else of_experts}
+    expected = {f"{layer}.{name}" for layer, norm in of_mlp.items() for name in (norm, f"{QKV}.layer_norm_weight")}
+    assert names == expected | {"decoder.final_layernorm.weight"}
 
 
 def test_fewer_key_heads_than_ranks_are_split():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal
@@ -73,7 +73,7 @@ class MegatronCheckpoint:
     arguments: dict[str, Any] | None
     tensor_ranks: int | None
     old_names: bool
-    common: dict[str, Any]
+    common: Mapping[str, Any] = field(default_factory=dict)
     has_main_weights: bool = False
 
 

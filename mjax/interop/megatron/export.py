@@ -36,6 +36,7 @@ from mjax.interop.weights import iterate_tensors, tensor_layouts
 from mjax.models.huggingface.family import Family
 
 Format = Literal["torch_dist", "torch"]
+Implementation = Literal["transformer_engine", "local"]
 VOCABULARY_MULTIPLE = 128
 """Megatron's default of --make-vocab-size-divisible-by, of each tensor rank."""
 _LAYER_AND_REST = re.compile(r"(.+\.layers\.)(\d+)(\..+)")
@@ -73,7 +74,14 @@ class Export:
 # --- The model --------------------------------------------------------------------------------------------------------
 
 
-def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> Export:
+def plan_export(
+    model: ModelConfig,
+    run: Path,
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    transformer_impl: Implementation = "transformer_engine",
+) -> Export:
     """Check that Megatron has this model with this split.
 
     Raises:
@@ -82,7 +90,9 @@ def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 
     kind = ARCHITECTURES.get(model.kind)
     if kind is None:
         known = ", ".join(ARCHITECTURES)
-        raise UsageError(f"to-megatron supports {known}, and {run} is {model.title}; use to-hf")
+        raise UsageError(
+            f"to-megatron supports {known}, and {run} is {model.title}{LACKS.get(model.kind, '')}; use to-hf"
+        )
     multiple = VOCABULARY_MULTIPLE * tensor
     padded = -(-model.vocabulary // multiple) * multiple
     sizes = {
@@ -100,6 +110,7 @@ def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": pipeline,
         "expert_model_parallel_size": expert,
+        "transformer_impl": transformer_impl,
     }
     _check_represented(model, kind, arguments, str(run))
     decoder = layout.MIXTURE if model.experts else layout.DECODER
@@ -109,6 +120,10 @@ def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 
 
 ARCHITECTURES: dict[str, Architecture] = {"gpt": "gpt", "bert": "bert", "llama": "decoder", "mixture": "decoder"}
 """mjax's kinds of models that Megatron has."""
+LACKS = {
+    "gemma3": ", and GPTModel lacks its post-LayerNorms, two RoPE bases and scaled embedding (Megatron-Bridge has them)"
+}
+"""Why a kind is none of megatron-core's models; the class of Megatron-Bridge 0.6.2 is Gemma3ModelProvider."""
 UNCOMPARED = {"vocabulary", "vocabulary_multiple", "sequence", "max_position_embeddings", "attention", "moe_kernel"}
 """Fields without a counterpart: sizes of samples and padding, and kernels."""
 
@@ -258,7 +273,9 @@ def write_release(
             place = release / (name + (f"_{expert_rank:03}" if export.expert > 1 else ""))
             place.mkdir()
             shard = rank_tensors(export, whole, (tensor_rank, stage, expert_rank))
-            model = {name: _to_torch(array) for name, array in shard.items()}
+            fuse = export.arguments["transformer_impl"] != "local"
+            names = {name: _fuse_norm(name, shard, export) if fuse else name for name in shard}
+            model = {names[name]: _to_torch(array) for name, array in shard.items()}
             torch.save(state | {"model": model}, place / RANK_FILES[0])
     else:
         from torch.distributed import checkpoint
@@ -288,10 +305,7 @@ def list_sharded_tensors(export: Export, whole: Mapping[str, np.ndarray]) -> Ite
     """The tensors of torch_dist by name, where every layer, expert, gate and up is a tensor, so that a rank of Megatron
     reads its part only (`singleton_local_shards`)."""
     for name, array in whole.items():
-        router = name.replace("pre_mlp_layernorm", "mlp.router")
-        if router == name or router not in whole:  # experts have their LayerNorm apart
-            for plain, fused in layout.FUSED_NORMS.items():
-                name = name.replace(plain, fused)
+        name = _fuse_norm(name, whole, export)
         pieces = {name: array}
         if layout.EXPERTS in name:
             before, _, rest = name.partition(layout.EXPERTS)
@@ -301,6 +315,17 @@ def list_sharded_tensors(export: Export, whole: Mapping[str, np.ndarray]) -> Ite
                 yield from zip((f"{piece}_w", f"{piece}_v"), matrix.reshape(2, -1, matrix.shape[-1]), strict=True)
             else:
                 yield piece, matrix
+
+
+def _fuse_norm(name: str, names: Iterable[str], export: Export) -> str:
+    """The name of a LayerNorm that is fused with the matrix after it, as in all layers of torch_dist and with
+    TransformerEngine; it then does not apply to experts (megatron/core/models/gpt/gpt_layer_specs.py)."""
+    router = name.replace("pre_mlp_layernorm", "mlp.router")
+    if router != name and router in names and export.arguments["transformer_impl"] != "local":
+        return name
+    for plain, fused in layout.FUSED_NORMS.items():
+        name = name.replace(plain, fused)
+    return name
 
 
 def _extra_states(names: Iterable[str], export: Export) -> list[str]:
@@ -337,7 +362,7 @@ def make_command(export: Export, output: Path, form: Format, dtype: str, tokeniz
     program = "pretrain_bert.py" if export.model.kind == "bert" else "pretrain_gpt.py"
     words = ["torchrun", "--nproc-per-node", str(ranks), program, "--load", str(output), "--use-checkpoint-args"]
     words += ["--sequence-parallel"] if export.model.experts and export.tensor > 1 else []
-    words += ["--ckpt-format", form, *(["--transformer-impl", "local"] if form == "torch" else [])]
+    words += ["--ckpt-format", form]
     for name, value in export.arguments.items():
         flag = f"--{name.replace('_', '-').replace('opt-param', 'opt_param')}"
         if name in OFF_FLAGS:
