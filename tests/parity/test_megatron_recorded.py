@@ -20,7 +20,8 @@ import yaml
 
 from mjax.commands import cli
 from mjax.errors import UsageError
-from mjax.interop.torch_files import TensorChunk, load_megatron_file, read_metadata
+from mjax.interop.distributed_files import read_metadata
+from mjax.interop.torch_files import TensorChunk, load_megatron_file
 from tests.data.vocabularies import hf_byte_pairs
 from tests.interop.whole_weights import assert_same, weights_of
 from tests.parity.megatron_written import convert
