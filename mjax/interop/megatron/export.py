@@ -264,8 +264,8 @@ def write_release(
     torch = import_torch("checkpoints of Megatron are written by torch")
     state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, **(common or {})}
     state["args"] = argparse.Namespace(**export.arguments, **state.pop("args", {}))
-    tracker = str(state["iteration"] or "release")
-    release = folder / (f"iter_{state['iteration']:07d}" if common else tracker)
+    step = state["iteration"]
+    release = folder / (f"iter_{step:07d}" if step else "release")
     release.mkdir()
     if form == "torch":
         for tensor_rank, stage, expert_rank in export.ranks:
@@ -298,7 +298,7 @@ def write_release(
         torch.save(state | {"content_metadata": content}, release / "common.pt")
         backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         write_object(release / "metadata.json", backends | {"common_backend": "torch", "common_backend_version": 1})
-    (folder / TRACKER).write_text(tracker, encoding="utf-8")
+    (folder / TRACKER).write_text(str(step or "release"), encoding="utf-8")
 
 
 def list_sharded_tensors(export: Export, whole: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:

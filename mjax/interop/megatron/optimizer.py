@@ -133,6 +133,8 @@ def read_optimizer(checkpoint: MegatronCheckpoint, config: Config) -> tuple[Conf
     args = MegatronArguments({"clip_grad": 1.0, **arguments, **state}, str(checkpoint.folder))
     if forms := {part.get("param_state_sharding_type") for part in optimizers} - {None, "fully_reshardable"}:
         args.reject(f"its optimizer is in the form {forms.pop()}", SAVE_MOMENTS)
+    if checkpoint.old_names:
+        args.reject("its optimizer is from before megatron-core", OPTIONAL)
     inner = [part.get("optimizer", part) for part in optimizers]
     groups = [group for part in inner for group in part.get("param_groups") or ()]
     if not (groups and state and step and arguments.get("global_batch_size")):
