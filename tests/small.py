@@ -199,8 +199,9 @@ def names_of(model):
 
 
 def as_vector(means, names):
-    """Return a model's report as one array, in the order of the serial references: [] of one name, else [k]."""
-    means = {name: mean for name, mean in means.items() if not mean.ndim}
+    """Return a model's report as one array, in the order of the serial references: [] of one name, else [k]. One device
+    has no rounds."""
+    means = {name: mean for name, mean in means.items() if not mean.ndim and name != "dispatch_rounds"}
     assert means.keys() == set(names)
     values = [means[name] for name in names]
     return values[0] if len(values) == 1 else jnp.stack(values)

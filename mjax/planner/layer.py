@@ -218,11 +218,17 @@ class TraceSpec:
 
 
 def expert_rows(spec: TraceSpec, samples: int) -> int:
-    """Rows of the tiles of a layer's experts for a micro-batch, enough for any distribution; 0 without experts."""
-    if not (experts := spec.model.experts):
+    """Rows of the tiles of a layer's experts for a micro-batch, or for one round of it, enough for any distribution; 0
+    without experts."""
+    model, mesh = spec.model, spec.mesh
+    if not model.experts:
         return 0
-    tokens = spec.mesh.expert * samples * spec.model.sequence // spec.mesh.context
-    tiles = max_tiles(spec.model.experts_per_token * tokens, experts // spec.mesh.expert, TILE_ROWS["pallas"], tokens)
+    tokens = samples * model.sequence // mesh.context
+    assignments, max_rows = model.experts_per_token * mesh.expert * tokens, mesh.expert * tokens
+    if model.token_dispatcher(mesh.expert) == "alltoall":
+        parts = mesh.model if mesh.sequence_parallel else 1
+        assignments = max_rows = mesh.expert * parts * model.dispatch_capacity(tokens // parts, mesh.expert)
+    tiles = max_tiles(assignments, model.experts // mesh.expert, TILE_ROWS["pallas"], max_rows)
     return tiles * TILE_ROWS["pallas"]
 
 

@@ -3,8 +3,8 @@
 The step is one `shard_map` in which all communication is written by hand, so its jaxpr lists every collective: none is
 added by a partitioner. The body of a scan counts once per iteration. A conditional of the pipeline counts by the
 schedule's table, stage by stage. Unused results are left out, as in XLA: the pipeline's backward pass traces the
-embedding once more, but needs only its derivative. A loop of unknown length with a
-collective in it is an error.
+embedding once more, but needs only its derivative. All-to-alls to experts count for one round, as with a balanced
+router. Any other loop of unknown length with a collective in it is an error.
 
 The source of a collective is read from the names that the step puts on its equations (`parallel/named_scopes.py`),
 which JAX carries through differentiation. `find_source` reads it from a name in the metadata of a compiled program.
@@ -257,7 +257,8 @@ def _read(jaxpr, runs: dict[str, np.ndarray], start: _ProgramPosition) -> Iterat
             if name not in NO_COMMUNICATION and collective_axes(equation):
                 raise ValueError(f"{name} over {collective_axes(equation)} is not a known collective")
         elif name == "while":
-            if any(True for body in inner for _ in _read(body, runs, position)):
+            counted = named_scopes.ROUNDS not in position.stack
+            if counted and any(True for body in inner for _ in _read(body, runs, position)):
                 raise ValueError(f"a collective is in a loop of unknown length, at {position.stack}")
         elif name == "cond":
             yield from _conditional(equation, inner, runs, position)

@@ -322,6 +322,7 @@ PRICES = {
     "train.loss_chunks": {1: 0, LOSS_CHUNKS: 3},
     "train.recompute": {"none": 0, "selective": 4, "full": 16, "offload": 20},
     "train.unroll": {"auto": 0, "on": 0, "off": 6},
+    "model.moe_token_dispatcher": {"auto": 0, "allgather": 0, "alltoall": 5},
 }
 MICRO_BATCH_PRICE, OTHER_MESH_PRICE, MORE_GPUS_PRICE = 8, 32, 128
 FACTORS = (1, 2, 4, 8, 16, 32, 64)  # times as many GPUs
@@ -365,6 +366,8 @@ def changes_that_fit(config: Config, usable: float, count: int = 3, host: float 
     proposed: list[Change] = []
     unused = set() if with_loss_chunks(config, predict_memory(config)) else {"train.loss_chunks"}
     unused |= set() if is_unrolled(config, on_gpu=True) else {"train.unroll"}
+    if config.mesh.expert == 1 or config.model.token_dispatcher(config.mesh.expert) == "alltoall":
+        unused.add("model.moe_token_dispatcher")
     for factor in FACTORS:
         for price, values in sorted(_changes(config, factor, unused), key=itemgetter(0)):
             changed = with_values(config, values)

@@ -602,12 +602,12 @@ class LayerTime:
 
     @cached_property
     def _expert_collectives(self) -> tuple[float, float]:
-        """A layer's all-gathers over `expert` in its forward pass, and its reduce-scatters; the backward pass has the
-        transpose of each, and recomputation repeats the all-gathers."""
+        """A layer's collectives over `expert` in its forward pass, before the experts and after them; the backward pass
+        has the transpose of each, and recomputation repeats the first. All-to-alls count for one round."""
         mesh = self.config.mesh
         timed = self._time_collectives(EXPERT, mesh.expert, mesh.model * mesh.context)
-        gathers, scatters = (sum(s for name, s in timed if name == kind) for kind in ("all_gather", "reduce_scatter"))
-        return gathers, scatters
+        *before, after = [0.0, *(seconds for name, seconds in timed if name != "pmax")]
+        return sum(before), after
 
     @cached_property
     def _context_collectives(self) -> tuple[float, float]:

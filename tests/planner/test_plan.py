@@ -54,6 +54,20 @@ def test_plan_has_numbers_of_schedule(capsys):
     assert expected.items() <= printed.items()
 
 
+def test_plan_compares_both_ways_to_experts(capsys):
+    """An all-gather over 8 ranks sends 7 rows for each token, an all-to-all to two experts 2.5 · 7 / 8."""
+    argv = ["plan", "--config", "mixtral_8x7b", "--gpu", "h100", "--mesh.expert", "8", "--json"]
+    assert cli.main(argv) == 0
+    printed = json.loads(capsys.readouterr().out)
+    gathered, exchanged = (printed["dispatch"][way] for way in ("allgather", "alltoall"))
+    assert printed["dispatch"]["chosen"] == "alltoall"
+    assert exchanged["bytes"] / gathered["bytes"] == pytest.approx(2.5 / 8, rel=1e-2)
+    assert printed["communication"]["bytes_by_axis"]["expert"] == exchanged["bytes"]
+    assert (printed["time"]["seconds"], printed["memory"]["total"]) == (exchanged["seconds"], exchanged["memory"])
+    assert exchanged["seconds"] < gathered["seconds"]
+    assert exchanged["memory"] < gathered["memory"]
+
+
 @pytest.mark.ci
 def test_plan_leaves_accelerators_alone():
     argv = ["plan", "--config", "gpt_demo", "--gpu", "h100"]
