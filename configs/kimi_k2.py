@@ -1,7 +1,7 @@
 """Kimi K2.
 
 parameters   1,026,408,232,448; 32,861,500,928 per token
-hardware     2,048 GPUs, pipe 16 × data 128, experts over 16 ranks
+hardware     2,048 GPUs, pipe 16 × data 128, experts over 64 ranks
 source       arXiv 2507.20534, sections 2.3 and 2.5; Kimi-K2-Base on Hugging Face, before its extension by YaRN
 """
 
@@ -32,7 +32,7 @@ config = Config(
         vocabulary_multiple=128,
         rope_theta=50_000.0,
     ),
-    mesh=MeshConfig(pipe=16, data=128, expert=16, zero=1),
+    mesh=MeshConfig(pipe=16, data=128, expert=64, zero=1),
     optimizer=OptimizerConfig(
         name="muon",
         learning_rate=2e-4,
