@@ -26,6 +26,10 @@ BLOCK = {
     "blocks.mlp.shared.up": (f"{LAYER}.mlp.shared_experts.gate_proj", f"{LAYER}.mlp.shared_experts.up_proj"),
     "blocks.mlp.shared.down": f"{LAYER}.mlp.shared_experts.down_proj",
 }
+SAME_NAMES = {
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+YARN = "mscale", "mscale_all_dim", "beta_fast"
 FLOAT8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 MTP = "model.layers.{3}"
 
@@ -57,19 +61,17 @@ def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, 
 
 def _read_yarn(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings without positions, and our fields for them: those of YaRN that a Llama does not have, and others."""
-    given = [values.pop(name, None) or {} for name in ("rope_scaling", "rope_parameters")]
-    if not all(isinstance(rope, dict) for rope in given):
-        raise UsageError(f"{file}: rope_parameters and rope_scaling must be objects; restore the file")
-    rope, fields = given[0] | given[1], {}
-    if "yarn" in (rope.get("rope_type"), rope.get("type")):
-        scale, over_all, fast = (rope.pop(name, 0) for name in ("mscale", "mscale_all_dim", "beta_fast"))
-        if type(scale) not in (int, float) or scale != over_all or not 0 < scale < 100:
-            equal = f"mscale is {scale!r} and mscale_all_dim {over_all!r}, and mjax supports equal numbers above 0"
-            raise UsageError(f"{file}: {equal}; convert another model")
-        if type(fast) not in (int, float) or not 0 <= fast < 1e6:
-            raise UsageError(f"{file}: beta_fast is {fast!r}, which is not a number above 0; restore the file")
-        fields = {"rope_mscale": float(scale), "rope_beta_fast": float(fast or 32)}
-    values, of_llama = LLAMA.read({**values, "rope_parameters": rope}, file)
+    values, fields = dict(values), {}
+    for spelling in ("rope_scaling", "rope_parameters"):
+        rope = values.get(spelling)
+        if isinstance(rope, dict) and "yarn" in (rope.get("rope_type"), rope.get("type")):
+            values[spelling] = rope = dict(rope)
+            numbers = scale, over_all, fast = [rope.pop(name, 0) for name in YARN]
+            if not all(type(x) in (int, float) and 0 <= x < 1e6 for x in numbers) or scale != over_all or not scale:
+                given = ", ".join(f"{name} {number!r}" for name, number in zip(YARN, numbers, strict=True))
+                raise UsageError(f"{file}: YaRN has {given}; mjax needs equal mscales above 0: convert another model")
+            fields = {"rope_mscale": float(scale), "rope_beta_fast": float(fast or 32)}
+    values, of_llama = LLAMA.read(values, file)
     return values, fields | of_llama
 
 
@@ -80,7 +82,7 @@ def _write(model: DeepSeekConfig) -> dict[str, Any]:
         widths = f"{model.shared_expert_ffn_hidden} is not a multiple of --model.moe-ffn-hidden {model.expert_width}"
         raise UsageError(f"--model.shared-expert-ffn-hidden {widths}, as files need; train with another width")
     if model.rope_scaling == "yarn":
-        yarn = {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale, "beta_fast": model.rope_beta_fast}
+        yarn = dict(zip(YARN, (model.rope_mscale, model.rope_mscale, model.rope_beta_fast), strict=True))
         values = {name: {**rope, **yarn} for name, rope in values.items()}
     values |= {"first_k_dense_replace": model.first_dense_layers, "num_nextn_predict_layers": model.mtp_layers}
     return {**values, "n_shared_experts": shared}
@@ -109,11 +111,7 @@ V3 = replace(
     fixed={"kind": "deepseek", "router": "sigmoid"},
     fields={
         **SIZES,
-        "q_lora_rank": ("q_lora_rank", 1536),
-        "kv_lora_rank": ("kv_lora_rank", 512),
-        "qk_nope_head_dim": ("qk_nope_head_dim", 128),
-        "qk_rope_head_dim": ("qk_rope_head_dim", 64),
-        "v_head_dim": ("v_head_dim", 128),
+        **{name: (name, default) for name, default in SAME_NAMES.items()},
         "moe_intermediate_size": ("moe_ffn_hidden", 2048),
         "n_routed_experts": ("experts", 256),
         "num_experts_per_tok": ("experts_per_token", 8),

@@ -39,7 +39,7 @@ from mjax.models.causal import Output
 from mjax.models.decoding import attend_cached, write_cache
 from mjax.models.deepseek.config import DeepSeekConfig
 from mjax.models.mixture.model import Mixture
-from mjax.models.parts.attention_kernels import attend_over_context
+from mjax.models.parts.attention_kernels import attend_over_context, repeat_heads
 from mjax.models.parts.config import EXPERTS
 from mjax.models.parts.experts import Experts
 from mjax.models.parts.mask import AttentionMask
@@ -48,7 +48,7 @@ from mjax.models.parts.norms import RMSNorm
 from mjax.models.parts.rotary import Rotary
 from mjax.models.protocol import ForwardContext
 from mjax.models.stack import SAVED
-from mjax.parallel import mappings
+from mjax.parallel import mappings, random
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, normal_init
 from mjax.parallel.linear import linear
 from mjax.parallel.token_layout import TokenLayout
@@ -104,20 +104,15 @@ class LatentAttention(nnx.Module):
         self.out = RowParallelLinear(out, (heads, config.v_head_dim), hidden, config.residual_std, dtype, bias=False)
 
     def __call__(self, x: Float[Array, "t h"], context: ForwardContext) -> Float[Array, "t h"]:
-        q, latent, shared_key = self._project(x, context)
-        return self._attend(q, latent, shared_key, context)
+        return self._attend(*self._project(x, context), context)
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> Latents:
         """Like `Block.empty_cache`: the latents and the keys that all heads share, the same on all ranks of `model`."""
         return jnp.zeros((sequences, 1, slots, self.config.kv_lora_rank + self.config.qk_rope_head_dim), dtype)
 
     def decode(
-        self,
-        x: Float[Array, "t h"],
-        context: ForwardContext,
-        cached: Float[Array, "b 1 S c"],
-        lengths: Int[Array, " b"],
-    ) -> tuple[Float[Array, "t h"], Float[Array, "b 1 S c"]]:
+        self, x: Float[Array, "t h"], context: ForwardContext, cached: Latents, lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "t h"], Latents]:
         """Like `Block.decode`: no key or value of a cached position is computed."""
         config, tokens = self.config, context.tokens
         q, latent, shared_key = self._project(x, context)
@@ -125,15 +120,15 @@ class LatentAttention(nnx.Module):
         cached = write_cache(cached, new, lengths, context.slots)
         if context.slots is None:
             return self._attend(q, latent, shared_key, context), cached
-        to_keys, to_values = jnp.split(self._up_projection(), [config.qk_nope_head_dim], axis=-1)
+        to_keys, to_values = jnp.split(self._kv_matrix(), [config.qk_nope_head_dim], axis=-1)
         q, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
         q = jnp.concatenate([jnp.einsum("bsnd,rnd->bsnr", q, to_keys), q_rope], axis=-1)
         # The cache is the values, too: a slice of it would be copied for every token.
         attended = attend_cached(q, cached, cached, lengths, context.slots, self._mask(context))
         attended = jnp.einsum("bsnr,rne->bsne", attended[..., : config.kv_lora_rank], to_values)
-        return self._output(attended, tokens), cached
+        return self._project_out(attended, context), cached
 
-    def _up_projection(self) -> Float[Array, "r n _"]:
+    def _kv_matrix(self) -> Float[Array, "r n _"]:
         """The matrix from the latent to this rank's keys and values, with its adapter, if it has one."""
         if self.kv_up.adapter is None:
             return self.kv_up.kernel[...]
@@ -145,10 +140,11 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "b s n d"], Float[Array, "t r"], Float[Array, "b s 1 d_r"]]:
         """Queries of this rank's heads, the latent of this rank's rows, and the rotated key that all heads share."""
         config, tokens = self.config, context.tokens
-        q = self.query(x, tokens) if config.q_lora_rank is None else self.q_up(self.q_norm(self.q_down(x)), tokens)
+        to_queries, narrow = (self.query, x) if config.q_lora_rank is None else (self.q_up, self.q_norm(self.q_down(x)))
+        q = to_queries(narrow, tokens, context.layer_key(random.LORA_QKV))
         q = tokens.split_sequences(checkpoint_name(q, "qkv"))
         latent, shared_key = jnp.split(self.kv_down(x), [config.kv_lora_rank], axis=-1)
-        shared_key = tokens.split_sequences(tokens.gather_rows(shared_key))[:, :, None]
+        shared_key = tokens.gather_rows(shared_key).reshape(tokens.sequences, tokens.positions, 1, -1)
         q, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
         scaling = config.rope_scaling, config.rope_factor, config.rope_original_length, config.rope_beta_fast
         rotary = NeighborRotary(config.qk_rope_head_dim, config.rope_theta, *scaling)
@@ -160,15 +156,15 @@ class LatentAttention(nnx.Module):
     ) -> Float[Array, "t h"]:
         """The output of attention over these positions, with keys and values computed from their latents."""
         config, tokens = self.config, context.tokens
-        kv = tokens.split_sequences(checkpoint_name(self.kv_up(latent, tokens), "qkv"))
+        kv = self.kv_up(latent, tokens, context.layer_key(random.LORA_QKV))
+        kv = tokens.split_sequences(checkpoint_name(kv, "qkv"))
         k, v = jnp.split(kv, [config.qk_nope_head_dim], axis=-1)
-        k = jnp.concatenate([k, jnp.broadcast_to(shared_key, (*k.shape[:-1], shared_key.shape[-1]))], axis=-1)
-        attended = attend_over_context(q, k, v, self._mask(context), config.attention, tokens)
-        return self._output(attended, tokens)
+        k = jnp.concatenate([k, repeat_heads(shared_key, k.shape[2])], axis=-1)
+        return self._project_out(attend_over_context(q, k, v, self._mask(context), config.attention, tokens), context)
 
-    def _output(self, attended: Float[Array, "b s n e"], tokens: TokenLayout) -> Float[Array, "t h"]:
-        attended = attended.reshape(tokens.num_tokens, *attended.shape[2:])
-        return self.out(checkpoint_name(attended, "attended"), tokens)
+    def _project_out(self, attended: Float[Array, "b s n e"], context: ForwardContext) -> Float[Array, "t h"]:
+        attended = attended.reshape(context.tokens.num_tokens, *attended.shape[2:])
+        return self.out(checkpoint_name(attended, "attended"), context.tokens, context.layer_key(random.LORA_OUT))
 
     def _mask(self, context: ForwardContext) -> AttentionMask:
         return AttentionMask(scale=self.config.attention_scale, documents=context.documents)

@@ -60,7 +60,7 @@ def attend(
         mask = replace(mask, window=None)  # no effect
     if not kernel.startswith("xla"):
         return attend_fused(q, k, v, mask, kernel)
-    k, v = (_repeat_heads(x, q.shape[2]) for x in (k, v))
+    k, v = (repeat_heads(x, q.shape[2]) for x in (k, v))
     if mask.slopes is not None:
         # A barrier in this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every
         # layer reads it from memory, although it is free to compute.
@@ -71,7 +71,7 @@ def attend(
     return _attend_in_blocks(q, k, v, mask)
 
 
-def _repeat_heads(x: Float[Array, "b s k d"], heads: int) -> Float[Array, "b s n d"]:
+def repeat_heads(x: Float[Array, "b s k d"], heads: int) -> Float[Array, "b s n d"]:
     """Keys or values with each head repeated, to so many."""
     if (count := heads // x.shape[2]) == 1:
         return x
@@ -188,7 +188,7 @@ def attend_over_context(
             slopes = jax.lax.dynamic_slice_in_dim(slopes, first, local)
         first = mappings.rank(MODEL) * q.shape[HEADS] + first
         kv_heads = math.lcm(k.shape[HEADS], mappings.size(CONTEXT))
-        k, v = (_repeat_heads(x, kv_heads) for x in (k, v))
+        k, v = (repeat_heads(x, kv_heads) for x in (k, v))
         q, k, v = (mappings.all_to_all(x, CONTEXT, HEADS, POSITIONS) for x in (q, k, v))
         attended = attend(q, k, v, replace(mask, slopes=slopes, first_head=first), kernel)
         return mappings.all_to_all(attended, CONTEXT, POSITIONS, HEADS)
