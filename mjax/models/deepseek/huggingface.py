@@ -149,7 +149,7 @@ KIMI_K2 = replace(V3, model_type="kimi_k2")
 
 def _read_v2(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """`_read` with the defaults of V2, without groups of experts, which `greedy` does not use, and without MTP."""
-    values = {"n_shared_experts": 2, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0, **values}
+    values = {"n_shared_experts": 2, "first_k_dense_replace": 0, "moe_intermediate_size": 1407, **values}
     values, fields = _read({name: value for name, value in values.items() if name not in GROUPS}, file)
     del fields["mtp_layers"]
     return values, fields
