@@ -76,7 +76,6 @@ TRAIN_FLAGS = {
     "--mesh.replicate 3 --mesh.data 4 --mesh.zero 3": "does not divide --mesh.data 4: it is the number of groups",
     "--model.kind mixture --mesh.expert 3 --mesh.data 3 --train.global-batch 24": "does not divide 8 experts",
     "--model.kind mixture --model.router-n-groups 4 --model.router-topk-groups 1 --model.experts-per-token 3": "the 2",
-    "--model.kind deepseek --model.mtp-layers 1 --model.moe-layer-freq 2": "not supported with --model.mtp-layers 1",
     "--mesh.context 3": "cannot cut 1024 positions into 6 equal parts",
     "--mesh.context 3 --mesh.context-attention ulysses --model.sequence 768": "use --mesh.context 2, 4, 8 or 16",
     "--mesh.model 4 --mesh.sequence-parallel --train.micro-batch 1 --model.sequence 1022": "a multiple of 4, or",

@@ -9,7 +9,6 @@ from typing import Annotated, ClassVar, Literal
 from mjax.config.bounds import Bounds, Count, NotNegative, Positive
 from mjax.config.marks import FILE_ONLY, TUNING, Synonyms
 from mjax.config.model import Tuned, register
-from mjax.errors import UsageError
 from mjax.models.parts.config import ExpertsConfig, RotaryConfig
 
 
@@ -71,9 +70,3 @@ class DeepSeekConfig(ExpertsConfig, RotaryConfig):
     @property
     def has_router_bias(self) -> bool:
         return self.router == "sigmoid"
-
-    def check(self, config) -> None:
-        super().check(config)
-        if self.mtp_layers and self.moe_layer_freq > 1:
-            frequency = f"--model.moe-layer-freq {self.moe_layer_freq}"
-            raise UsageError(f"{frequency} is not supported with --model.mtp-layers 1; remove one of the two")

@@ -221,7 +221,8 @@ class DeepSeek(Mixture):
         if not self.config.mtp_layers:
             return sums
         embedded = self.embedding(batch["labels"], context.tokens)
-        y, block_sums = self.mtp(embedded, self.final_norm(x), context.with_layer(self.config.layers + 1))
+        layer = self.config.layers + self.config.moe_layer_freq  # the next one that would have experts
+        y, block_sums = self.mtp(embedded, self.final_norm(x), context.with_layer(layer))
         labels, has_label = (_shift(values, context.tokens) for values in (batch["labels"], _has_mtp_label(batch)))
         losses = Output(self.head, y).cross_entropy(labels, context)
         return sums | block_sums | {"mtp_loss": losses.sum(where=has_label.reshape(-1))}
