@@ -284,6 +284,12 @@ def test_renamed_fields_exist():
         from_dict({"mesh": {"chunks": 2, "virtual_stages": 2}})
 
 
+def test_hugging_face_folder_is_named_where_a_run_is_expected(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    with pytest.raises(UsageError, match=r"is a Hugging Face folder, not a run; type mjax convert from-hf \S+ RUN"):
+        read_config(tmp_path / "config.json")
+
+
 def test_custom_model_keeps_field_with_an_old_name(monkeypatch):
     own = make_dataclass("Own", [("answers", int, 3)], bases=(ModelConfig,), frozen=True)
     monkeypatch.setitem(REGISTRY, "own", own)

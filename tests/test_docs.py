@@ -280,6 +280,7 @@ SEARCHES = {
     "cite": "index",
     "own tokenizer": "reference/tokenizers",
     "killed": "guides/resume-and-branch",
+    "megatron checkpoint vllm": "guides/megatron-checkpoints",
 }
 
 

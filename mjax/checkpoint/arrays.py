@@ -42,9 +42,9 @@ def write_array(folder: Path, name: str, leaf: Any, stacked: bool, read_rows: Ca
       name: of the array.
       leaf: its shape and dtype.
       stacked: whether its first dim is layers.
-      read_rows: returns the rows of the first dim from a first one to before a last one.
+      read_rows: returns the rows of the first dim from a first one to before a last one; of a scalar its value.
     """
-    chunk = [1 if stacked else leaf.shape[0], *leaf.shape[1:]]
+    chunk = [1 if stacked and dim == 0 else size for dim, size in enumerate(leaf.shape)]
     while math.prod(chunk) * leaf.dtype.itemsize > CHUNK_BYTES:
         largest = chunk.index(max(chunk))
         chunk[largest] = -(-chunk[largest] // 2)
@@ -58,6 +58,9 @@ def write_array(folder: Path, name: str, leaf: Any, stacked: bool, read_rows: Ca
         ],
     }
     array = open_array(folder, name, create=metadata)
+    if not leaf.shape:
+        array.write(read_rows(0, 1)).result()
+        return
     for start in range(0, leaf.shape[0], chunk[0]):
         end = min(start + chunk[0], leaf.shape[0])
         array[start:end].write(read_rows(start, end)).result()

@@ -72,15 +72,15 @@ class FromMegatronArguments(ImportArguments):
     """Attention heads. Required if the checkpoint does not record them."""
     activation: Literal["gelu_tanh", "gelu_erf"] | None = None
     """GELU, if the checkpoint does not record it (by default gelu_tanh for GPT, gelu_erf for BERT)."""
+    optimizer: bool = False
+    """Convert AdamW's moments, the schedule and the counts too, so that the run continues with its next step."""
     ignore: str = ""
     """Arguments of the run that mjax does not know and that change nothing it computes, comma-separated."""
 
 
 @dataclass(frozen=True)
-class ToHfArguments:
-    """Export a run's checkpoint as a folder for transformers."""
-
-    examples: ClassVar = ("mjax convert to-hf runs/demo exported",)
+class ExportArguments:
+    """Flags of the exports."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), RUN_SYNONYMS]
     """Run folder, such as runs/demo."""
@@ -90,10 +90,18 @@ class ToHfArguments:
     """Checkpoint to convert (by default the newest intact one)."""
     dtype: Annotated[Literal["fp32", "bf16"], Synonyms("torch-dtype~")] = "fp32"
     """Dtype of the tensors. fp32: as stored by mjax. bf16: rounded, half the size."""
-    shard_size: Annotated[str, Synonyms("max-shard-size")] = "50GB"
-    """Maximum file size, such as 5GB. Larger models are split into several files."""
     tokenizer: str | None = None
     """KIND:FILES as in `mjax prepare`, for a run that lacks one. none: export no tokenizer."""
+
+
+@dataclass(frozen=True)
+class ToHfArguments(ExportArguments):
+    """Export a run's checkpoint as a folder for transformers."""
+
+    examples: ClassVar = ("mjax convert to-hf runs/demo exported",)
+
+    shard_size: Annotated[str, Synonyms("max-shard-size")] = "50GB"
+    """Maximum file size, such as 5GB. Larger models are split into several files."""
     overwrite: bool = False
     """Replace an existing model folder."""
     adapter: bool = False
@@ -105,13 +113,11 @@ class ToHfArguments:
 
 
 @dataclass(frozen=True)
-class ToMegatronArguments:
+class ToMegatronArguments(ExportArguments):
     """Export a run's checkpoint (a GPT, BERT, Llama or mixture of experts) as a Megatron-LM checkpoint."""
 
     examples: ClassVar = ("mjax convert to-megatron runs/demo megatron",)
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), RUN_SYNONYMS]
-    """Run folder, such as runs/demo."""
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to create, for Megatron's --load. It must not exist or be empty."""
     format: Annotated[Literal["torch_dist", "torch"], Synonyms("ckpt-format")] = "torch_dist"
@@ -122,12 +128,12 @@ class ToMegatronArguments:
     """With --format torch: pipeline stages."""
     expert: Annotated[Count, Synonyms("expert-model-parallel-size target-expert-parallel-size")] = 1
     """With --format torch: expert-parallel ranks, of a mixture of experts."""
-    step: int | None = None
-    """Checkpoint to convert (by default the newest intact one)."""
-    dtype: Annotated[Literal["fp32", "bf16"], Synonyms("torch-dtype~")] = "fp32"
-    """Dtype of the tensors. fp32: as stored by mjax. bf16: rounded, half the size."""
-    tokenizer: str | None = None
-    """KIND:FILES as in `mjax prepare`, for a run that lacks one. none: export no tokenizer."""
+    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
+    """The layers of the Megatron that loads it, as its flag of this name: their LayerNorms have other names."""
+    optimizer: bool = False
+    """Export AdamW's moments, the schedule and the counts too, so that Megatron continues with the next step."""
+    merged: bool = False
+    """For a run with adapters: add them to the weights of their base."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from rich.console import Console
 from mjax.checkpoint.arrays import read_in_blocks
 from mjax.checkpoint.base import base_folder, check_base, digest_in_blocks, without_base
 from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
+from mjax.checkpoint.folders import Base, check_run_folder, checkpoint_steps, read_base, save_base
 from mjax.commands.arguments import (
     FromHfArguments,
     FromMegatronArguments,
@@ -45,6 +45,7 @@ from mjax.interop import convert as models
 from mjax.interop import lora, model_folder, tokenizer_files, weights
 from mjax.interop.convert import check_vocabulary, write_checkpoint, write_run
 from mjax.interop.megatron import arguments as megatron
+from mjax.interop.megatron import optimizer
 from mjax.interop.megatron.checkpoint import MegatronCheckpoint, open_checkpoint
 from mjax.interop.megatron.export import gather_tensors, make_command, plan_export, write_release
 from mjax.interop.megatron.hybrid import open_hybrid
@@ -140,7 +141,7 @@ def _from_peft(arguments: FromHfArguments) -> int:
         if (run / "tokenizer").is_dir():
             shutil.copytree(run / "tokenizer", folder / "tokenizer")
         target = without_base(models.abstract_model(config))
-        write_checkpoint(folder / "checkpoints", "model", target, lambda name, first, end: adapters[name][first:end])
+        write_checkpoint(folder / "checkpoints", {"model": target}, lambda name, first, end: adapters[name][first:end])
     print(f"{output}: adapters of rank {model.lora_rank} on checkpoint {step} of {run}, checkpoint 0")
     print(f'generate     mjax generate --run {shlex.quote(str(output))} --prompt "…"')
     return 0
@@ -159,6 +160,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     source, output = arguments.source, arguments.output
     check_run_folder(output)
     model_folder.check_output(output)
+    if arguments.optimizer and arguments.rope is not None:
+        raise UsageError("--optimizer continues a run as it is, and --rope changes the model; leave out one of the two")
     checkpoint = open_checkpoint(source, arguments.step)
     folder = str(checkpoint.folder)
     settings = megatron.drop_ignored(checkpoint.arguments, arguments.ignore, folder)
@@ -166,21 +169,29 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     model, family, tensors = _model(checkpoint, arguments)
     model = models.scale_rope(model, arguments.rope, folder)
     rope = models.describe_rope(model, arguments.rope)
-    assets = checkpoint.folder / "tokenizer"  # of Megatron-Bridge
-    from_assets = dataclasses.replace(arguments, source=assets) if assets.is_dir() else arguments
+    places = (checkpoint.folder / "tokenizer", checkpoint.folder.parent / "tokenizer")  # of Megatron-Bridge, of mjax
+    from_assets = dataclasses.replace(arguments, source=next(filter(Path.is_dir, places), source))
     tokenizer, carried = _find_tokenizer(from_assets, {}, model)
     rows = model.vocabulary
     vocabulary = _vocabulary(arguments.vocabulary, tokenizer, checkpoint, rows)
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
     check_vocabulary(tokenizer, model)
     config = models.import_config(model, folder, tensors)
-    tensor_names = weights.match_tensors(family, tensors, model, folder)
+    slots, scalars = {"param": tensors}, {}
+    if arguments.optimizer:
+        config, scalars = optimizer.read_optimizer(checkpoint, config)
+        slots |= {slot: _open_slot(checkpoint, slot, model) for slot in optimizer.SLOTS if slot != "param"}
+        if checkpoint.has_main_weights:
+            slots["param"] = _open_slot(checkpoint, "param", model)
+    names = {slot: weights.match_tensors(family, slots[slot], model, folder) for slot in slots}
     card = model_folder.make_card(source, family.model, rope)
+    step = int(scalars.get(optimizer.STEP, 0))
 
-    with progress("reading", 4 * count_parameters(model)) as read:
-        blocks = weights.make_block_reader(family, tensors, tensor_names, model, read)
-        write_run(output, config, tokenizer, blocks, carried, card)
-    print(f"{output}: {count_parameters(model):,} parameters of {family.model}, checkpoint 0, from {folder}")
+    with progress("reading", 4 * count_parameters(model) * len(slots)) as read:
+        blocks = {slot: weights.make_block_reader(family, slots[slot], names[slot], model, read) for slot in slots}
+        reader = optimizer.make_state_reader(blocks, scalars) if arguments.optimizer else blocks["param"]
+        write_run(output, config, tokenizer, reader, carried, card, step)
+    print(f"{output}: {count_parameters(model):,} parameters of {family.model}, checkpoint {step}, from {folder}")
     padding = f"{rows - model.vocabulary} of padding left out" if rows > model.vocabulary else "none of them padding"
     print(f"embedding: {rows:,} rows, {padding}", end="\n" if checkpoint.arguments is not None else " · ")
     if checkpoint.arguments is None:
@@ -193,8 +204,17 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
         print(f"no checkpoint_version in it: assumed {checkpoint.version:g}, because its names are {origin}")
     if family is MIXTURE and (left_out := megatron.describe_aux_loss(checkpoint.arguments, folder)):
         print(left_out)
+    if arguments.optimizer:
+        print(f"continue     python train.py --run {shlex.quote(str(output))} --data.path data/corpus")
     _print_next_steps(arguments, rope, config, tokenizer)
     return 0
+
+
+def _open_slot(checkpoint: MegatronCheckpoint, slot: str, model: ModelConfig) -> Tensors:
+    """The tensors of a moment, or the main weights in float32, by the names of the model's family."""
+    opened = open_checkpoint(checkpoint.folder, slot=slot)
+    tensors = open_hybrid(dataclasses.replace(opened, arguments=checkpoint.arguments)).tensors
+    return DecoderTensors(tensors, model, str(opened.folder)) if checkpoint.architecture == "decoder" else tensors
 
 
 def _model(checkpoint: MegatronCheckpoint, arguments: FromMegatronArguments) -> tuple[ModelConfig, Family, Tensors]:
@@ -202,7 +222,8 @@ def _model(checkpoint: MegatronCheckpoint, arguments: FromMegatronArguments) -> 
     folder, settings, tensors = str(checkpoint.folder), checkpoint.arguments, checkpoint.tensors
     kind, version = checkpoint.architecture, checkpoint.version
     if kind != "decoder":
-        model = megatron.model_config(settings, tensors, kind, folder, arguments.heads, arguments.activation)
+        of_user = arguments.heads, arguments.activation
+        model = megatron.model_config(settings, tensors, kind, folder, *of_user, checkpoint.old_names)
         layernorm = getattr(model, "layernorm", "pre")
         if layernorm == "post" and not checkpoint.old_names:
             problem = "apply_residual_connection_post_layernorm is set, which megatron-core ignores"
@@ -225,9 +246,11 @@ def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Megat
         if not 1 <= flag <= rows:
             raise UsageError(f"--vocabulary is {flag}; the embedding has {rows:,} rows; use 1 to {rows}")
         return flag
+    settings = checkpoint.arguments or {}
+    if settings.get("tokenizer_type") is None and settings.get("vocab_size") in range(1, rows + 1):  # of to-megatron
+        return settings["vocab_size"]
     if tokenizer is None or tokenizer.vocabulary > rows:  # check_vocabulary rejects a larger vocabulary
         return rows
-    settings = checkpoint.arguments or {}
     ranks = checkpoint.tensor_ranks or settings.get("tensor_model_parallel_size") or 1
     multiple = (settings.get("make_vocab_size_divisible_by") or 128) * ranks
     if rows - tokenizer.vocabulary >= multiple:
@@ -302,12 +325,7 @@ def to_hf(arguments: ToHfArguments) -> int:
     torch_name, dtype = models.DTYPES[arguments.dtype]
     if arguments.adapter:
         return _to_peft(arguments, config, family, saved, dtype)
-    blocks, into = partial(read_in_blocks, saved), ""
-    if arguments.merged:
-        base, checkpoint = _base(run)
-        adapters = lora.read_adapters(saved, config.model)
-        blocks = lora.merge_adapters(partial(read_in_blocks, checkpoint), config.model, adapters)
-        into = f", merged into checkpoint {base.step} of {base.run}"
+    blocks, into = _read_weights(run, config, saved)
     shapes = {name: place.shape for name, place in weights.tensor_layouts(family, model).items()}
     generation = _generation_config(arguments, tokenizer, carried)
     ids = {"pad_token_id": getattr(tokenizer, "pad", None)}
@@ -362,10 +380,12 @@ def _check_adapters(arguments: ToHfArguments, config: Config) -> None:
         raise UsageError(f"{arguments.run} holds adapters; {remedy}")
 
 
-def _newest(run: Path, config: Config, step: int | None = None) -> int:
-    """The checkpoint of an export: `step`, or the newest intact one."""
+def _newest(run: Path, config: Config, step: int | None = None, whole: bool = False) -> int:
+    """The checkpoint of an export: `step`, or the newest intact one, with its optimizer if `whole`."""
     notices = Console(stderr=True, highlight=False)
     with Checkpoints(run / "checkpoints", on_notice=lambda line: notices.print(line, markup=False)) as checkpoints:
+        if whole:
+            return checkpoints.find(models.abstract_state(config), step)
         return checkpoints.find(without_base(models.abstract_model(config)), step, field="model")
 
 
@@ -377,6 +397,17 @@ def _base(run: Path) -> tuple[Base, Path]:
     with status("reading the base", Console(stderr=True)):
         check_base(base, digest_in_blocks(checkpoint), folder, run)
     return base, checkpoint
+
+
+def _read_weights(run: Path, config: Config, saved: Path) -> tuple[lora.BlockReader, str]:
+    """A reader of the weights of a checkpoint, in the base of its adapters if it has any, and words about the base."""
+    blocks = partial(read_in_blocks, saved)
+    if not config.model.lora_rank:
+        return blocks, ""
+    base, checkpoint = _base(run)
+    adapters = lora.read_adapters(saved, config.model)
+    blocks = lora.merge_adapters(partial(read_in_blocks, checkpoint), config.model, adapters)
+    return blocks, f", merged into checkpoint {base.step} of {base.run}"
 
 
 def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Path, dtype: np.dtype) -> int:
@@ -426,35 +457,63 @@ def to_megatron(arguments: ToMegatronArguments) -> int:
         raise UsageError(f"{output} is in a store, and mjax convert to-megatron writes files; give a folder")
     model_folder.check_output(output)
     split = {name: getattr(arguments, name) for name in ("tensor", "pipeline", "expert")}
-    if form != "torch" and (flags := [f"--{name} {ranks}" for name, ranks in split.items() if ranks > 1]):
+    if arguments.optimizer and form == "torch":
+        raise UsageError("--optimizer is for --format torch_dist, which loads into any split; remove --format torch")
+    ignored = {name: ranks for name, ranks in split.items() if not (arguments.optimizer and name == "expert")}
+    if form != "torch" and (flags := [f"--{name} {ranks}" for name, ranks in ignored.items() if ranks > 1]):
         raise UsageError(f"{flags[0]} is for --format torch; remove it: torch_dist loads into any split")
     import_torch("checkpoints of Megatron are written by torch")
     config = read_settings(run / "config.json")
-    if config.model.lora_rank:
-        raise UsageError(f"{run} holds adapters; merge them: mjax convert to-hf {run} MERGED --merged, then from-hf")
-    export = plan_export(config.model, run, **split)
-    files = _TokenizerExport(run, arguments.tokenizer, config.model, config.model.causal)
-    step = _newest(run, config, arguments.step)
-    blocks = partial(read_in_blocks, run / "checkpoints" / str(step))
+    if arguments.merged != bool(config.model.lora_rank):
+        problem = "has no adapters; remove --merged" if arguments.merged else "holds adapters; add --merged"
+        raise UsageError(f"{run} {problem}")
+    if arguments.merged and arguments.optimizer:
+        raise UsageError(f"--merged --optimizer: {run} has moments of its adapters only; {optimizer.OPTIONAL}")
+    model = config.model.without_lora()
+    export = plan_export(model, run, **split, transformer_impl=arguments.transformer_impl)
+    if arguments.optimizer:
+        settings = optimizer.optimizer_arguments(config, run)
+        export = dataclasses.replace(export, arguments=export.arguments | settings)
+        if checkpoint_steps(run) == [0]:
+            raise UsageError(f"{run} has taken no step, so it has no state of an optimizer; {optimizer.OPTIONAL}")
+    files = _TokenizerExport(run, arguments.tokenizer, model, model.causal)
+    step = _newest(run, config, arguments.step, arguments.optimizer)
+    saved = run / "checkpoints" / str(step)
+    blocks, into = _read_weights(run, config, saved)
     _, dtype = models.DTYPES[arguments.dtype]
+    common, slots = None, {}
     with model_folder.new_folder(output) as folder:
-        with progress("reading", count_parameters(config.model) * dtype.itemsize) as read:
+        itemsize = dtype.itemsize + 4 * len(optimizer.SLOTS) * arguments.optimizer
+        with progress("reading", count_parameters(model) * itemsize) as read:
             whole = gather_tensors(export, blocks, dtype, folder.parent / "scratch", read)
+            for slot, prefix in optimizer.SLOTS.items() if arguments.optimizer else ():
+                of_slot = lambda name, rank, prefix=prefix: blocks(name.replace("model.", prefix, 1), rank)  # noqa: E731
+                slots[slot] = gather_tensors(export, of_slot, np.dtype(np.float32), folder.parent / slot, read)
+        if arguments.optimizer:
+            common = optimizer.common_state(config, saved, export.arguments)
         with status("writing", Console(stderr=True)):
-            write_release(folder, export, whole, form)
+            write_release(folder, export, whole, form, common, slots)
         if files.tokenizer is not None:
             (folder / "tokenizer").mkdir()
             files.write(folder / "tokenizer")
     size, ranks = sum(array.nbytes for array in whole.values()) / 1e6, len(list(export.ranks))
-    print(f"{output}: checkpoint {step} of {find_address(run) or run} as {export.family.model}, {size:,.1f} MB", end="")
+    print(
+        f"{output}: checkpoint {step} of {find_address(run) or run}{into} as {export.family.model}, {size:,.1f} MB",
+        end="",
+    )
     print(f" in {form}" + (f" for {ranks} ranks" if ranks > 1 else ""))
     rows = export.arguments["padded_vocab_size"]
-    print(f"embedding: {config.model.vocabulary:,} tokens, padded to {rows:,} rows")
+    print(f"embedding: {model.vocabulary:,} tokens, padded to {rows:,} rows")
     if files.tokenizer is None:
         print(f"no tokenizer in {run}; add Megatron's --tokenizer-type and its files to the command")
     kind, flag, file = MEGATRON_TOKENIZERS.get(getattr(files.tokenizer, "scheme", ""), MEGATRON_TOKENIZERS["hf"])
-    flags = ["--tokenizer-type", kind, flag, str(output / "tokenizer" / file)] if files.tokenizer is not None else []
-    print(f"load it      {shlex.join(make_command(export, output, form, arguments.dtype, flags))}")
+    place = output.absolute()  # for a command in the folder of Megatron-LM
+    flags = ["--tokenizer-type", kind, flag, str(place / "tokenizer" / file)] if files.tokenizer is not None else []
+    if export.arguments.get("use_rope_scaling") and (factor := export.arguments["rope_scaling_factor"]) != 8:
+        print(
+            f"pretrain_gpt.py ignores --rope-scaling-factor {factor:g} and computes with 8; pass it to GPTModel there"
+        )
+    print(f"load it      {shlex.join(make_command(export, place, form, arguments.dtype, flags))}")
     return 0
 
 

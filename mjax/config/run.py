@@ -587,7 +587,11 @@ def read_settings(file: Path) -> Config:
 def _read_values(file: Path) -> Any:
     if not file.exists():
         raise UsageError(describe_missing_run(file.parent))
-    return read_json(file, "restore it, or start a new run with --name")
+    values = read_json(file, "restore it, or start a new run with --name")
+    if isinstance(values, dict) and "model_type" in values:
+        folder = file.parent
+        raise UsageError(f"{folder} is a Hugging Face folder, not a run; type mjax convert from-hf {folder} RUN")
+    return values
 
 
 def describe_missing_run(folder: Path) -> str:

@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import json
 import re
-import secrets
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +25,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.utils.files import cache_home, make_folder, put
+from mjax.utils.files import cache_home, make_folder, open_new, write_whole
 
 VERSION = 1  # of the algorithms that build indices; files of another version are not used
 MIN_CACHED_BYTES = 2**20  # smaller arrays are built as fast as they are read
 MAX_TEMPORARY_AGE_SECONDS = 24 * 3600
-TEMPORARY_FILE = re.compile(r"[0-9a-f]{32}(-\w+\.npy|\.json)\.mjax-[0-9a-f]{16}\.tmp")
+TEMPORARY_FILE = re.compile(r"[0-9a-f]{32}(-\w+\.npy|\.json)\.[0-9a-f]{8}\.tmp")
 """Names of temporary files."""
 READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RecursionError)
 """Raised by files that are unreadable, of another size, not JSON, without a field or nested too deeply."""
@@ -119,21 +118,10 @@ def _store(folder: Path, key: str, source: Mapping[str, object], arrays: Arrays)
     files = {}
     for name, array in arrays.items():
         file = folder / f"{key}-{name}.npy"
-        _write_atomically(file, lambda stream, array=array: np.save(stream, array, allow_pickle=False))
+        with open_new(file) as stream:
+            np.save(stream, array, allow_pickle=False)
         files[name] = _checksum(file)
-    manifest = json.dumps({"source": source, "files": files}, indent=2)
-    _write_atomically(folder / f"{key}.json", lambda stream: stream.write(manifest.encode()))
-
-
-def _write_atomically(file: Path, write: Callable) -> None:
-    """Write a file under a unique temporary name, and rename it when its bytes are on disk."""
-    temporary = file.with_name(f"{file.name}.mjax-{secrets.token_hex(8)}.tmp")
-    try:
-        with temporary.open("xb") as stream:
-            write(stream)
-        put(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(folder / f"{key}.json", json.dumps({"source": source, "files": files}, indent=2))
 
 
 def _remove_stale_files(folder: Path) -> None:

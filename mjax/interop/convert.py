@@ -1,7 +1,7 @@
 """`mjax convert`: the run folder of an import, the family of an export, and longer sequences (`--rope`).
 
 Checkpoint 0 of an import has the weights only: no step has been taken, so there are no moments, and training begins
-with new ones.
+with new ones. Only an import of Megatron's optimizer has a whole state, and continues with its next step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.numpy import bfloat16
 
-from mjax.checkpoint.arrays import leaves_by_path, names_with_layer_dim, type_and_shape, write_array
+from mjax.checkpoint.arrays import group_by_field, leaves_by_path, names_with_layer_dim, type_and_shape, write_array
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import MANIFEST, write_manifest
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, save_config
@@ -33,7 +33,8 @@ from mjax.interop.weights import weights_by_name
 from mjax.models.huggingface.family import Family, unlike
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import make_mesh
-from mjax.step.layout import build_layout, initial_weights
+from mjax.step.layout import TrainState, build_layout, initial_weights
+from mjax.step.step import build_program
 
 DTYPES = {"fp32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(bfloat16))}
 """Values of --dtype: torch's name, and NumPy's dtype."""
@@ -55,16 +56,18 @@ def write_run(
     read_block: Callable[[str, int, int], np.ndarray],
     extra_files: Mapping[str, bytes] | None = None,
     card: str = "",
+    step: int = 0,
 ) -> None:
-    """Create the run folder of an import: checkpoint 0 has the weights only.
+    """Create the run folder of an import: checkpoint 0 has the weights only, that of another step the whole state.
 
     Args:
       output: the folder.
       config: of the run.
       tokenizer: of the model, if there is one.
-      read_block: the result of `make_block_reader`.
+      read_block: the result of `make_block_reader`; of a whole state, of `make_state_reader`.
       extra_files: the result of `collect_tokenizer_files`, for the tokenizer's folder.
       card: README.md of the run; empty for none.
+      step: of the checkpoint.
     """
     with new_folder(output) as folder:
         save_config(config, folder / "config.json")
@@ -74,11 +77,14 @@ def write_run(
             tokenizer.save(folder / "tokenizer")
             for name, content in (extra_files or {}).items():
                 (folder / "tokenizer" / name).write_bytes(content)
-        write_checkpoint(folder / "checkpoints", "model", abstract_model(config), read_block)
+        target = abstract_state(config) if step else {"model": abstract_model(config)}
+        write_checkpoint(folder / "checkpoints", target, read_block, step)
 
 
-def write_checkpoint(folder: Path, field: str, target: Any, read_block: Callable[[str, int, int], np.ndarray]) -> None:
-    """Write checkpoint 0 block by block into `folder`; not atomic, so write into a temporary folder.
+def write_checkpoint(
+    folder: Path, target: Any, read_block: Callable[[str, int, int], np.ndarray], step: int = 0
+) -> None:
+    """Write a checkpoint block by block into `folder`; not atomic, so write into a temporary folder.
 
     Orbax has every array of a state in memory. Its arrays are Zarr 3 in one OCDBT store, which TensorStore writes by
     slices. So Orbax begins this checkpoint, with empty arrays, and TensorStore completes it: `Checkpoints.restore`
@@ -86,20 +92,23 @@ def write_checkpoint(folder: Path, field: str, target: Any, read_block: Callable
 
     Args:
       folder: `checkpoints` of a run.
-      field: the only one of the state, such as `model`.
-      target: its tree of ShapeDtypeStructs.
-      read_block: called with the name of an array in `target`, and the begin and end of a block of its first dim.
+      target: the state, or one field of it such as {"model": …}, of ShapeDtypeStructs.
+      read_block: called with the name of an array in `target` without `model.`, and the begin and end of a block of its
+        first dim.
+      step: of the checkpoint.
     """
     with Checkpoints(folder, on_notice=lambda line: None) as checkpoints:
-        checkpoints.save(0, {field: jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), target)})
-    store, arrays, stacked = folder / "0" / field, leaves_by_path(target), names_with_layer_dim(target)
-    for folder_name in ("d", "ocdbt.process_0", "array_metadatas"):  # the last one describes empty arrays
-        shutil.rmtree(store / folder_name)
-    for file in (store / "manifest.ocdbt", folder / "0" / MANIFEST):
-        file.unlink()
+        checkpoints.save(step, jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), target))
+    whole, arrays, stacked = folder / str(step), leaves_by_path(target), names_with_layer_dim(target)
+    (whole / MANIFEST).unlink()
+    for field in group_by_field(arrays):
+        for folder_name in ("d", "ocdbt.process_0", "array_metadatas"):  # the last one describes empty arrays
+            shutil.rmtree(whole / field / folder_name)
+        (whole / field / "manifest.ocdbt").unlink()
     for name, leaf in arrays.items():
-        write_array(store, f"{field}.{name}", leaf, name in stacked, partial(read_block, name))
-    write_manifest(folder / "0", 0, {f"{field}.{name}": type_and_shape(leaf) for name, leaf in arrays.items()})
+        read_rows = partial(read_block, name.removeprefix("model."))
+        write_array(whole / name.split(".")[0], name, leaf, name in stacked, read_rows)
+    write_manifest(whole, step, {name: type_and_shape(leaf) for name, leaf in arrays.items()})
 
 
 def abstract_model(config: Config) -> Model:
@@ -109,6 +118,12 @@ def abstract_model(config: Config) -> Model:
     """
     mesh = MeshConfig()
     return build_layout(dataclasses.replace(config, mesh=mesh), make_mesh(mesh, jax.devices("cpu"))).abstract_model
+
+
+def abstract_state(config: Config) -> TrainState:
+    """The state of ShapeDtypeStructs of a run on one CPU device."""
+    mesh = MeshConfig()
+    return build_program(dataclasses.replace(config, mesh=mesh), make_mesh(mesh, jax.devices("cpu"))).abstract_state
 
 
 def init_weights(config: Config, names: tuple[str, ...]) -> dict[str, jax.Array]:

@@ -13,7 +13,6 @@ message gives the name.
 from __future__ import annotations
 
 import io
-import pickle
 import pickletools
 import re
 import reprlib
@@ -29,7 +28,6 @@ import numpy as np
 from jax.numpy import bfloat16
 
 from mjax.errors import UsageError, first_line
-from mjax.utils.files import path_below
 
 MIN_TORCH_VERSION = (2, 10)  # in older versions a file could bypass weights_only
 
@@ -178,6 +176,23 @@ class PickleStub:
         return f"{type(self).__name__}({', '.join(map(reprlib.repr, self.arguments))})"
 
 
+@dataclass(frozen=True)
+class TensorChunk:
+    """A part of a tensor, and its location.
+
+    Attributes:
+      offsets, sizes: its position in the whole tensor, by dimension.
+      file: name in the folder.
+      start, length: its bytes in the file, which are a torch.save file.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
 def load_megatron_file(file: Path, chunk: TensorChunk | None = None, entry: str | None = None) -> dict[str, Any]:
     """Load a torch.save file of Megatron: tensors (memory-mapped if possible), plain values and stubs.
 
@@ -214,124 +229,3 @@ def read_chunk(file: Path, chunk: TensorChunk) -> BinaryIO:
     with file.open("rb") as stream:
         stream.seek(chunk.start)
         return io.BytesIO(stream.read(min(chunk.length, file.stat().st_size)))
-
-
-# --- .metadata of torch.distributed.checkpoint ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TensorChunk:
-    """A part of a tensor, and its location.
-
-    Attributes:
-      offsets, sizes: its position in the whole tensor, by dimension.
-      file: name in the folder.
-      start, length: its bytes in the file, which are a torch.save file.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    start: int
-    length: int
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a folder of torch.distributed.checkpoint: torch's name of its dtype, full shape, parts."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[TensorChunk, ...]
-
-
-COMMON_STATE = "common_state/shard_0_1"
-"""Name of the entry with arguments and version in megatron-core 0.19 and later, which has no common.pt."""
-COMMON_ENTRIES = ("args", "checkpoint_version")
-"""Names of these entries in the format fsdp_dtensor, in which each is saved by itself."""
-_STUB_PREFIXES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
-"""Modules of the classes in .metadata: storage locations and the plan by which they were written."""
-_METADATA_GLOBALS = {
-    ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): str,
-    ("collections", "OrderedDict"): dict,
-    ("pathlib", "PosixPath"): PickleStub,
-}
-
-
-class _MetadataReader(pickle.Unpickler):
-    """Replaces the names in .metadata by stubs and plain values, rejects all others, and imports nothing."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.startswith(_STUB_PREFIXES):
-            return type(name, (PickleStub,), {})
-        if (module, name) in _METADATA_GLOBALS:
-            return _METADATA_GLOBALS[module, name]
-        if module == "torch" and re.fullmatch(r"b?float\d+\w*|u?int\d+|bool|complex\d+", name):
-            return name
-        raise UsageError(f"it wants to call {module}.{name}, which is not part of it, and nothing was executed")
-
-
-def read_metadata(file: Path) -> dict[str, StoredTensor]:
-    """Read the tensors in the .metadata of a torch_dist checkpoint, by name, and `COMMON_STATE` or `COMMON_ENTRIES`, of
-    dtype bytes.
-
-    Other entries are ignored.
-
-    Raises:
-      UsageError: the file is missing or damaged, or calls a function.
-    """
-    if not file.is_file():
-        raise UsageError(f"{file} does not exist; copy the whole checkpoint, hidden files too")
-    try:
-        with file.open("rb") as stream:
-            _check_memo(stream, file.stat().st_size)
-            content = _MetadataReader(stream).load()
-        stored = content.storage_data.items()
-        locations = {(index.fqn, tuple(vars(index).get("offset") or ())): info for index, info in stored}
-        entries = {
-            name: _to_stored_tensor(name, kind, locations, file.parent)
-            for name, kind in content.state_dict_metadata.items()
-            if type(kind).__name__ == "TensorStorageMetadata"
-        }
-        for name in {COMMON_STATE, *COMMON_ENTRIES} & content.state_dict_metadata.keys():
-            chunk = _to_chunk(name, locations[name, ()], file.parent)
-            entries[name] = StoredTensor("bytes", (), (chunk,))
-        return entries
-    except UsageError as error:
-        raise UsageError(f"{file}: {error}; get the checkpoint from where it was trained") from None
-    except Exception as error:  # a damaged pickle fails in as many ways as there are opcodes
-        raise UsageError(f"{file} is truncated or not a .metadata ({type(error).__name__}); copy it again") from None
-
-
-def _check_memo(stream: BinaryIO, size: int) -> None:
-    """Reject a memo index larger than the file: the unpickler would allocate that many slots."""
-    for code, value, _ in pickletools.genops(stream):
-        if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and value > size:
-            raise ValueError(f"object {value:,} of {size:,} bytes")
-    stream.seek(0)
-
-
-def _to_sizes(values: Any) -> tuple[int, ...]:
-    numbers = tuple(values)
-    if not all(type(value) is int and 0 <= value < MAX_ELEMENTS for value in numbers):
-        raise ValueError("not whole numbers")
-    return numbers
-
-
-def _to_chunk(name: str, location: PickleStub, folder: Path, offsets: Any = (), sizes: Any = ()) -> TensorChunk:
-    file = location.relative_path
-    path_below(folder, file, f"the file of {name},")
-    if vars(location).get("transform_descriptors"):
-        raise UsageError(f"{name} is stored as {location.transform_descriptors}, and mjax reads plain tensors only")
-    start, length = _to_sizes([location.offset, location.length])
-    return TensorChunk(_to_sizes(offsets), _to_sizes(sizes), file, start, length)
-
-
-def _to_stored_tensor(name: str, kind: PickleStub, locations: dict, folder: Path) -> StoredTensor:
-    described = ((chunk.offsets, chunk.sizes) for chunk in kind.chunks)
-    chunks = tuple(_to_chunk(name, locations[name, tuple(at)], folder, at, sizes) for at, sizes in described)
-    dtype, shape = kind.properties.state[0], _to_sizes(kind.size)
-    if type(dtype) is not str or any(len(c.offsets) != len(shape) or len(c.sizes) != len(shape) for c in chunks):
-        raise ValueError("parts of other dims than the whole")
-    return StoredTensor(dtype, shape, chunks)

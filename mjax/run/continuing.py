@@ -67,16 +67,17 @@ def changes_since(
         if name.startswith("model.") and field_marks(config, name).isdisjoint({FREE, TUNING}):
             other = f"holds a run of another model ({name} {old}, now {new})"
             raise UsageError(f"{folder} {other}; choose another --name, or leave the model unchanged")
+    compared = _with_data(before, config)
     same_rates = _has_same_rates(before, config, steps[-1] if step is None else step)
     if not allow and steps != [0]:  # checkpoint 0 has weights that no step of this run produced
         rejected = [
             f"{name} {_quote(old)}, now {_quote(new)}"
             for name, (old, new) in changed.items()
             if FREE not in field_marks(config, name)
-            and _effective_field(before, name) != _effective_field(config, name)
+            and _effective_field(compared, name) != _effective_field(config, name)
             and not (same_rates and RATE in field_marks(config, name))
         ]
-        rejected = [*rejected, *_find_changed_data(folder, before.data, config.data)]
+        rejected += _find_changed_data(folder, compared.data, config.data)
         if rejected:
             other = f"{new_run_flags(folder, config.model)} instead of --run" if resumed else "--name NEW"
             fix = f"for a new run type {other}, and to continue this one with the change --allow-change"
@@ -211,6 +212,11 @@ def compute_digests(data: DataConfig) -> dict[str, list[str]]:
     blends = {} if data.mock else {name: getattr(data, name) for name in BLENDS if getattr(data, name)}
     prefixes = {name: parse_blend(values, f"--data.{name}").prefixes for name, values in blends.items()}
     return {name: [IndexedDataset(prefix).digest for prefix in prefixes[name]] for name in blends}
+
+
+def _with_data(before: Config, config: Config) -> Config:
+    """`before`, with the data of `config` for an import of Megatron's optimizer, of which no start has had data."""
+    return replace(before, data=config.data) if before.data == DataConfig() else before
 
 
 def _find_changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str]:

@@ -27,7 +27,7 @@ from mjax.config.plain_values import MAX_INT
 from mjax.errors import PrintLine, UsageError, without_secrets
 from mjax.pictures.runs import Curve, curve_names, draw_experts, draw_loss
 from mjax.run.callbacks import Callback
-from mjax.utils.files import free_name, make_folder, open_nofollow, put, to_disk, write_whole
+from mjax.utils.files import free_name, make_folder, open_new, open_nofollow, to_disk, write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -307,23 +307,18 @@ class MetricsLog(Callback):
         self._shares: tuple[int, np.ndarray] | None = None  # of experts, and the step that they are of
         if file.is_symlink():  # its damaged lines would be copied into the folder
             raise UsageError(f"{file} is a link, through which mjax does not write; remove it")
-        temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
-        with contextlib.ExitStack() as undo:
-            whole = undo.enter_context(temporary.open("xb"))
-            undo.callback(temporary.unlink)
+        with open_new(file) as whole:
             for line, record in read_lines(file, damaged):
                 if record["step"] <= step:
                     whole.write(line)
                     self._add(record)
-            undo.pop_all()
-            whole.close()
-        if damaged:
-            copy_of_damaged = free_name(file, "damaged")
-            shutil.copyfile(file, copy_of_damaged)
-            to_disk(copy_of_damaged)
-            lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first at {damaged[0]},"
-            self._print_line(f"{file}: skipped {lines} that cannot be read; copied the file to {copy_of_damaged.name}")
-        put(temporary, file)
+            if damaged:
+                copied = free_name(file, "damaged")
+                shutil.copyfile(file, copied)
+                to_disk(copied)
+                lines = f"{len(damaged)} lines, the first at" if len(damaged) > 1 else "line"
+                problem = f"skipped {lines} {damaged[0]}{',' * (len(damaged) > 1)} that cannot be read"
+                self._print_line(f"{file}: {problem}; copied the file to {copied.name}")
         self._file, self._is_torn = open_nofollow(file, "ab", buffering=0), False
 
     def _add(self, record: Mapping[str, Any]) -> None:

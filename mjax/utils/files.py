@@ -16,9 +16,9 @@ import re
 import secrets
 import stat
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any, BinaryIO, TextIO
 
 from mjax.errors import UsageError
 
@@ -171,23 +171,26 @@ def put(temporary: Path, path: Path) -> None:
     rename(temporary, path)
 
 
-def write_whole(file: Path, content: str | bytes) -> None:
-    """Write a file atomically: it has the new content or the old, whenever the process ends.
+@contextlib.contextmanager
+def open_new(file: Path) -> Iterator[BinaryIO]:
+    """Write a file atomically: it has the new content or the old, whenever the block or the process ends.
 
     The temporary name is random, and a link in place of `file` is replaced: nothing is written through a link.
-
-    Args:
-      file: replaced if it exists.
-      content: text is written in UTF-8.
     """
     temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as stream:
-            stream.write(content.encode() if isinstance(content, str) else content)
+            yield stream
         put(temporary, file)
     except BaseException:
         temporary.unlink(missing_ok=True)  # a full disk needs the space
         raise
+
+
+def write_whole(file: Path, content: str | bytes) -> None:
+    """`open_new` with the whole content; text is written in UTF-8."""
+    with open_new(file) as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
 
 
 def copy_whole(source: str, target: str) -> None:

@@ -112,8 +112,8 @@ def test_sweep_removes_only_abandoned_temporary_files(tmp_path):
     abandoned, written, *foreign = (
         tmp_path / name
         for name in (
-            f"{key}.json.mjax-{'a' * 16}.tmp",
-            f"{key}-one.npy.mjax-{'b' * 16}.tmp",
+            f"{key}.json.{'a' * 8}.tmp",
+            f"{key}-one.npy.{'b' * 8}.tmp",
             "thesis.tmp",
             f"{key}.tmp",
         )

@@ -9,9 +9,10 @@ import pytest
 
 from mjax.checkpoint.folders import Unusable
 from mjax.errors import MAX_MESSAGE_CHARACTERS, RunError, UsageError, one_sentence
+from mjax.interop.distributed_files import StoredTensor, read_metadata
 from mjax.interop.megatron.checkpoint import flatten_names
 from mjax.interop.megatron.tensors import DistributedTensors
-from mjax.interop.torch_files import StoredTensor, TensorChunk, read_metadata
+from mjax.interop.torch_files import TensorChunk
 from tests.faults.mutated_files import READERS
 from tests.faults.mutations import _read, run
 

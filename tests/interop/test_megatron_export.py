@@ -11,8 +11,14 @@ from mjax.config import LlamaConfig, MixtureConfig
 from mjax.config.model import convert_kind
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import decoder_config
-from mjax.interop.megatron.export import gather_tensors, make_command, plan_export, rank_tensors
-from mjax.interop.megatron.tensors import DECODER, MIXTURE
+from mjax.interop.megatron.export import (
+    gather_tensors,
+    list_sharded_tensors,
+    make_command,
+    plan_export,
+    rank_tensors,
+)
+from mjax.interop.megatron.tensors import DECODER, MIXTURE, QKV
 from mjax.models.build import abstract_weights
 from tests.interop import test_megatron_decoder as decoders
 from tests.interop.megatron_files import draw
@@ -76,6 +82,7 @@ ROUTED = MixtureConfig(layers=2, hidden=24, heads=4, experts=4, feed_forward=40,
         replace(LLAMA, rope_scaling="llama3", rope_factor=8.0, rope_original_length=8192, rope_theta=5e5),
         ROUTED, replace(ROUTED, router_normalized=False, shared_expert_ffn_hidden=8, moe_ffn_hidden=16, z_loss=0.1),
         replace(ROUTED, router="sigmoid", router_scale=2.5, router_n_groups=2, router_topk_groups=1),
+        replace(ROUTED, layers=6, first_dense_layers=2), replace(ROUTED, layers=6, moe_layer_freq=2),
         replace(ROUTED, aux_loss_coef=0.1), replace(ROUTED, aux_loss_coef=0.1, aux_loss_scope="micro_batch"),
     ],
 )  # fmt: skip
@@ -87,17 +94,22 @@ def test_arguments_describe_model(model):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (replace(SMALL, positions="alibi"), "no --model.positions alibi, as in runs/demo, only learned"),
+        (
+            replace(SMALL, positions="alibi"),
+            "runs/demo has --model.positions alibi, and to-megatron can write only",
+        ),
         (replace(SMALL, embedding_layernorm=True), "--model.embedding-layernorm True"),
         (replace(BERT, layernorm="post"), "--model.layernorm post"),
-        (replace(BERT, mlm_activation=None), "--model.mlm-activation gelu_tanh, as in runs/demo, only gelu_erf"),
+        (
+            replace(BERT, mlm_activation=None),
+            "--model.mlm-activation gelu_tanh, and to-megatron can write only gelu_erf",
+        ),
         (replace(LLAMA, window=4), "--model.window 4"),
         (replace(LLAMA, norms="post"), "--model.norms post"),
         (replace(LLAMA, activation="gelu_tanh"), "--model.activation gelu_tanh"),
         (replace(LLAMA, rope_scaling="yarn", rope_factor=4.0, rope_original_length=5), "--model.rope-scaling yarn"),
-        (replace(ROUTED, first_dense_layers=1), "--model.first-dense-layers 1"),
         (replace(ROUTED, router_bias_update_rate=0.1), "--model.router-bias-update-rate 0.1"),
-        (convert_kind(LLAMA, "gemma3"), "to-megatron supports gpt, bert, llama, mixture, and runs/demo is"),
+        (convert_kind(LLAMA, "gemma3"), "runs/demo is a Gemma 3, and GPTModel lacks its post-LayerNorms"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -119,6 +131,21 @@ def test_split_that_does_not_divide_is_refused(split, words):
     with pytest.raises(UsageError) as refused:
         plan_export(ROUTED, RUN, *split)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("implementation", ["transformer_engine", "local"])
+def test_layernorm_of_experts_is_apart_with_transformer_engine(implementation, tmp_path):
+    """`pre_mlp_layernorm` is an identity in its dense layers (megatron/core/models/gpt/gpt_layer_specs.py)."""
+    model = replace(ROUTED, first_dense_layers=1)
+    weights = draw(model)
+    export = plan_export(model, RUN, transformer_impl=implementation)
+    blocks = lambda name, rank: [(0, weights[name.removeprefix("model.")])]  # noqa: E731
+    whole = gather_tensors(export, blocks, np.dtype(np.float32), tmp_path / "scratch", lambda size: None)
+    names = {name for name, _ in list_sharded_tensors(export, whole) if "norm" in name}
+    fused, of_experts = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
+    of_mlp = {"decoder.layers.0": fused, "decoder.layers.1": fused if implementation == "local" else of_experts}
+    expected = {f"{layer}.{name}" for layer, norm in of_mlp.items() for name in (norm, f"{QKV}.layer_norm_weight")}
+    assert names == expected | {"decoder.final_layernorm.weight"}
 
 
 def test_fewer_key_heads_than_ranks_are_split():

@@ -12,22 +12,12 @@ import pytest
 
 from mjax.commands import cli
 from mjax.errors import UsageError
+from mjax.interop.distributed_files import StoredTensor, StoredTensors, read_metadata
 from mjax.interop.megatron.checkpoint import find_folder
 from mjax.interop.megatron.tensors import DistributedTensors
-from mjax.interop.torch_files import StoredTensor, TensorChunk, load_tensors, read_metadata
+from mjax.interop.torch_files import TensorChunk, load_tensors
 
 # --- Format torch_dist ------------------------------------------------------------------------------------------------
-
-
-class InMemory(DistributedTensors):
-    """Its parts come from a dictionary instead of files."""
-
-    def __init__(self, folder, stored, parts):
-        super().__init__(folder, stored)
-        self._parts = parts
-
-    def _chunk(self, chunk):
-        return self._parts[chunk.start]
 
 
 @pytest.fixture
@@ -47,20 +37,22 @@ STACKED = "decoder.layers.mlp.linear_fc2.weight"
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(2, 5), slice(7, 20)], ids=str)
-def test_layers_stored_as_one_tensor_are_split(stacked, rows):
+def test_layers_stored_as_one_tensor_are_split(stacked, rows, monkeypatch):
     whole, folder, stored, parts = stacked
-    tensors = InMemory(folder, {STACKED: stored}, parts)
+    monkeypatch.setattr(StoredTensors, "_load_chunk", lambda _, chunk: parts[chunk.start])
+    tensors = DistributedTensors(folder, {STACKED: stored})
     assert list(tensors.infos) == [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(3)]
     for layer, name in enumerate(tensors.infos):
         assert tensors.infos[name].shape == (8, 6)
         np.testing.assert_array_equal(tensors.read(name, rows), whole[layer, rows])
 
 
-def test_parts_that_do_not_cover_tensor_are_missed(stacked):
+def test_parts_that_do_not_cover_tensor_are_missed(stacked, monkeypatch):
     _, folder, stored, parts = stacked
     *others, before_last, last = stored.chunks  # of equal sizes, so that these still add up
     twice = (*others, before_last, replace(last, offsets=before_last.offsets))
-    tensors = InMemory(folder, {STACKED: replace(stored, chunks=twice)}, parts)
+    monkeypatch.setattr(StoredTensors, "_load_chunk", lambda _, chunk: parts[chunk.start])
+    tensors = DistributedTensors(folder, {STACKED: replace(stored, chunks=twice)})
     assert np.isnan(tensors.read("decoder.layers.2.mlp.linear_fc2.weight")[:, 2:]).all()
     with pytest.raises(UsageError, match=f"lists other parts of {STACKED} than the whole"):
         DistributedTensors(folder, {STACKED: replace(stored, chunks=stored.chunks[1:])})
@@ -126,9 +118,12 @@ def metadata(offsets=(0, 0), file="__0_0.distcp", **more):
     return of_torch("Metadata", state_dict_metadata=listed, storage_data={index: place, extra: place})
 
 
-def test_metadata_is_read_as_data(tmp_path):
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])  # until Python 3.12, and of 3.13
+def test_metadata_is_read_as_data(module, tmp_path):
     chunk = TensorChunk((0, 0), (4, 3), "__0_0.distcp", 5, 70)
-    file = write_metadata(tmp_path, metadata())
+    content = metadata()
+    content.storage_meta = Called(type("PosixPath", (), {"__module__": module}), "checkpoint")
+    file = write_metadata(tmp_path, content)
     assert read_metadata(file) == {"decoder.final": StoredTensor("bfloat16", (4, 3), (chunk,))}
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(UsageError, match=r"is truncated or not a \.metadata"):

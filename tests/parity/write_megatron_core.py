@@ -19,7 +19,6 @@ import contextlib
 import copy
 import os
 import sys
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +65,10 @@ MIXTURES = {
         {"rotary_base": 10_000},
     ),
 }
+MIXTURES["dense"] = (  # with an MLP in the first layer
+    {**MIXTURES["deepseek"][0], "moe_layer_freq": [0] + [1] * (SETTINGS["num_layers"] - 1)},
+    MIXTURES["deepseek"][1],
+)
 HYBRIDS = {
     "hybrid": (
         {"num_query_groups": 2, "kv_channels": 8},
@@ -138,7 +141,7 @@ def main(folder: Path, kinds: list[str]) -> None:
         common["vocab_size"] = 128 * tensor_ranks if source else PADDED
         of_config, of_model = (DECODERS | MIXTURES | HYBRIDS).get(kind, ({}, {}))
         torch.manual_seed(0)
-        config, model = build(kind, shared, common, of_config, of_model, bool(source))
+        config, model = build(kind, shared, common, of_config, of_model, source)
         if source:
             scores = score_export(model, kind, Path(source) / "release", (ids, positions, later))
             if scores is not None and rank == world - 1:
@@ -257,11 +260,11 @@ def hybrid_model(config, vocab_size, max_sequence_length, hybrid_layer_pattern, 
     return Model(config, make_spec(local_core_attention=True), vocab_size, max_sequence_length, **values)
 
 
-def build(kind: str, shared: dict, common: dict, of_config: dict, of_model: dict, export: bool) -> tuple:
-    """The config and the model of a kind; for an `export` with a matrix for each expert."""
+def build(kind: str, shared: dict, common: dict, of_config: dict, of_model: dict, export: str) -> tuple:
+    """The config and the model of a kind; for an `export`, a folder, with a matrix for each expert."""
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.parallel_state import get_expert_model_parallel_world_size
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -276,16 +279,16 @@ def build(kind: str, shared: dict, common: dict, of_config: dict, of_model: dict
     modern = {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}
     modern |= {"activation_func": torch.nn.functional.silu, "bias_activation_fusion": False}
     modern |= {"expert_model_parallel_size": get_expert_model_parallel_world_size()} if kind in MIXTURES else {}
-    of_spec = {"num_experts": of_config.get("num_moe_experts"), "normalization": "RMSNorm"}
-    of_spec |= {name: of_config.get(name, False) for name in ("qk_layernorm", "moe_grouped_gemm")}
-    spec = get_gpt_layer_local_spec(**of_spec)
-    if export and kind in MIXTURES:  # the name with TransformerEngine
-        spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     positions_of = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False} | of_model
     modern |= {"num_layers": len(of_model["hybrid_layer_pattern"])} if kind in HYBRIDS else {}
     config = TransformerConfig(**{**shared, **modern, **of_config})
-    make = hybrid_model if kind in HYBRIDS else partial(GPTModel, transformer_layer_spec=spec)
-    return config, make(config, **{**common, **positions_of}).eval()
+    if kind in HYBRIDS:
+        return config, hybrid_model(config, **{**common, **positions_of}).eval()
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    for layer in spec.layer_specs if export and not export.endswith("local") else ():
+        if "moe_layer" in repr(layer.submodules.mlp):  # the name with TransformerEngine
+            layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+    return config, GPTModel(config, spec, **{**common, **positions_of}).eval()
 
 
 def score_export(

@@ -54,7 +54,7 @@ def test_checkpoint_in_blocks_is_restored_on_a_mesh(tmp_path, monkeypatch):
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, specs[name]))
         for name, array in NAMES.items()
     }
-    write_checkpoint(folder, "model", tree_of(target), read)
+    write_checkpoint(folder, {"model": tree_of(target)}, read)
     assert [request[1:] for request in asked if request[0] == "blocks.up"] == [(0, 1), (1, 2), (2, 3), (3, 4)]
     with quiet(folder) as checkpoints:
         step, found = checkpoints.restore(tree_of(target), field="model")

@@ -63,7 +63,7 @@ class Setting(NamedTuple):
     def allows(self, value: Any) -> bool:
         """True if the model does not depend on the setting, or mjax reads it, or its value is a default."""
         irrelevant = value is None or self.kind in ("reproduced", "no effect")
-        default = isinstance(value, str | int | float) and value in self.defaults  # not 0 where it is None
+        default = isinstance(value, str | int | float) and value in self.defaults  # 0 is not None
         off = isinstance(value, bool | str | list | tuple | dict) and not value and not all(self.defaults)
         return irrelevant or default or off
 
@@ -196,6 +196,7 @@ def model_config(
     source: str,
     heads: int | None = None,
     activation: Activation | None = None,
+    old_names: bool = False,
 ) -> ModelConfig:
     """The model, with every row of its embedding as a token: shapes do not show which rows pad the vocabulary.
 
@@ -205,6 +206,7 @@ def model_config(
       kind: `gpt` or `bert`.
       source: the checkpoint, for messages.
       heads, activation: of the user, if there are no arguments.
+      old_names: True if the names of the tensors are from before megatron-core.
 
     Raises:
       UsageError: the arguments are not supported, contradict the tensors or the user, or are missing.
@@ -234,7 +236,11 @@ def model_config(
         max_position_embeddings=shapes["max_position_embeddings"],
         **{field: shapes[argument] for field, argument in SHAPE_FIELDS.items()},
         **({"layernorm": layernorm} if kind == "bert" else {}),
-        **({"activation": activation or ACTIVATIONS[kind]} if arguments is None else _activations(kind, args)),
+        **(
+            {"activation": activation or ACTIVATIONS[kind]}
+            if arguments is None
+            else _activations(kind, args, old_names)
+        ),
         **args.numbers({**FIELDS, "layernorm_epsilon": args.epsilon}),
     )
 
@@ -248,13 +254,17 @@ def _num_heads(arguments: MegatronArguments, heads: int | None) -> int:
     return heads if saved_heads is None else arguments.count("num_attention_heads", minimum=1)
 
 
-def _activations(kind: str, arguments: MegatronArguments) -> dict[str, Activation]:
-    """GELU of the MLP, and of a BERT's MLM head, to which Megatron's fused kernel (tanh) does not apply."""
-    fused = arguments["bias_gelu_fusion"] and not arguments["openai_gelu"]
-    if fused and arguments["onnx_safe"]:
+def _activations(kind: str, arguments: MegatronArguments, old_names: bool) -> dict[str, Activation]:
+    """GELU of the MLP, and of a BERT's MLM head, to which Megatron's fused kernel (tanh) does not apply.
+
+    Only the models before megatron-core read openai_gelu (tanh, of both) and onnx_safe.
+    """
+    openai = old_names and arguments["openai_gelu"]
+    fused = arguments["bias_gelu_fusion"] and not openai
+    if fused and old_names and arguments["onnx_safe"]:
         arguments.reject("bias_gelu_fusion and onnx_safe are both set, which versions of Megatron compute differently")
     mlm: dict[str, Activation] = {"mlm_activation": "gelu_erf"} if fused and kind == "bert" else {}
-    return {"activation": "gelu_tanh" if fused or arguments["openai_gelu"] else "gelu_erf", **mlm}
+    return {"activation": "gelu_tanh" if fused or openai else "gelu_erf", **mlm}
 
 
 # --- Decoders ---------------------------------------------------------------------------------------------------------
@@ -392,10 +402,15 @@ def _expert_layer_fields(arguments: MegatronArguments, layers: int) -> dict[str,
     sparse = [i for i, mark in enumerate(marks) if mark]
     interval = sparse[1] - sparse[0] if len(sparse) > 1 else 1
     dense = sparse[0] - interval + 1 if sparse else -1
-    if dense < 0 or marks != [i >= dense and (i - dense) % interval == interval - 1 for i in range(layers)]:
+    if dense < 0 or marks != expert_marks(layers, dense, interval):
         problem = "mjax has experts in all layers, or in each n-th after dense layers"
         arguments.reject(f"moe_layer_freq is {reprlib.repr(frequency)} for {layers} layers, and {problem}")
     return {"first_dense_layers": dense, "moe_layer_freq": interval}
+
+
+def expert_marks(layers: int, dense: int, interval: int) -> list[int]:
+    """1 for each layer that has experts, and 0 for the first `dense` ones and those between the experts."""
+    return [int(i >= dense and (i - dense) % interval == interval - 1) for i in range(layers)]
 
 
 def _router_group_fields(arguments: MegatronArguments, score: str, topk: int) -> dict[str, int]:
@@ -459,6 +474,7 @@ def write_arguments(model: ModelConfig, padded_vocabulary: int) -> dict[str, Any
         "ffn_hidden_size": get("mlp_width"),
         "num_attention_heads": model.heads,
         "kv_channels": model.head_size,
+        "vocab_size": model.vocabulary,
         "seq_length": model.sequence,
         "max_position_embeddings": model.max_positions,
         **{argument: get(field) for field, argument in FIELDS.items()},
@@ -486,8 +502,10 @@ def write_arguments(model: ModelConfig, padded_vocabulary: int) -> dict[str, Any
 def _mixture_arguments(model: Any) -> dict[str, Any]:
     scopes = {scope: kind for kind, scope in AUX_LOSS_SCOPES.items()}
     groups = {"moe_router_num_groups": model.router_n_groups, "moe_router_group_topk": model.top_groups}
+    dense, interval = model.first_dense_layers, model.moe_layer_freq
     return {
         "num_experts": model.experts,
+        "moe_layer_freq": 1 if model.expert_layers == model.layers else expert_marks(model.layers, dense, interval),
         "moe_ffn_hidden_size": model.expert_width,
         "moe_router_topk": model.experts_per_token,
         "moe_router_score_function": model.router,

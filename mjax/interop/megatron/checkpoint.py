@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal
 
 from mjax.errors import UsageError
+from mjax.interop.distributed_files import COMMON_ENTRIES, COMMON_STATE, StoredTensor, read_metadata
 from mjax.interop.megatron.arguments import is_decoder
 from mjax.interop.megatron.bridge import RUN_CONFIG, read_run_config
 from mjax.interop.megatron.tensors import (
+    EXPERTS,
     DistributedTensors,
     RankShard,
     RankTensors,
@@ -29,24 +31,21 @@ from mjax.interop.megatron.tensors import (
 )
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors
-from mjax.interop.torch_files import (
-    COMMON_ENTRIES,
-    COMMON_STATE,
-    PickleStub,
-    StoredTensor,
-    load_megatron_file,
-    read_metadata,
-    to_numpy,
-)
+from mjax.interop.torch_files import PickleStub, load_megatron_file, to_numpy
 
 TRACKER, BRIDGE_TRACKER = "latest_checkpointed_iteration.txt", "latest_train_state.pt"
 SAVE_AGAIN = "save it again with Megatron's --ckpt-convert-format torch_dist"
+SAVE_MOMENTS = (
+    "save it with Megatron's --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or leave out --optimizer"
+)
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 """File names of a rank; versions with the second one saved the optimizer state in a separate file."""
 Architecture = Literal["gpt", "bert", "decoder"]
 MAX_NAME_DEPTH = 30  # dots in a name
 OTHER_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?|(chained_\d+\.)?optimizer\..*|common_state/.*")
 """State of TransformerEngine's kernels, moments and arguments."""
+MOMENTS = r"(chained_\d+\.)?optimizer\.state\.(fp32_)?{}\."
+"""Prefix of a weight's state in the optimizer, in the format torch_dist."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,8 @@ class MegatronCheckpoint:
       arguments: of the run that wrote it; None if missing.
       tensor_ranks: the tensor-parallel size of that run; None if unknown.
       old_names: True if its names are from before megatron-core.
+      has_main_weights: True if its optimizer has float32 weights of its own.
+      common: everything but tensors of the model, such as the state of the optimizer and its schedule.
     """
 
     folder: Path
@@ -72,14 +73,18 @@ class MegatronCheckpoint:
     arguments: dict[str, Any] | None
     tensor_ranks: int | None
     old_names: bool
+    common: Mapping[str, Any] = field(default_factory=dict)
+    has_main_weights: bool = False
 
 
-def open_checkpoint(source: Path, step: int | None = None) -> MegatronCheckpoint:
+def open_checkpoint(source: Path, step: int | None = None, slot: str = "") -> MegatronCheckpoint:
     """Open a Megatron checkpoint of either format.
 
     Args:
       source: the folder given to `--save`, or one checkpoint in it.
       step: of the checkpoint; None for the one named by the tracker file.
+      slot: of the optimizer's state (`optimizer.SLOTS`): open these tensors instead of the weights, by the names of the
+        weights.
 
     Raises:
       UsageError: there is no such checkpoint, or it is incomplete or damaged, or calls a function.
@@ -89,7 +94,9 @@ def open_checkpoint(source: Path, step: int | None = None) -> MegatronCheckpoint
         backend = read_object(folder / "metadata.json").get("sharded_backend")
         if backend != "torch_dist":
             raise UsageError(f"{folder} is in the format {backend!r}, not torch_dist or torch; {SAVE_AGAIN}")
-    return _open_distributed(folder) if (folder / ".metadata").is_file() else _open_ranks(folder)
+    if (folder / ".metadata").is_file():
+        return _open_distributed(folder, slot)
+    return _open_ranks(folder, slot)
 
 
 def find_folder(source: Path, step: int | None) -> Path:
@@ -138,11 +145,14 @@ def _read_bridge_step(tracker: Path) -> int:
 # --- Format torch -----------------------------------------------------------------------------------------------------
 
 
-def _open_ranks(folder: Path) -> MegatronCheckpoint:
+def _open_ranks(folder: Path, slot: str) -> MegatronCheckpoint:
     files = _find_rank_files(folder)
     contents = _load_ranks(files)
     first = contents[0, 0, 0]
     arguments = _read_arguments(first, folder)
+    has_main = any("fp32_from_fp16_params" in part for part in list_optimizers(first))
+    if slot:
+        contents = {rank: _with_moments(content, slot, files[rank]) for rank, content in contents.items()}
     ranks, stages, experts = (1 + max(numbers) for numbers in zip(*contents, strict=True))
     sizes = arguments or {}
     has_pipeline = sizes.get("pipeline_model_parallel_size") not in (None, 1)
@@ -168,7 +178,7 @@ def _open_ranks(folder: Path) -> MegatronCheckpoint:
     old = any(name.startswith("language_model.") for name in names)
     version, missing = _read_version(first, folder, assumed=0 if old else 3)
     tensors = RankTensors(pieces, version, str(folder), gated=kind == "decoder")
-    return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, ranks, old)
+    return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, ranks, old, first, has_main)
 
 
 def _find_rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
@@ -200,6 +210,40 @@ def _load_ranks(files: dict[tuple[int, int, int], Path]) -> dict[tuple[int, int,
         if (value := content.get(name)) != (expected := contents[0, 0, 0].get(name)):
             raise incomplete_error(f"{files[rank]}: {name} is {value}, and {expected} in {files[0, 0, 0]}")
     return contents
+
+
+def list_optimizers(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The states of optimizers: one, or of dense layers and of experts on expert ranks."""
+    state = content.get("optimizer")
+    states = [*state.values()] if isinstance(state, dict) and 0 in state else state
+    return [part for part in (states if isinstance(states, list) else [states]) if isinstance(part, dict)]
+
+
+def _with_moments(content: dict[str, Any], slot: str, file: Path) -> dict[str, Any]:
+    """The content of a file with the state of its optimizer in place of the weights.
+
+    torch numbers parameters in the order of the model: of dense layers, then of experts on expert ranks, and in each
+    first the matrices, which have weight decay (`get_megatron_optimizer` in core/optimizer/__init__.py).
+    """
+    parts, chunks = list_optimizers(content), [name for name in content if re.fullmatch(r"model\d*", name)]
+    places = [
+        (len(parts) > 1 and EXPERTS in name, tensor.ndim == 1, chunk, name)
+        for chunk in chunks
+        for name, tensor in _read_weights(content[chunk], file).items()
+    ]
+    values: list[Any] = []
+    for part in parts:
+        if slot == "param":
+            values += chain.from_iterable(part.get("fp32_from_fp16_params", ()))
+        else:
+            state = part.get("optimizer", part).get("state") or {}
+            values += [state[number].get(slot) for number in range(len(state))]
+    if len(values) != len(places):
+        raise UsageError(f"{file} has no {slot} for each weight; {SAVE_MOMENTS}")
+    moments: dict[str, Any] = {chunk: {} for chunk in chunks}
+    for (_, _, chunk, name), value in zip(sorted(places, key=lambda place: place[:2]), values, strict=True):
+        moments[chunk][name] = value
+    return content | moments
 
 
 def _check_ranks(sizes: dict[str, Any], ranks: int, stages: int, experts: int, folder: Path) -> None:
@@ -265,7 +309,7 @@ def _read_arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | N
 # --- Format torch_dist ------------------------------------------------------------------------------------------------
 
 
-def _open_distributed(folder: Path) -> MegatronCheckpoint:
+def _open_distributed(folder: Path, slot: str) -> MegatronCheckpoint:
     entries = read_metadata(folder / ".metadata")
     common = _load_common(folder, entries)
     arguments = _read_arguments(common, folder)
@@ -274,10 +318,16 @@ def _open_distributed(folder: Path) -> MegatronCheckpoint:
     stored = {name: tensor for name, tensor in entries.items() if not OTHER_STATE.fullmatch(name)}
     if entries.keys() & {*COMMON_ENTRIES}:
         stored = {strip_wrappers(name): tensor for name, tensor in stored.items() if name.startswith("model.")}
+    has_main = any(re.match(MOMENTS.format("param"), name) for name in entries)
+    if slot:
+        prefix = re.compile(MOMENTS.format(slot))
+        stored = {prefix.sub("", name, 1): tensor for name, tensor in entries.items() if prefix.match(name)}
+        if not stored:
+            raise UsageError(f"{folder} has no {slot} for each weight; {SAVE_MOMENTS}")
     kind = _detect_architecture(arguments, list(stored), folder)
     tensors = DistributedTensors(folder, to_current_names(stored, kind, str(folder)))
     version, missing = _read_version(common, folder, assumed=3)
-    return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, None, old_names=False)
+    return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, None, False, common, has_main)
 
 
 def strip_wrappers(name: str) -> str:

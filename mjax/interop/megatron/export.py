@@ -1,6 +1,6 @@
 """Write the weights of a run as a checkpoint of Megatron: the inverse of the import, by the same tables.
 
-    latest_checkpointed_iteration.txt       release
+    latest_checkpointed_iteration.txt       release, or the step of an export with its optimizer (iter_0000500)
     release/mp_rank_00/model_optim_rng.pt   format torch: a file for each rank, or
     release/.metadata, __0_0.distcp …       format torch_dist, for any number of ranks
 
@@ -36,6 +36,7 @@ from mjax.interop.weights import iterate_tensors, tensor_layouts
 from mjax.models.huggingface.family import Family
 
 Format = Literal["torch_dist", "torch"]
+Implementation = Literal["transformer_engine", "local"]
 VOCABULARY_MULTIPLE = 128
 """Megatron's default of --make-vocab-size-divisible-by, of each tensor rank."""
 _LAYER_AND_REST = re.compile(r"(.+\.layers\.)(\d+)(\..+)")
@@ -73,7 +74,14 @@ class Export:
 # --- The model --------------------------------------------------------------------------------------------------------
 
 
-def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> Export:
+def plan_export(
+    model: ModelConfig,
+    run: Path,
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    transformer_impl: Implementation = "transformer_engine",
+) -> Export:
     """Check that Megatron has this model with this split.
 
     Raises:
@@ -82,7 +90,9 @@ def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 
     kind = ARCHITECTURES.get(model.kind)
     if kind is None:
         known = ", ".join(ARCHITECTURES)
-        raise UsageError(f"to-megatron supports {known}, and {run} is {model.title}; use to-hf")
+        raise UsageError(
+            f"to-megatron supports {known}, and {run} is {model.title}{LACKS.get(model.kind, '')}; use to-hf"
+        )
     multiple = VOCABULARY_MULTIPLE * tensor
     padded = -(-model.vocabulary // multiple) * multiple
     sizes = {
@@ -100,6 +110,7 @@ def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": pipeline,
         "expert_model_parallel_size": expert,
+        "transformer_impl": transformer_impl,
     }
     _check_represented(model, kind, arguments, str(run))
     decoder = layout.MIXTURE if model.experts else layout.DECODER
@@ -109,6 +120,10 @@ def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 
 
 ARCHITECTURES: dict[str, Architecture] = {"gpt": "gpt", "bert": "bert", "llama": "decoder", "mixture": "decoder"}
 """mjax's kinds of models that Megatron has."""
+LACKS = {
+    "gemma3": ", and GPTModel lacks its post-LayerNorms, two RoPE bases and scaled embedding (Megatron-Bridge has them)"
+}
+"""Why a kind is none of megatron-core's models; the class of Megatron-Bridge 0.6.2 is Gemma3ModelProvider."""
 UNCOMPARED = {"vocabulary", "vocabulary_multiple", "sequence", "max_position_embeddings", "attention", "moe_kernel"}
 """Fields without a counterpart: sizes of samples and padding, and kernels."""
 
@@ -142,7 +157,8 @@ def _check_represented(model: ModelConfig, kind: Architecture, arguments: dict[s
         unused = field.name == "aux_loss_scope" and not getattr(model, "aux_loss_coef", 0)
         if ours != theirs and field.name not in UNCOMPARED and not unused:
             flag = f"--model.{field.name.replace('_', '-')}"
-            raise UsageError(f"megatron-core has no {flag} {ours}, as in {run}, only {theirs}; convert another run")
+            problem = f"{run} has {flag} {ours}, and to-megatron can write only {theirs}"
+            raise UsageError(f"{problem}; convert another run, or use to-hf")
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
@@ -227,46 +243,69 @@ def rank_tensors(export: Export, whole: Mapping[str, np.ndarray], rank: tuple[in
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 
-def write_release(folder: Path, export: Export, whole: Mapping[str, np.ndarray], form: Format) -> None:
-    """Write the checkpoint into a folder, which exists and is empty; not atomic."""
+def write_release(
+    folder: Path,
+    export: Export,
+    whole: Mapping[str, np.ndarray],
+    form: Format,
+    common: Mapping[str, Any] | None = None,
+    slots: Mapping[str, Mapping[str, np.ndarray]] | None = None,
+) -> None:
+    """Write the checkpoint into a folder, which exists and is empty; not atomic.
+
+    Args:
+      folder: of the checkpoints.
+      export: the model.
+      whole: its tensors.
+      form: the format.
+      common: of an export with its optimizer, the result of `common_state`.
+      slots: of an export with its optimizer, the tensors of each.
+    """
     torch = import_torch("checkpoints of Megatron are written by torch")
-    release = folder / "release"
+    state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, **(common or {})}
+    state["args"] = argparse.Namespace(**export.arguments, **state.pop("args", {}))
+    step = state["iteration"]
+    release = folder / (f"iter_{step:07d}" if step else "release")
     release.mkdir()
-    state = {"args": argparse.Namespace(**export.arguments), "checkpoint_version": 3.0, "iteration": 0}
     if form == "torch":
         for tensor_rank, stage, expert_rank in export.ranks:
             name = f"mp_rank_{tensor_rank:02}" + (f"_{stage:03}" if export.pipeline > 1 else "")
             place = release / (name + (f"_{expert_rank:03}" if export.expert > 1 else ""))
             place.mkdir()
             shard = rank_tensors(export, whole, (tensor_rank, stage, expert_rank))
-            model = {name: _to_torch(array) for name, array in shard.items()}
+            fuse = export.arguments["transformer_impl"] != "local"
+            names = {name: _fuse_norm(name, shard, export) if fuse else name for name in shard}
+            model = {names[name]: _to_torch(array) for name, array in shard.items()}
             torch.save(state | {"model": model}, place / RANK_FILES[0])
     else:
         from torch.distributed import checkpoint
 
         tensors = {name: _to_torch(array) for name, array in list_sharded_tensors(export, whole)}
+        extra = _extra_states(tensors, export)
+        for slot, arrays in (slots or {}).items():
+            for name, array in list_sharded_tensors(export, arrays):
+                tensors[f"optimizer.state.{slot}.{name}"] = _to_torch(array)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
             checkpoint.save(
-                tensors | {name: [None] for name in _extra_states(tensors, export)},
+                tensors | {name: [None] for name in extra},
                 storage_writer=checkpoint.FileSystemWriter(release, thread_count=1),
                 planner=checkpoint.DefaultSavePlanner(flatten_state_dict=False),
                 no_dist=True,
             )
-        names = {"non_homogeneous_layers": True, "singleton_local_shards": True}
-        torch.save(state | {"content_metadata": names}, release / "common.pt")
+        content = {"non_homogeneous_layers": True, "singleton_local_shards": True, "chained_optim_avoid_prefix": True}
+        content |= {"distrib_optim_sharding_type": "fully_reshardable"} if slots else {}
+        torch.save(state | {"content_metadata": content}, release / "common.pt")
         backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         write_object(release / "metadata.json", backends | {"common_backend": "torch", "common_backend_version": 1})
-    (folder / TRACKER).write_text("release", encoding="utf-8")
+    (folder / TRACKER).write_text(str(step or "release"), encoding="utf-8")
 
 
 def list_sharded_tensors(export: Export, whole: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of torch_dist by name, where every layer, expert, gate and up is a tensor, so that a rank of Megatron
     reads its part only (`singleton_local_shards`)."""
     for name, array in whole.items():
-        for plain, fused in layout.FUSED_NORMS.items():
-            if not (export.model.experts and "pre_mlp" in plain):  # experts have their LayerNorm apart
-                name = name.replace(plain, fused)
+        name = _fuse_norm(name, whole, export)
         pieces = {name: array}
         if layout.EXPERTS in name:
             before, _, rest = name.partition(layout.EXPERTS)
@@ -276,6 +315,17 @@ def list_sharded_tensors(export: Export, whole: Mapping[str, np.ndarray]) -> Ite
                 yield from zip((f"{piece}_w", f"{piece}_v"), matrix.reshape(2, -1, matrix.shape[-1]), strict=True)
             else:
                 yield piece, matrix
+
+
+def _fuse_norm(name: str, names: Iterable[str], export: Export) -> str:
+    """The name of a LayerNorm that is fused with the matrix after it, as in all layers of torch_dist and with
+    TransformerEngine; it then does not apply to experts (megatron/core/models/gpt/gpt_layer_specs.py)."""
+    router = name.replace("pre_mlp_layernorm", "mlp.router")
+    if router != name and router in names and export.arguments["transformer_impl"] != "local":
+        return name
+    for plain, fused in layout.FUSED_NORMS.items():
+        name = name.replace(plain, fused)
+    return name
 
 
 def _extra_states(names: Iterable[str], export: Export) -> list[str]:
@@ -300,8 +350,8 @@ def _to_torch(array: np.ndarray) -> Any:
 OFF_FLAGS = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
 """Flags of arguments that are false."""
 NO_FLAGS = {
-    "padded_vocab_size", "retro_add_retriever", "add_position_embedding", "bert_binary_head", "softmax_type",
-    "mtp_num_layers",
+    "vocab_size", "padded_vocab_size", "retro_add_retriever", "add_position_embedding", "bert_binary_head",
+    "softmax_type", "mtp_num_layers",
 }  # fmt: skip
 """Arguments that --use-checkpoint-args reads, or at Megatron's default."""
 
@@ -312,13 +362,13 @@ def make_command(export: Export, output: Path, form: Format, dtype: str, tokeniz
     program = "pretrain_bert.py" if export.model.kind == "bert" else "pretrain_gpt.py"
     words = ["torchrun", "--nproc-per-node", str(ranks), program, "--load", str(output), "--use-checkpoint-args"]
     words += ["--sequence-parallel"] if export.model.experts and export.tensor > 1 else []
-    words += ["--ckpt-format", form, *(["--transformer-impl", "local"] if form == "torch" else [])]
+    words += ["--ckpt-format", form]
     for name, value in export.arguments.items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = f"--{name.replace('_', '-').replace('opt-param', 'opt_param')}"
         if name in OFF_FLAGS:
             words += [] if value else [OFF_FLAGS[name]]
         elif value is True and name not in NO_FLAGS:
             words.append(flag)
         elif value is not None and value is not False and name not in NO_FLAGS:
-            words += [flag, str(value)]
+            words += [flag, str(value).replace(" ", "")]
     return [*words, *tokenizer, *(["--bf16"] if dtype == "bf16" else [])]

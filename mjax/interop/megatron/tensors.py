@@ -25,22 +25,19 @@ Of t ranks, each has its shard along out (column parallel, arXiv 1909.08053) or 
 
 from __future__ import annotations
 
-import math
-import os
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mjax.config import LlamaConfig
-from mjax.errors import UsageError, first_line
-from mjax.interop.tensor_files import DTYPE_NAMES, FLOAT_DTYPES, TensorInfo, Tensors
-from mjax.interop.torch_files import StoredTensor, TensorChunk, load_tensors, read_chunk, to_numpy
+from mjax.errors import UsageError
+from mjax.interop.distributed_files import StoredTensor, StoredTensors
+from mjax.interop.tensor_files import DTYPE_NAMES, TensorInfo, Tensors
 from mjax.models.huggingface.family import Family
 
 
@@ -341,14 +338,12 @@ def _expert_matrices(part: str, array: np.ndarray, experts: int, hidden: int) ->
 
 # --- Format torch_dist ------------------------------------------------------------------------------------------------
 #
-#     .metadata        the parts of each tensor and their locations
-#     __0_0.distcp     parts, each a torch.save file; also __0_1.distcp, __1_0.distcp, …
-#     common.pt        everything but tensors: the arguments of the run, its step
-#     metadata.json    the format
+#     .metadata, __0_0.distcp …    tensors, as of torch.distributed.checkpoint
+#     common.pt                    everything but tensors: the arguments of the run, its step
+#     metadata.json                the format
 #
-# Every part records its offsets in the whole tensor, so no merging by rank is needed. All layers may be one tensor
-# `decoder.layers.mlp.linear_fc1.weight` [l, out, in], or one tensor each, with the layer's number in the name. So may
-# the experts of a layer, `decoder.layers.3.mlp.experts.linear_fc1.weight` [E, out, in].
+# All layers may be one tensor `decoder.layers.mlp.linear_fc1.weight` [l, out, in], or one tensor each, with the layer's
+# number in the name. So may the experts of a layer, `decoder.layers.3.mlp.experts.linear_fc1.weight` [E, out, in].
 
 Index = tuple[int, ...]
 STACK_PREFIXES = (".layers.", ".mlp.experts.")
@@ -356,66 +351,32 @@ STACK_PREFIXES = (".layers.", ".mlp.experts.")
 
 
 class DistributedTensors:
-    """`Tensors` in a folder of torch.distributed.checkpoint, by layer and expert even if all are stored as one."""
+    """`Tensors` in a folder of torch.distributed.checkpoint, by layer and expert even if all are stored as one.
+
+    Args:
+      stored: the tensors, by current names.
+
+    Raises:
+      UsageError: a file is missing or too short, or the parts of a tensor do not cover it.
+    """
 
     def __init__(self, folder: Path, stored: Mapping[str, StoredTensor]):
-        """Check that all parts exist.
-
-        Args:
-          folder: of the files.
-          stored: the tensors listed in .metadata, by current names.
-
-        Raises:
-          UsageError: a file is missing, or the parts of a tensor do not cover it.
-        """
-        self._folder = folder
-        self._chunks: dict[str, tuple[Index, list[TensorChunk]]] = {}
+        self._stored = StoredTensors(folder, stored)
+        self._origins: dict[str, tuple[str, Index]] = {}
         self.infos: dict[str, TensorInfo] = {}
-        for name, tensor in stored.items():
-            for chunk in tensor.chunks:
-                if not os.path.isfile(folder / chunk.file):  # also False for a path that is too long
-                    raise UsageError(f"{folder / chunk.file} does not exist, though .metadata names it; copy it too")
-                _check_size(folder / chunk.file, name, tensor, chunk)
-            if 0 in tensor.shape or sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
-                raise UsageError(f"{folder / '.metadata'} lists other parts of {name} than the whole; copy it again")
+        for whole, tensor in stored.items():
             dtype = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
-            parts = dict(_list_numbered_names(name, tensor.shape))
-            chunks = _group_by_index(tensor.chunks, len(next(iter(parts.values()))))
-            for part, index in parts.items():
-                self.infos[part] = TensorInfo(dtype, tensor.shape[len(index) :])
-                self._chunks[part] = (index, chunks[index])
-        self._last: tuple[TensorChunk, np.ndarray] | None = None
+            for name, index in _list_numbered_names(whole, tensor.shape):
+                self._origins[name] = whole, index
+                self.infos[name] = TensorInfo(dtype, tensor.shape[len(index) :])
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        kind, (index, chunks) = self.infos[name], self._chunks[name]
-        first, end, _ = rows.indices(kind.shape[0])
-        low = (*index, first, *(0 for _ in kind.shape[1:]))
-        high = (*(number + 1 for number in index), max(first, end), *kind.shape[1:])
-        # Elements that no part covers stay NaN, and are rejected later.
-        whole = np.full([end - start for start, end in zip(low, high, strict=True)], np.nan, FLOAT_DTYPES[kind.dtype])
-        for chunk in chunks:
-            begins = [max(a, b) for a, b in zip(low, chunk.offsets, strict=True)]
-            ends = [min(a, b + size) for a, b, size in zip(high, chunk.offsets, chunk.sizes, strict=True)]
-            if all(begin < end for begin, end in zip(begins, ends, strict=True)):
-                source = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, chunk.offsets, strict=True))
-                target = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, low, strict=True))
-                whole[target] = self._chunk(chunk)[source]
-        return whole.reshape(whole.shape[len(index) :])
-
-    def _chunk(self, chunk: TensorChunk) -> np.ndarray:
-        """Load a part; the last one is cached, because an embedding is read a few rows at a time."""
-        if self._last is None or self._last[0] is not chunk:
-            self._last = None
-            file = self._folder / chunk.file
-            try:
-                tensor = load_tensors(read_chunk(file, chunk))
-            except Exception as error:  # of many types, for bytes that are not a tensor
-                raise UsageError(f"{file} is truncated or damaged ({first_line(error)}); copy it again") from None
-            array = to_numpy(file, {"a part": tensor})["a part"]
-            if array.shape != chunk.sizes:
-                raise incomplete_error(f"{file} holds another part than .metadata says")
-            self._last = (chunk, array)
-        return self._last[1]
+        (whole, index), (length, *others) = self._origins[name], self.infos[name].shape
+        first, end, _ = rows.indices(length)
+        box = [slice(number, number + 1) for number in index]
+        box += [slice(first, max(first, end)), *(slice(0, size) for size in others)]
+        region = self._stored.read(whole, box)
+        return region.reshape(region.shape[len(index) :])
 
 
 def _list_numbered_names(name: str, shape: Index, index: Index = ()) -> Iterator[tuple[str, Index]]:
@@ -427,27 +388,6 @@ def _list_numbered_names(name: str, shape: Index, index: Index = ()) -> Iterator
                 yield from _list_numbered_names(f"{before}{many}{number}.{behind}", shape, (*index, number))
             return
     yield name, index
-
-
-def _group_by_index(chunks: Iterable[TensorChunk], dims: int) -> dict[Index, list[TensorChunk]]:
-    """The parts that overlap each index along the first `dims` dims."""
-    by_index = defaultdict(list)
-    for chunk in chunks:
-        extents = zip(chunk.offsets[:dims], chunk.sizes[:dims], strict=True)
-        for index in product(*(range(offset, offset + size) for offset, size in extents)):
-            by_index[index].append(chunk)
-    return by_index
-
-
-def _check_size(file: Path, name: str, tensor: StoredTensor, chunk: TensorChunk) -> None:
-    """Reject a part that is larger than its bytes in the file, before its memory is allocated."""
-    itemsize = FLOAT_DTYPES[DTYPE_NAMES[tensor.dtype]].itemsize if tensor.dtype in DTYPE_NAMES else 1
-    size = file.stat().st_size
-    if chunk.start + chunk.length > size or math.prod(chunk.sizes) * itemsize > chunk.length:
-        raise incomplete_error(
-            f"{file.parent / '.metadata'} lists {chunk.sizes} numbers of {name} in {chunk.length:,} bytes of the "
-            f"{size:,} of {file.name}, which are too few: one of the two is truncated or damaged"
-        )
 
 
 # --- Decoders ---------------------------------------------------------------------------------------------------------
