@@ -65,11 +65,15 @@ class Block(nnx.Module):
         self, x: Float[Array, "t h"], context: ForwardContext, attention: Callable | None = None
     ) -> Float[Array, "t h"] | tuple[Float[Array, "t h"], Sums]:
         """The stream after the layer, and the sums of its MLP, if it returns some. `attention` replaces the layer's."""
-        y = (attention or self.attention)(self.attention_norm(x), context)
+        y = self.branch("attention", attention or self.attention, x, context)
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
-        y, sums = split_sums(self.mlp(self.mlp_norm(x), context))
+        y, sums = split_sums(self.branch("mlp", self.mlp, x, context))
         x = x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
         return (x, sums) if sums else x
+
+    def branch(self, name: str, part: Callable, x: Float[Array, "t h"], context: ForwardContext) -> Any:
+        """Attention or MLP, with its norm before it."""
+        return part(getattr(self, f"{name}_norm")(x), context)
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> Any:
         """This rank's cache for generation, before the first position: a pytree of arrays, which only the layer reads
@@ -122,15 +126,8 @@ class PostNormBlock(Block):
 class OutputNormBlock(Block):
     """One transformer layer whose attention and MLP are normed before they are added to the residual stream."""
 
-    def __call__(
-        self, x: Float[Array, "t h"], context: ForwardContext, attention: Callable | None = None
-    ) -> Float[Array, "t h"]:
-        y = (attention or self.attention)(x, context)
-        y = self.attention_norm(checkpoint_name(y, "residual"))
-        x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
-        y = self.mlp(x, context)
-        y = self.mlp_norm(checkpoint_name(y, "residual"))
-        return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
+    def branch(self, name: str, part: Callable, x: Float[Array, "t h"], context: ForwardContext) -> Float[Array, "t h"]:
+        return getattr(self, f"{name}_norm")(checkpoint_name(part(x, context), "residual"))
 
 
 def split_sums(result: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:

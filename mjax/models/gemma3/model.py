@@ -33,7 +33,6 @@ from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.positions import Positions
 from mjax.models.parts.rotary import Rotary
 from mjax.models.protocol import ForwardContext
-from mjax.parallel import random
 from mjax.parallel.autodiff import rematerialize
 from mjax.parallel.reductions import accumulation_dtype
 from mjax.parallel.weights import make_param
@@ -46,13 +45,9 @@ class SandwichBlock(Block):
         super().__init__(**parts)
         self.attention_out_norm, self.mlp_out_norm = attention_out_norm, mlp_out_norm
 
-    def __call__(self, x: Array, context: ForwardContext, attention: Callable | None = None) -> Array:
-        y = (attention or self.attention)(self.attention_norm(x), context)
-        y = self.attention_out_norm(checkpoint_name(y, "residual"))
-        x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
-        y = self.mlp(self.mlp_norm(x), context)
-        y = self.mlp_out_norm(checkpoint_name(y, "residual"))
-        return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
+    def branch(self, name: str, part: Callable, x: Array, context: ForwardContext) -> Array:
+        y = super().branch(name, part, x, context)
+        return getattr(self, f"{name}_out_norm")(checkpoint_name(y, "residual"))
 
 
 class ZeroCenteredRMSNorm(nnx.Module):
