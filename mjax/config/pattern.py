@@ -14,7 +14,7 @@ leading dim; otherwise each layer of the group has a stack. Prefixes of the weig
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import mul
 from typing import NamedTuple
 
@@ -112,12 +112,12 @@ class StackRows:
         """Virtual stages per stage, V."""
         return len(self.counts) // self.stages
 
-    @property
+    @cached_property
     def even(self) -> bool:
         """True if all virtual stages have equally many."""
         return len({*self.counts}) == 1
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """Layers of the stage with most, for which every stage has memory."""
         return max(len(self.list_rows(stage)) for stage in range(self.stages))
@@ -127,6 +127,11 @@ class StackRows:
         chunks = range(stage, len(self.counts), self.stages)
         return [sum(self.counts[:v]) + i for v in chunks for i in range(self.counts[v])]
 
+    def list_slots(self) -> list[int]:
+        """The layer in each slot, stage by stage; -1 in unused slots."""
+        rows = map(self.list_rows, range(self.stages))
+        return [row for used in rows for row in (*used, *[-1] * (self.slots - len(used)))]
+
     @property
     def offsets(self) -> list[int]:
         """For each virtual stage the place of its first layer among those of its stage."""
@@ -135,10 +140,20 @@ class StackRows:
 
 def find_rows(model, mesh, weight: str) -> StackRows | None:
     """The layers with the weight of this name, on the stages of a mesh; None for one outside layers."""
-    if (stack := find_stack(model, weight)) is None:
-        return None
-    counts = (groups[stack.run] * len(stack.kinds) for groups in stage_groups(model, mesh))
-    return StackRows(tuple(counts), mesh.pipe)
+    rows = zip(layer_stacks(model), stack_rows(model, mesh), strict=True)
+    return next((layers for stack, layers in rows if weight.startswith(f"{stack.name}.")), None)
+
+
+def stack_rows(model, mesh) -> tuple[StackRows, ...]:
+    """The layers of each stack on the stages of a mesh."""
+    return _stack_rows(model, mesh.pipe, mesh.virtual_stages, mesh.stage_layers)
+
+
+@lru_cache(maxsize=4096)
+def _stack_rows(model, *mesh) -> tuple[StackRows, ...]:
+    stages = _stage_groups(model, *mesh)
+    counts = (tuple(groups[stack.run] * len(stack.kinds) for groups in stages) for stack in layer_stacks(model))
+    return tuple(StackRows(numbers, mesh[0]) for numbers in counts)
 
 
 def count_groups(model) -> int:
@@ -172,10 +187,10 @@ def stage_kinds(model, mesh) -> tuple[int, ...]:
 def _stage_groups(model, pipe: int, chunks: int, layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     runs, stages = model.pattern.runs(model.layers), pipe * chunks
     groups = [(run, len(kinds)) for run, (kinds, count) in enumerate(runs) for _ in range(count)]
-    given, flag = bool(layers), f"mesh.stage_layers {layers}"
+    given, flag = bool(layers), f"--mesh.stage-layers {' '.join(map(str, layers))}"
     if given and (len(layers) != stages or sum(layers) != model.layers or min(layers) < 0):
         needs = f"--mesh.pipe {pipe} × --mesh.virtual-stages {chunks} needs {stages} numbers with sum {model.layers}"
-        raise UsageError(f"{flag} does not fit: {needs}")
+        raise UsageError(f"{flag} does not fit: {needs}; or give it no value, for equal stages")
     if not given and stages > len(groups):
         several = f" in {len(groups)} groups, which stages cannot split" if len(groups) < model.layers else ""
         virtual = f" × --mesh.virtual-stages {chunks}" if chunks > 1 else ""

@@ -47,7 +47,7 @@ from mjax.config import Config, MeshConfig, axes
 from mjax.config.axes import copies, shards
 from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu, is_unrolled
 from mjax.config.model import ModelConfig
-from mjax.config.pattern import StackRows, find_rows, find_stack, layer_stacks
+from mjax.config.pattern import StackRows, find_rows, find_stack, layer_stacks, stack_rows
 from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, trace_model, weight_dims
 from mjax.models.stack import layer_runs
 from mjax.parallel.chunked_cross_entropy import split_rows
@@ -313,7 +313,8 @@ def _compute_copies(sizes: _Sizes) -> tuple[float, float]:
     # recomputed, whose slices of the stacks XLA writes before them and leaves alive.
     if (mesh.zero and shards(mesh) > 1) or (sizes.unrolled and sizes.config.train.recompute != "none"):
         layers += weights.layers - weights.gathered - (trained.layers - trained.gathered)
-    return sizes.width * layers, sizes.width * (weights.shared if sizes.sharded else trained.shared)
+    exchanged = sizes.master * weights.exchanged if mesh.zero == 3 else 0.0  # gathered later, so in float32
+    return sizes.width * layers + exchanged, sizes.width * (weights.shared if sizes.sharded else trained.shared)
 
 
 def _layer_gradients(sizes: _Sizes) -> float:
@@ -405,7 +406,7 @@ class DeviceWeights:
       experts: of `layers`, the weights that `expert` splits, which are shared by fewer replicas than all others.
       shared: all other weights, as used in the computation.
       gathered: of `layers`, the weights gathered layer by layer inside the loop (ZeRO-3), never all at the same time.
-      gathered_shards: of `stored`, their shards.
+      gathered_shards: their shards, of the layers of the stage.
       table: of `shared`, the embedding of the tokens.
       largest: of `layers`, the largest weight.
       transposed: of `gathered`, the largest weight whose shards are not contiguous: gathering it, and scattering its
@@ -430,17 +431,22 @@ def device_weights(
 ) -> DeviceWeights:
     """Elements of `model` that one device of `mesh` holds, or of those that are `trained`; with `kind`
     (`trace.layer_kinds`) of the layers of that kind alone."""
-    return _elements(model, _storage_fields(mesh), kind, trained and _has_frozen(model))
+    return _elements(model, _storage_fields(model, mesh), kind, trained and _has_frozen(model))
 
 
 def muon_matrices(model: ModelConfig, mesh: MeshConfig) -> tuple[MatrixLayout, ...]:
     """The matrices of `model` on `mesh`, one entry a weight."""
-    return _matrices(model, _storage_fields(mesh))
+    return _matrices(model, _storage_fields(model, mesh))
 
 
 # The fields of a mesh that the storage of weights depends on.
 STORAGE_FIELDS = "pipe", "data", "model", "expert", "context", "zero", "replicate", "virtual_stages", "stage_layers"
-_storage_fields = attrgetter(*STORAGE_FIELDS)
+
+
+def _storage_fields(model: ModelConfig, mesh: MeshConfig) -> tuple:
+    """The values of `STORAGE_FIELDS`, equal for all virtual stages if they are even."""
+    fields = attrgetter(*STORAGE_FIELDS)(mesh)
+    return (*fields[:-2], 1, ()) if all(rows.even for rows in stack_rows(model, mesh)) else fields
 
 
 def _mesh(storage: tuple) -> MeshConfig:
@@ -530,12 +536,13 @@ def _elements(model: ModelConfig, storage: tuple, kind: int | None, trained: boo
             continue
         computed = computed // weight.shape[0] * rows.slots
         total["layers"] += computed
-        total["exchanged"] += 0 if rows.even else computed // _count_replicas(storage, mesh)
+        shard = computed // _count_replicas(storage, mesh)
+        total["exchanged"] += 0 if rows.even else shard
         total["experts"] += computed if axes.EXPERT in computed_as else 0
         total["largest"] = max(total["largest"], computed)
         if storage.gather_per_layer:
             total["gathered"] += computed
-            total["gathered_shards"] += stored
+            total["gathered_shards"] += shard
             ((_, dim),) = storage.gathers
             if _local(weight.shape[1:dim], P(*computed_as[1:dim]), mesh) > 1:
                 total["transposed"] = max(total["transposed"], computed)
