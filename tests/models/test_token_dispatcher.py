@@ -111,7 +111,7 @@ def test_memory_does_not_depend_on_the_router(recompute, compute, monkeypatch):
 
 @pytest.mark.parametrize(
     ("ranks", "chosen", "requested"),
-    [(1, "allgather", "auto"), (2, "allgather", "auto"), (4, "alltoall", "auto"), (2, "alltoall", "alltoall")],
+    [(1, "local", "alltoall"), (2, "allgather", "auto"), (4, "alltoall", "auto"), (2, "alltoall", "alltoall")],
 )
 def test_auto_sends_fewer_bytes(ranks, chosen, requested):
     """An all-to-all sends less than 2.5 rows for each token, which has two experts; an all-gather sends ranks - 1."""
