@@ -10,7 +10,7 @@ import pytest
 
 from mjax.models.parts import experts
 from mjax.models.parts.config import ExpertsConfig
-from mjax.parallel.mesh import make_mesh
+from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.step.step import build_program
 from tests import against_reference, small
 from tests.models.test_mixture import MIXTURE
@@ -107,6 +107,17 @@ def test_memory_does_not_depend_on_the_router(recompute, compute, monkeypatch):
     any_router = temporaries()
     monkeypatch.setattr(experts, "sum_rounds", lambda function, x, constants, rounds: function(0, x, constants))
     assert any_router <= 1.1 * temporaries()
+
+
+def test_kernel_of_gpus_runs_in_rounds():
+    """Two kernels and three all-to-alls of the first round, and of the loop over the other ones."""
+    changes = {"sequence": 64, "hidden": 64, "moe_ffn_hidden": 64, "moe_kernel": "pallas"}
+    config = config_of(4, 1, 1, "none", {"expert": 4}, "bf16", 0.0, **changes)
+    program = build_program(config, abstract_mesh(config.mesh))
+    evaluation = program.eval_step.trace(program.abstract_state.model, program.abstract_batch)
+    text = evaluation.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("xla.gpu.triton") == 2 * 2
+    assert text.count("stablehlo.all_to_all") == 2 * 3
 
 
 @pytest.mark.parametrize(
