@@ -276,6 +276,17 @@ class Rates:
         sent = (ranks - 1) / ranks * whole
         return sent / self._bandwidth(ranks, stride) + self._steps(ranks, stride) + self.calibration.collective
 
+    def exchange(self, ranks: int, stride: int, whole: float) -> float:
+        """All-to-all of `whole` bytes of every device. A link carries what one device sends, for no other one as in a
+        ring, and all devices of a server share its network cards."""
+        if ranks == 1:
+            return 0.0
+        gpu, calibration = self.gpu, self.calibration
+        in_server = max(1, min(ranks, gpu.gpus_per_node // stride))
+        node = (in_server - 1) / (gpu.node_bandwidth * calibration.node)
+        network = (ranks - in_server) * gpu.gpus_per_node / (gpu.network_bandwidth_per_node * calibration.network)
+        return whole / ranks * max(node, network) + self._steps(ranks, stride) + calibration.collective
+
     def sum(self, ranks: int, stride: int, whole: float) -> float:
         """All-reduce of `whole` bytes: a reduce-scatter and an all-gather in one kernel."""
         if ranks == 1:
@@ -612,7 +623,11 @@ class LayerTime:
     def _time_collectives(self, axis: str, ranks: int, stride: int) -> list[tuple[str, float]]:
         """The name and the seconds of a layer's collectives over this axis alone."""
         collectives = [(name, whole) for over, name, whole in self.layer.collectives if over == axis]
-        return [(name, self.rates.gather(ranks, stride, self.samples * whole)) for name, whole in collectives]
+        rate_of = {"all_to_all": self.rates.exchange}
+        return [
+            (name, rate_of.get(name, self.rates.gather)(ranks, stride, self.samples * whole))
+            for name, whole in collectives
+        ]
 
     def _attention(self, backward: bool) -> float:
         """Scores, softmax and weighted sums. A flash kernel has five matmuls backward for two forward, because it

@@ -263,6 +263,15 @@ def test_ring_outside_server_shares_network_cards():
     assert rates.gather(1, 1, size) == rates.sum(1, 1, size) == 0.0
 
 
+def test_all_to_all_between_servers_waits_for_the_network():
+    """Inside a server it takes the time of a ring. Of 16 ranks each sends half of its bytes over a card of 50 GB/s."""
+    rates, size = Rates(H100, H100_RATES, "bf16"), 1e12
+    assert rates.exchange(8, 1, size) == pytest.approx(rates.gather(8, 1, size))
+    assert rates.exchange(16, 1, size) == pytest.approx(size / 2 / (50e9 * H100_RATES.network), rel=1e-3)
+    assert rates.exchange(2, 8, size) == pytest.approx(size / 2 / (50e9 * H100_RATES.network), rel=1e-3)
+    assert rates.exchange(1, 1, size) == 0.0
+
+
 def test_ring_latency_is_a_message_per_rank():
     """NVIDIA/nccl, src/graph/tuning.cc: base + (steps - steps between servers) × NVLink + steps between × network."""
     rates, base = Rates(H100, H100_RATES, "bf16"), H100_RATES.collective
