@@ -3,6 +3,8 @@
 In `training/table.txt` the rows with four ranks of `expert` have all-to-alls too, with the router of their weights.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from mjax.models.parts import experts
 from mjax.models.parts.config import ExpertsConfig
+from mjax.parallel.autodiff import sum_rounds
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.step.step import build_program
 from tests import against_reference, small
@@ -107,6 +110,13 @@ def test_memory_does_not_depend_on_the_router(recompute, compute, monkeypatch):
     any_router = temporaries()
     monkeypatch.setattr(experts, "sum_rounds", lambda function, x, constants, rounds: function(0, x, constants))
     assert any_router <= 1.1 * temporaries()
+
+
+def test_rounds_are_summed_in_float32():
+    """In bf16 a sum of ones ends at 256."""
+    total = partial(sum_rounds, lambda number, x, one: x * one)
+    value, gradient = jax.jit(jax.value_and_grad(total))(jnp.bfloat16(1), jnp.bfloat16(1), jnp.int32(300))
+    assert (value.dtype, value, gradient) == (jnp.bfloat16, 300, 300)
 
 
 def test_kernel_of_gpus_runs_in_rounds():
