@@ -540,7 +540,7 @@ class LayerTime:
         }
         forward = {
             **work,
-            "model": len(self.layer.branches) * self.run.layer_sum,
+            "model": len(self.layer.branches) * self.run.layer_sum + self._more_rows,
             "context": sum(self._context_collectives),
             "expert": sum(self._expert_collectives),
             "data": self.run.expose_zero(self._data_collectives(self.run.gathered), sum(work.values())),
@@ -578,7 +578,7 @@ class LayerTime:
         (before, after), (gathers, scatters) = self._context_collectives, self._expert_collectives
         return {
             **work,
-            "model": self._exposed_backward + repeated,
+            "model": self._exposed_backward + repeated + (1 + whole) * self._more_rows,
             "context": before + after + attention * before + whole * after,
             "expert": gathers + scatters + attention * gathers,
             "data": run.expose_zero(zero, overlapped),
@@ -602,6 +602,14 @@ class LayerTime:
         """The rows of a matmul with a weight, and the number of experts; the rows of an expert are whole tiles."""
         rows = self.samples * product.m
         return (TILE * math.ceil(rows / TILE), product.batch) if product.grouped else (rows, 1)
+
+    @cached_property
+    def _more_rows(self) -> float:
+        """The collectives over `model` of the rows that experts have in addition to those of the rank's stream."""
+        if not self.experts:
+            return 0.0
+        largest = max((whole for axis, _, whole in self.layer.collectives if axis == MODEL), default=0)
+        return max(0.0, largest / (self.run.element * self.layer.elements) - 1) * self.run.layer_sum
 
     @cached_property
     def _expert_collectives(self) -> tuple[float, float]:

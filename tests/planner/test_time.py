@@ -251,6 +251,20 @@ def test_experts_compute_whole_tiles(monkeypatch):
     assert products(1) == products(64) < products(128) < products(256)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_rows_of_other_ranks_are_summed_over_model(split):
+    """An all-gather over 4 ranks brings 4 rows for each token, an all-to-all to two experts 2.5."""
+    model = MixtureConfig(layers=2, hidden=4096, heads=32, experts=8, experts_per_token=2, sequence=8192)
+    mesh = MeshConfig(data=4, model=2, expert=4, sequence_parallel=split)
+    config = Config(model=model, train=TrainConfig(global_batch=4, micro_batch=1), mesh=mesh)
+    gathered, exchanged = (
+        predict_time(replace(config, model=replace(model, moe_token_dispatcher=way)), H100).parts["model"]
+        for way in ("allgather", "alltoall")
+    )
+    once = Rates(H100, H100_RATES, "bf16").sum(2, 1, 2 * 8192 * 4096)
+    assert gathered - exchanged == pytest.approx(2 * 2 * 1.5 * once, rel=0.1)  # two layers, forward and backward
+
+
 def test_ring_outside_server_shares_network_cards():
     rates = Rates(H100, H100_RATES, "bf16")
     size = 1e12  # so large that latencies do not count
