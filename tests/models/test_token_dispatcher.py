@@ -90,7 +90,9 @@ def test_mean_number_of_rounds_is_a_metric(router, rounds):
     with jax.enable_x64(True):
         program, step = small.compiled_step(config)
         state, batch = small.state_of(config), program.put_on_devices(small.batch_of(config))
-        assert program.eval_step(state.model, batch).means["dispatch_rounds"] == rounds
+        evaluation = program.eval_step(state.model, batch)
+        assert evaluation.means["dispatch_rounds"] == rounds
+        assert float(evaluation.loss) == pytest.approx(against_reference.reference_of(config)[0][0], rel=1e-12)
         assert step(state, batch, jnp.float32(np.inf))[1].metrics["dispatch_rounds"] == rounds
 
 
