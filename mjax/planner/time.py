@@ -279,6 +279,17 @@ class Rates:
         sent = (ranks - 1) / ranks * whole
         return sent / self._bandwidth(ranks, stride) + self._steps(ranks, stride) + self.calibration.collective
 
+    def exchange(self, ranks: int, stride: int, whole: float) -> float:
+        """All-to-all of `whole` bytes of every device. A link carries what one device sends, for no other one as in a
+        ring, and all devices of a server share its network cards."""
+        if ranks == 1:
+            return 0.0
+        gpu, calibration = self.gpu, self.calibration
+        in_server = max(1, min(ranks, gpu.gpus_per_node // stride))
+        node = (in_server - 1) / (gpu.node_bandwidth * calibration.node)
+        network = (ranks - in_server) * gpu.gpus_per_node / (gpu.network_bandwidth_per_node * calibration.network)
+        return whole / ranks * max(node, network) + self._steps(ranks, stride) + calibration.collective
+
     def sum(self, ranks: int, stride: int, whole: float) -> float:
         """All-reduce of `whole` bytes: a reduce-scatter and an all-gather in one kernel."""
         if ranks == 1:
@@ -537,7 +548,7 @@ class LayerTime:
         }
         forward = {
             **work,
-            "model": len(self.layer.branches) * self.run.layer_sum,
+            "model": len(self.layer.branches) * self.run.layer_sum + self._more_rows,
             "context": sum(self._context_collectives),
             "expert": sum(self._expert_collectives),
             "data": self.run.expose_zero(self._data_collectives(self.run.gathered), sum(work.values())),
@@ -575,7 +586,7 @@ class LayerTime:
         (before, after), (gathers, scatters) = self._context_collectives, self._expert_collectives
         return {
             **work,
-            "model": self._exposed_backward + repeated,
+            "model": self._exposed_backward + repeated + (1 + whole) * self._more_rows,
             "context": before + after + attention * before + whole * after,
             "expert": gathers + scatters + attention * gathers,
             "data": run.expose_zero(zero, overlapped),
@@ -601,6 +612,14 @@ class LayerTime:
         return (TILE * math.ceil(rows / TILE), product.batch) if product.grouped else (rows, 1)
 
     @cached_property
+    def _more_rows(self) -> float:
+        """The collectives over `model` of the rows that experts have in addition to those of the rank's stream."""
+        if not self.experts:
+            return 0.0
+        largest = max((whole for axis, _, whole in self.layer.collectives if axis == MODEL), default=0)
+        return max(0.0, largest / (self.run.element * self.layer.elements) - 1) * self.run.layer_sum
+
+    @cached_property
     def _expert_collectives(self) -> tuple[float, float]:
         """A layer's collectives over `expert` in its forward pass, before the experts and after them; the backward pass
         has the transpose of each, and recomputation repeats the first. All-to-alls count for one round."""
@@ -620,7 +639,11 @@ class LayerTime:
     def _time_collectives(self, axis: str, ranks: int, stride: int) -> list[tuple[str, float]]:
         """The name and the seconds of a layer's collectives over this axis alone."""
         collectives = [(name, whole) for over, name, whole in self.layer.collectives if over == axis]
-        return [(name, self.rates.gather(ranks, stride, self.samples * whole)) for name, whole in collectives]
+        rate_of = {"all_to_all": self.rates.exchange}
+        return [
+            (name, rate_of.get(name, self.rates.gather)(ranks, stride, self.samples * whole))
+            for name, whole in collectives
+        ]
 
     def _attention(self, backward: bool) -> float:
         """Scores, softmax and weighted sums. A flash kernel has five matmuls backward for two forward, because it

@@ -3,6 +3,8 @@
 In `training/table.txt` the rows with four ranks of `expert` have all-to-alls too, with the router of their weights.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,8 @@ import pytest
 
 from mjax.models.parts import experts
 from mjax.models.parts.config import ExpertsConfig
-from mjax.parallel.mesh import make_mesh
+from mjax.parallel.autodiff import sum_rounds
+from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.step.step import build_program
 from tests import against_reference, small
 from tests.models.test_mixture import MIXTURE
@@ -87,7 +90,9 @@ def test_mean_number_of_rounds_is_a_metric(router, rounds):
     with jax.enable_x64(True):
         program, step = small.compiled_step(config)
         state, batch = small.state_of(config), program.put_on_devices(small.batch_of(config))
-        assert program.eval_step(state.model, batch).means["dispatch_rounds"] == rounds
+        evaluation = program.eval_step(state.model, batch)
+        assert evaluation.means["dispatch_rounds"] == rounds
+        assert float(evaluation.loss) == pytest.approx(against_reference.reference_of(config)[0][0], rel=1e-12)
         assert step(state, batch, jnp.float32(np.inf))[1].metrics["dispatch_rounds"] == rounds
 
 
@@ -109,9 +114,27 @@ def test_memory_does_not_depend_on_the_router(recompute, compute, monkeypatch):
     assert any_router <= 1.1 * temporaries()
 
 
+def test_rounds_are_summed_in_float32():
+    """In bf16 a sum of ones ends at 256."""
+    total = partial(sum_rounds, lambda number, x, one: x * one)
+    value, gradient = jax.jit(jax.value_and_grad(total))(jnp.bfloat16(1), jnp.bfloat16(1), jnp.int32(300))
+    assert (value.dtype, value, gradient) == (jnp.bfloat16, 300, 300)
+
+
+def test_kernel_of_gpus_runs_in_rounds():
+    """Two kernels and three all-to-alls of the first round, and of the loop over the other ones."""
+    changes = {"sequence": 64, "hidden": 64, "moe_ffn_hidden": 64, "moe_kernel": "pallas"}
+    config = config_of(4, 1, 1, "none", {"expert": 4}, "bf16", 0.0, **changes)
+    program = build_program(config, abstract_mesh(config.mesh))
+    evaluation = program.eval_step.trace(program.abstract_state.model, program.abstract_batch)
+    text = evaluation.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("xla.gpu.triton") == 2 * 2
+    assert text.count("stablehlo.all_to_all") == 2 * 3
+
+
 @pytest.mark.parametrize(
     ("ranks", "chosen", "requested"),
-    [(1, "allgather", "auto"), (2, "allgather", "auto"), (4, "alltoall", "auto"), (2, "alltoall", "alltoall")],
+    [(1, "local", "alltoall"), (2, "allgather", "auto"), (4, "alltoall", "auto"), (2, "alltoall", "alltoall")],
 )
 def test_auto_sends_fewer_bytes(ranks, chosen, requested):
     """An all-to-all sends less than 2.5 rows for each token, which has two experts; an all-gather sends ranks - 1."""

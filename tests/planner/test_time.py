@@ -253,6 +253,20 @@ def test_experts_compute_whole_tiles(monkeypatch):
     assert products(1) == products(64) < products(128) < products(256)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_rows_of_other_ranks_are_summed_over_model(split):
+    """An all-gather over 4 ranks brings 4 rows for each token, an all-to-all to two experts 2.5."""
+    model = MixtureConfig(layers=2, hidden=4096, heads=32, experts=8, experts_per_token=2, sequence=8192)
+    mesh = MeshConfig(data=4, model=2, expert=4, sequence_parallel=split)
+    config = Config(model=model, train=TrainConfig(global_batch=4, micro_batch=1), mesh=mesh)
+    gathered, exchanged = (
+        predict_time(replace(config, model=replace(model, moe_token_dispatcher=way)), H100).parts["model"]
+        for way in ("allgather", "alltoall")
+    )
+    once = Rates(H100, H100_RATES, "bf16").sum(2, 1, 2 * 8192 * 4096)
+    assert gathered - exchanged == pytest.approx(2 * 2 * 1.5 * once, rel=0.1)  # two layers, forward and backward
+
+
 def test_ring_outside_server_shares_network_cards():
     rates = Rates(H100, H100_RATES, "bf16")
     size = 1e12  # so large that latencies do not count
@@ -263,6 +277,15 @@ def test_ring_outside_server_shares_network_cards():
     assert beside == pytest.approx(7 / 8 * size / (network / 8), rel=1e-3)
     assert rates.sum(8, 8, size) == pytest.approx(2 * beside, rel=1e-6)
     assert rates.gather(1, 1, size) == rates.sum(1, 1, size) == 0.0
+
+
+def test_all_to_all_between_servers_waits_for_the_network():
+    """Inside a server it takes the time of a ring. Of 16 ranks each sends half of its bytes over a card of 50 GB/s."""
+    rates, size = Rates(H100, H100_RATES, "bf16"), 1e12
+    assert rates.exchange(8, 1, size) == pytest.approx(rates.gather(8, 1, size))
+    assert rates.exchange(16, 1, size) == pytest.approx(size / 2 / (50e9 * H100_RATES.network), rel=1e-3)
+    assert rates.exchange(2, 8, size) == pytest.approx(size / 2 / (50e9 * H100_RATES.network), rel=1e-3)
+    assert rates.exchange(1, 1, size) == 0.0
 
 
 def test_ring_latency_is_a_message_per_rank():

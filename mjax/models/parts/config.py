@@ -197,9 +197,11 @@ class ExpertsConfig(GatedMLPConfig):
         """Layers with experts."""
         return (self.layers - self.first_dense_layers) // self.moe_layer_freq
 
-    def token_dispatcher(self, ranks: int) -> Literal["allgather", "alltoall"]:
-        """`moe_token_dispatcher` with auto resolved, for `ranks` ranks of `expert`."""
-        if self.moe_token_dispatcher != "auto" and ranks > 1:
+    def token_dispatcher(self, ranks: int) -> Literal["local", "allgather", "alltoall"]:
+        """`moe_token_dispatcher` with auto resolved, for `ranks` ranks of `expert`; `local` if one rank has all."""
+        if ranks == 1:
+            return "local"
+        if self.moe_token_dispatcher != "auto":
             return self.moe_token_dispatcher
         return "alltoall" if ranks > CAPACITY * self.experts_per_token else "allgather"
 

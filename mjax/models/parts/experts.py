@@ -73,9 +73,7 @@ class Experts(nnx.Module):
         """The sum of the experts' results for this rank's rows, and the router's sums of losses and metrics."""
         kernels, tokens = (self.up[...], self.down[...]), context.tokens
         ranks, routing = self.config.experts // len(kernels[0]), self.router(x)
-        way = "replicated" if axes.EXPERT in mappings.varying_axes(kernels[0]) else "local"
-        if axes.EXPERT in mappings.varying_axes(x):
-            way = self.config.token_dispatcher(ranks) if ranks > 1 else "local"
+        way = self.config.token_dispatcher(ranks) if axes.EXPERT in mappings.varying_axes(x) else "replicated"
         region = ExpertRegion(tokens, ranks, way)
         sums = self.router.aux_loss_sums(routing, tokens)
         if way == "alltoall":
@@ -99,8 +97,8 @@ class Experts(nnx.Module):
         slots, slot = assign_rows(rank_of.reshape(-1), region.ranks, capacity)  # for each rank a tile in each round
         slot = slot.reshape(experts.shape) - slots.first[rank_of] * capacity
         round_of, row = slot // capacity, rank_of * capacity + slot % capacity
-        step_axes = (axes.EXPERT, axes.MODEL) if region.tokens.sequence_parallel else axes.EXPERT
-        rounds = mappings.pmax(slots.tiles.max(), step_axes)
+        ranks_in_step = tuple(sorted({axes.EXPERT, axes.MODEL} & mappings.varying_axes(x)))
+        rounds = mappings.pmax(slots.tiles.max(), ranks_in_step)
         x, rounds = optimization_barrier(match_varying_axes(x, rounds))
 
         def compute_round(number, differentiable, constants):
@@ -125,7 +123,8 @@ class Experts(nnx.Module):
         packed = jnp.concatenate([weights, experts.astype(weights.dtype)], axis=-1)
         x, packed = region.gather_rows(x, packed)
         weights, experts = jnp.split(packed, 2, axis=-1)
-        experts = experts.astype(jnp.int32) - region.rank * local
+        first = mappings.rank(axes.EXPERT) * local if region.ranks > 1 else 0
+        experts = experts.astype(jnp.int32) - first
         tile = TILE_ROWS.get(self.kernel, TILE_ROWS["pallas"])
         groups, rows_of = assign_rows(experts.reshape(-1), local, tile, max_group_rows=len(x))
         order = TokenPermutation.from_rows(rows_of.reshape(experts.shape), len(groups.of_tile) * groups.rows)
@@ -160,18 +159,13 @@ class ExpertRegion:
     Attributes:
       tokens: this replica's.
       ranks: of `expert`, with a part of the experts each; 1 if a rank has all.
-      way: of tokens to them, and of results back, from `_OVER_EXPERTS`: `local` if a rank has all experts, `replicated`
-        if all ranks have the same tokens, as in generation.
+      way: of tokens to them and of results back, from `ExpertsConfig.token_dispatcher`; `replicated` if all ranks have
+        the same tokens, as in generation.
     """
 
     tokens: TokenLayout
     ranks: int
     way: str
-
-    @property
-    def rank(self) -> Array | int:
-        """This device's rank among those that have different experts."""
-        return mappings.rank(axes.EXPERT) if self.ranks > 1 else 0
 
     def gather_rows(
         self, x: Float[Array, "t h"], weights: Float[Array, "t k"]
