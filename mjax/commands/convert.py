@@ -466,6 +466,8 @@ def to_megatron(arguments: ToMegatronArguments) -> int:
     if arguments.optimizer:
         settings = optimizer.optimizer_arguments(config, run)
         export = dataclasses.replace(export, arguments=export.arguments | settings)
+        if config.precision.compute != "fp32":  # float32 weights are part of the optimizer
+            arguments = dataclasses.replace(arguments, dtype="bf16")
     files = _TokenizerExport(run, arguments.tokenizer, model, model.causal)
     step = _newest(run, config, arguments.step, arguments.optimizer)
     saved = run / "checkpoints" / str(step)

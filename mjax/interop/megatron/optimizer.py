@@ -152,6 +152,7 @@ def read_optimizer(checkpoint: MegatronCheckpoint, config: Config) -> tuple[Conf
 
     if steps("consumed_train_samples") != step:
         args.reject(f"{step:,} steps of {batch} are not its {args['consumed_train_samples']:,} samples", OPTIONAL)
+    end = args["train_iters"] or sizes.steps_for(args["train_samples"] or 0)
     actual = {"lr": state["max_lr"], "weight_decay": state["start_wd"], "adam_eps": group["eps"]}
     actual |= zip(("adam_beta1", "adam_beta2"), group["betas"], strict=True)
     optimizer = replace(
@@ -159,12 +160,11 @@ def read_optimizer(checkpoint: MegatronCheckpoint, config: Config) -> tuple[Conf
         **replace(args, values={**args.values, **actual}).numbers(NUMBERS),
         schedule=schedule,
         warmup_steps=steps("lr_warmup_steps"),
-        decay_steps=steps("lr_decay_steps"),
+        decay_steps=None if (decay := steps("lr_decay_steps")) == end else decay,
     )
     if schedule == "wsd":
         length = args["lr_wsd_decay_iters"] or steps("lr_wsd_decay_samples")
         optimizer = replace(optimizer, wsd_decay_steps=length, wsd_decay=wsd_style)
-    end = args["train_iters"] or sizes.steps_for(args["train_samples"] or 0)
     micro, seed = args.count("micro_batch_size", 1, 1), args.count("seed", train.seed)
     train = replace(train, micro_batch=micro, seed=seed, steps=max(end, step))
     model = replace(config.model, sequence=args.count("seq_length", config.model.sequence, 1))
