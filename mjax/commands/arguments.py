@@ -131,7 +131,8 @@ class ToMegatronArguments(ExportArguments):
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
     """The layers of the Megatron that loads it, as its flag of this name: their LayerNorms have other names."""
     optimizer: bool = False
-    """Export AdamW's moments, the schedule and the counts too, so that Megatron continues with the next step."""
+    """Export AdamW's moments, float32 weights, the schedule and the counts too, so that Megatron continues with the
+    next step. --dtype is that of the run."""
     merged: bool = False
     """For a run with adapters: add them to the weights of their base."""
 

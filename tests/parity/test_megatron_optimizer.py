@@ -101,16 +101,16 @@ def test_run_moves_to_mjax_and_back(written, case, tmp_path):
     assert convert(written / case, run, "--optimizer") == 0
     bf16 = CASES[case].get("bf16", False)
     assert read_config(run / "config.json").precision.compute == ("bf16" if bf16 else "fp32")
-    flags = ("--dtype", "bf16") if bf16 else ()
-    assert cli.main(["convert", "to-megatron", str(run), str(out), "--optimizer", *flags]) == 0
+    assert cli.main(["convert", "to-megatron", str(run), str(out), "--optimizer"]) == 0
     assert_same_tensors(out, written / case, bf16)
     following = written / f"{case}.next.npz"
     np.testing.assert_allclose(
         train_on(run, following), np.load(f"{following}.losses.npy"), atol=0.02 if bf16 else 1e-5
     )
 
-    assert cli.main(["convert", "to-megatron", str(run), str(tmp_path / "later"), "--optimizer", *flags]) == 0
+    assert cli.main(["convert", "to-megatron", str(run), str(tmp_path / "later"), "--optimizer"]) == 0
     assert convert(tmp_path / "later", again, "--optimizer") == 0
+    assert read_config(again / "config.json") == read_config(run / "config.json")
     ours, theirs = state_of(run), state_of(again)
     assert ours.keys() == theirs.keys()
     for name, array in ours.items():
@@ -192,6 +192,18 @@ def test_recorded_optimizer_continues(recorded, tmp_path):
     assert [int(scalars[name]) for name in ("step", "samples", "optimizer.0.count")] == [5, 20, 5]
     losses = np.load(recorded / "llama_optimizer.npz.losses.npy")
     np.testing.assert_allclose(train_on(run, recorded / "llama_optimizer.npz"), losses, atol=1e-5)
+
+
+def test_schedule_that_ends_with_the_run_is_extended_with_it(recorded, tmp_path):
+    """An export and import keep decay_steps unset, so that the end of the run sets it."""
+    run, out, again = tmp_path / "run", tmp_path / "out", tmp_path / "again"
+    assert convert(recorded / "llama_optimizer", run, "--optimizer") == 0
+    config = read_config(run / "config.json")
+    config = replace(config, optimizer=replace(config.optimizer, decay_steps=None))
+    save_config(config, run / "config.json")
+    assert cli.main(["convert", "to-megatron", str(run), str(out), "--optimizer"]) == 0
+    assert convert(out, again, "--optimizer") == 0
+    assert read_config(again / "config.json").optimizer == config.optimizer
 
 
 def test_longer_sequences_are_refused(recorded, tmp_path, capsys):

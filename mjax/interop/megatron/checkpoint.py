@@ -41,6 +41,7 @@ SAVE_MOMENTS = (
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 """File names of a rank; versions with the second one saved the optimizer state in a separate file."""
 Architecture = Literal["gpt", "bert", "decoder"]
+Rank = tuple[int, int, int]  # tensor rank, pipeline stage, expert rank
 MAX_NAME_DEPTH = 30  # dots in a name
 OTHER_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?|(chained_\d+\.)?optimizer\..*|common_state/.*")
 """State of TransformerEngine's kernels, moments and arguments."""
@@ -146,21 +147,12 @@ def _read_bridge_step(tracker: Path) -> int:
 
 
 def _open_ranks(folder: Path, slot: str) -> MegatronCheckpoint:
-    files = _find_rank_files(folder)
-    contents = _load_ranks(files)
+    files, contents = _load_ranks(folder)
     first = contents[0, 0, 0]
     arguments = _read_arguments(first, folder)
-    has_main = any("fp32_from_fp16_params" in part for part in list_optimizers(first))
     if slot:
         contents = {rank: _with_moments(content, slot, files[rank]) for rank, content in contents.items()}
     ranks, stages, experts = (1 + max(numbers) for numbers in zip(*contents, strict=True))
-    sizes = arguments or {}
-    has_pipeline = sizes.get("pipeline_model_parallel_size") not in (None, 1)
-    if experts == 1 and stages > 1 and sizes.get("expert_model_parallel_size") == stages and not has_pipeline:
-        contents = {(rank, 0, expert): content for (rank, expert, _), content in contents.items()}
-        files = {(rank, 0, expert): file for (rank, expert, _), file in files.items()}
-        stages, experts = 1, stages
-    _check_ranks(sizes, ranks, stages, experts, folder)
     chunks = list(filter(re.compile(r"model\d*").fullmatch, first))
     if not chunks:
         raise UsageError(f"{files[0, 0, 0]} has no model; give a checkpoint of Megatron")
@@ -178,10 +170,11 @@ def _open_ranks(folder: Path, slot: str) -> MegatronCheckpoint:
     old = any(name.startswith("language_model.") for name in names)
     version, missing = _read_version(first, folder, assumed=0 if old else 3)
     tensors = RankTensors(pieces, version, str(folder), gated=kind == "decoder")
+    has_main = any("fp32_from_fp16_params" in part for part in list_optimizers(first))
     return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, ranks, old, first, has_main)
 
 
-def _find_rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
+def _find_rank_files(folder: Path) -> dict[Rank, Path]:
     """Find the files by the numbers in their names: tensor rank, and pipeline stage and expert rank or, if there are
     two numbers, one of these."""
     files, longest = {}, 1
@@ -203,13 +196,23 @@ def _find_rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
     return files
 
 
-def _load_ranks(files: dict[tuple[int, int, int], Path]) -> dict[tuple[int, int, int], dict[str, Any]]:
-    """Load the files, and check that they belong to the same checkpoint."""
+def _load_ranks(folder: Path) -> tuple[dict[Rank, Path], dict[Rank, dict[str, Any]]]:
+    """Load the files, and check that they belong to the same checkpoint and are all of it."""
+    files = _find_rank_files(folder)
     contents = {rank: load_megatron_file(file) for rank, file in files.items()}
+    first = contents[0, 0, 0]
     for (rank, content), name in product(contents.items(), ("iteration", "checkpoint_version")):
-        if (value := content.get(name)) != (expected := contents[0, 0, 0].get(name)):
+        if (value := content.get(name)) != (expected := first.get(name)):
             raise incomplete_error(f"{files[rank]}: {name} is {value}, and {expected} in {files[0, 0, 0]}")
-    return contents
+    sizes = _read_arguments(first, folder) or {}
+    ranks, stages, experts = (1 + max(numbers) for numbers in zip(*files, strict=True))
+    has_pipeline = sizes.get("pipeline_model_parallel_size") not in (None, 1)
+    if experts == 1 and stages > 1 and sizes.get("expert_model_parallel_size") == stages and not has_pipeline:
+        files = {(rank, 0, expert): file for (rank, expert, _), file in files.items()}
+        contents = {(rank, 0, expert): content for (rank, expert, _), content in contents.items()}
+        stages, experts = 1, stages
+    _check_ranks(sizes, ranks, stages, experts, folder)
+    return files, contents
 
 
 def list_optimizers(content: Mapping[str, Any]) -> list[dict[str, Any]]:

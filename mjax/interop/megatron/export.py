@@ -175,7 +175,9 @@ def gather_tensors(
 ) -> dict[str, np.ndarray]:
     """Copy the weights into a file in memory-mapped form; returns Megatron's tensors by current names.
 
-    Experts are stacked [E, out, in]. Rows that pad the vocabulary are 0.
+    Experts are stacked [E, out, in]. Rows that pad the vocabulary repeat the last one, as in Megatron's own converter:
+    its softmax includes them, and rows of zeros would be far more probable than any token of a model with negative
+    logits.
 
     Args:
       export: the model.
@@ -212,6 +214,8 @@ def gather_tensors(
             target = target[first : first + len(values)]
         target[...] = values.reshape(target.shape)
         on_written(target.nbytes)
+    for stored in whole.keys() & {*layout.VOCABULARY}:
+        whole[stored][model.vocabulary :] = whole[stored][model.vocabulary - 1]
     return whole
 
 
@@ -247,25 +251,19 @@ def rank_tensors(export: Export, whole: Mapping[str, np.ndarray], rank: tuple[in
 
 
 def write_release(
-    folder: Path,
-    export: Export,
-    whole: Mapping[str, np.ndarray],
-    form: Format,
-    common: Mapping[str, Any] | None = None,
-    slots: Mapping[str, Mapping[str, np.ndarray]] | None = None,
+    folder: Path, export: Export, trees: Mapping[str, Mapping[str, np.ndarray]], form: Format, common: Mapping[str, Any]
 ) -> None:
     """Write the checkpoint into a folder, which exists and is empty; not atomic.
 
     Args:
       folder: of the checkpoints.
       export: the model.
-      whole: its tensors.
+      trees: the results of `gather_tensors` by prefix of their names, which is empty for the weights.
       form: the format.
-      common: of an export with its optimizer, the result of `common_state`.
-      slots: of an export with its optimizer, the tensors of each.
+      common: of an export with its optimizer, the result of `common_state`; else empty.
     """
     torch = import_torch("checkpoints of Megatron are written by torch")
-    state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, **(common or {})}
+    state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, **common}
     state["args"] = argparse.Namespace(**export.arguments, **state.pop("args", {}))
     step = state["iteration"]
     release = folder / (f"iter_{step:07d}" if step else "release")
@@ -275,7 +273,7 @@ def write_release(
             name = f"mp_rank_{tensor_rank:02}" + (f"_{stage:03}" if export.pipeline > 1 else "")
             place = release / (name + (f"_{expert_rank:03}" if export.expert > 1 else ""))
             place.mkdir()
-            shard = rank_tensors(export, whole, (tensor_rank, stage, expert_rank))
+            shard = rank_tensors(export, trees[""], (tensor_rank, stage, expert_rank))
             fuse = export.arguments["transformer_impl"] != "local"
             names = {name: _fuse_norm(name, shard, export) if fuse else name for name in shard}
             model = {names[name]: _to_torch(array) for name, array in shard.items()}
@@ -283,11 +281,12 @@ def write_release(
     else:
         from torch.distributed import checkpoint
 
-        tensors = {name: _to_torch(array) for name, array in list_sharded_tensors(export, whole)}
-        extra = _extra_states(tensors, export)
-        for slot, arrays in (slots or {}).items():
-            for name, array in list_sharded_tensors(export, arrays):
-                tensors[f"optimizer.state.{slot}.{name}"] = _to_torch(array)
+        tensors = {
+            prefix + name: _to_torch(array)
+            for prefix, whole in trees.items()
+            for name, array in list_sharded_tensors(export, whole)
+        }
+        extra = _extra_states([name for name, _ in list_sharded_tensors(export, trees[""])], export)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
             checkpoint.save(
@@ -297,7 +296,7 @@ def write_release(
                 no_dist=True,
             )
         content = {"non_homogeneous_layers": True, "singleton_local_shards": True, "chained_optim_avoid_prefix": True}
-        content |= {"distrib_optim_sharding_type": "fully_reshardable"} if slots else {}
+        content |= {"distrib_optim_sharding_type": "fully_reshardable"} if common else {}
         torch.save(state | {"content_metadata": content}, release / "common.pt")
         backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         write_object(release / "metadata.json", backends | {"common_backend": "torch", "common_backend_version": 1})

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from mjax.checkpoint.arrays import open_array
+from mjax.checkpoint.folders import checkpoint_steps
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes
 from mjax.errors import UsageError
@@ -65,6 +66,8 @@ def optimizer_arguments(config: Config, run: Path) -> dict[str, Any]:
     if optimizer.name != "adamw" or precision in ("fp16", "fp64"):
         problem = f"{run} was trained with {optimizer.name} in {precision}"
         raise UsageError(f"--optimizer is for adamw in fp32, bf16 or fp8, and {problem}; {OPTIONAL}")
+    if checkpoint_steps(run) == [0]:
+        raise UsageError(f"{run} has taken no step, so it has no state of an optimizer; {OPTIONAL}")
     wsd = {"lr_wsd_decay_iters": wsd_decay_steps(config), "lr_wsd_decay_style": optimizer.wsd_decay}
     return {
         "use_distributed_optimizer": True,
@@ -128,22 +131,10 @@ def read_optimizer(checkpoint: MegatronCheckpoint, config: Config) -> tuple[Conf
     Raises:
       UsageError: the checkpoint has no optimizer, or one that mjax cannot continue.
     """
-    common, arguments = checkpoint.common, checkpoint.arguments or {}
-    state, step, optimizers = common.get("opt_param_scheduler") or {}, common.get("iteration"), list_optimizers(common)
-    args = MegatronArguments({"clip_grad": 1.0, **arguments, **state}, str(checkpoint.folder))
-    if forms := {part.get("param_state_sharding_type") for part in optimizers} - {None, "fully_reshardable"}:
-        args.reject(f"its optimizer is in the form {forms.pop()}", SAVE_MOMENTS)
-    if checkpoint.old_names:
-        args.reject("its optimizer is from before megatron-core", OPTIONAL)
-    inner = [part.get("optimizer", part) for part in optimizers]
-    groups = [group for part in inner for group in part.get("param_groups") or ()]
-    if not (groups and state and step and arguments.get("global_batch_size")):
-        args.reject("it has no state of an optimizer after a step, or no arguments about it", OPTIONAL)
-    required = REQUIRED | {"max_lr": state["max_lr"], "min_lr": state["min_lr"], "end_wd": state["start_wd"]}
-    for name, only in required.items():
-        for value in [{**args.values, **group}.get(name) for group in groups]:
-            if value not in (None, only):
-                args.reject(f"{name} is {value!r}, and mjax continues a run with {only!r}", OPTIONAL)
+    state, step = checkpoint.common.get("opt_param_scheduler") or {}, checkpoint.common.get("iteration")
+    values = {"clip_grad": 1.0, **(checkpoint.arguments or {}), **state}
+    args = MegatronArguments(values, str(checkpoint.folder))
+    group = _read_group(checkpoint, args)
     styles = {theirs: ours for ours, theirs in SCHEDULES.items()}
     schedule, wsd_style = styles.get(args["lr_decay_style"]), args["lr_wsd_decay_style"] or "exponential"
     if schedule is None or (schedule == "wsd" and wsd_style == "cosine"):
@@ -161,7 +152,7 @@ def read_optimizer(checkpoint: MegatronCheckpoint, config: Config) -> tuple[Conf
 
     if steps("consumed_train_samples") != step:
         args.reject(f"{step:,} steps of {batch} are not its {args['consumed_train_samples']:,} samples", OPTIONAL)
-    group = groups[0]
+    end = args["train_iters"] or sizes.steps_for(args["train_samples"] or 0)
     actual = {"lr": state["max_lr"], "weight_decay": state["start_wd"], "adam_eps": group["eps"]}
     actual |= zip(("adam_beta1", "adam_beta2"), group["betas"], strict=True)
     optimizer = replace(
@@ -169,21 +160,42 @@ def read_optimizer(checkpoint: MegatronCheckpoint, config: Config) -> tuple[Conf
         **replace(args, values={**args.values, **actual}).numbers(NUMBERS),
         schedule=schedule,
         warmup_steps=steps("lr_warmup_steps"),
-        decay_steps=steps("lr_decay_steps"),
+        decay_steps=None if (decay := steps("lr_decay_steps")) == end else decay,
     )
     if schedule == "wsd":
         length = args["lr_wsd_decay_iters"] or steps("lr_wsd_decay_samples")
         optimizer = replace(optimizer, wsd_decay_steps=length, wsd_decay=wsd_style)
-    end = args["train_iters"] or sizes.steps_for(args["train_samples"] or 0)
     micro, seed = args.count("micro_batch_size", 1, 1), args.count("seed", train.seed)
     train = replace(train, micro_batch=micro, seed=seed, steps=max(end, step))
     model = replace(config.model, sequence=args.count("seq_length", config.model.sequence, 1))
-    torch_state = inner[0].get("state") or {}  # of torch's AdamW, which counts for each weight
-    count = group.get("step", torch_state.get("common_step", torch_state.get(0, {}).get("step")))
-    counts = {STEP: step, SAMPLES: args.count("num_steps"), COUNT: int(count)}
+    counts = {STEP: step, SAMPLES: args.count("num_steps"), COUNT: int(group["step"])}
     counts |= {"loss_scale.clean_steps": 0, "loss_scale.hysteresis": HYSTERESIS}
     scalars = {name: np.int32(number) for name, number in counts.items()} | {"loss_scale.scale": np.float32(1)}
     return replace(config, model=model, optimizer=optimizer, train=train), scalars
+
+
+def _read_group(checkpoint: MegatronCheckpoint, args: MegatronArguments) -> dict[str, Any]:
+    """The hyperparameters of the first group of weights, and in `step` AdamW's count.
+
+    Raises:
+      UsageError: the other groups have others, or mjax lacks one, or there is no state.
+    """
+    optimizers, state = list_optimizers(checkpoint.common), checkpoint.common.get("opt_param_scheduler") or {}
+    if forms := {part.get("param_state_sharding_type") for part in optimizers} - {None, "fully_reshardable"}:
+        args.reject(f"its optimizer is in the form {forms.pop()}", SAVE_MOMENTS)
+    if checkpoint.old_names:
+        args.reject("its optimizer is from before megatron-core", OPTIONAL)
+    inner = [part.get("optimizer", part) for part in optimizers]
+    groups = [group for part in inner for group in part.get("param_groups") or ()]
+    if not (groups and state and checkpoint.common.get("iteration") and args["global_batch_size"]):
+        args.reject("it has no state of an optimizer after a step, or no arguments about it", OPTIONAL)
+    required = REQUIRED | {"max_lr": state["max_lr"], "min_lr": state["min_lr"], "end_wd": state["start_wd"]}
+    for name, only in required.items():
+        for value in [{**args.values, **group}.get(name) for group in groups]:
+            if value not in (None, only):
+                args.reject(f"{name} is {value!r}, and mjax continues a run with {only!r}", OPTIONAL)
+    torch_state = inner[0].get("state") or {}  # of torch's AdamW, which counts for each weight
+    return {"step": torch_state.get("common_step", torch_state.get(0, {}).get("step")), **groups[0]}
 
 
 def make_state_reader(readers: Mapping[str, Callable], scalars: Mapping[str, np.generic]) -> Callable:
