@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.config import MeshConfig, OptimizerConfig
+from mjax.config.pattern import find_rows
 from tests import reference
 from tests.small import MEANS, as_vector, batch_of, compiled_step, gradient_program, named, state_of, weights_of
 
@@ -22,7 +23,8 @@ def in_layer_order(tree, config) -> dict[str, np.ndarray]:
     """Whole arrays by name, layers as [l, …] even where a pipeline has cut them into chunks."""
 
     def joined(name, value):
-        cut = name.startswith("blocks.") and config.mesh.virtual_stages > 1
+        rows = find_rows(config.model, config.mesh, name)
+        cut = rows and rows.even and rows.chunks > 1
         return value.reshape(-1, *value.shape[2:]) if cut else value
 
     return {name: joined(name, value) for name, value in named(tree).items()}

@@ -166,7 +166,8 @@ def iterate_runs(blocks, gathers: Sequence[Sequence[Callable | None]] | None) ->
     """Yield, for each run, its stacks, their entries of `gathers` and the number of its layers on this device."""
     gathers = gathers or map_stacks(lambda _: None, blocks)
     for stacks, run_gathers in zip(layer_runs(blocks), gathers, strict=True):
-        yield stacks, run_gathers, jax.tree.leaves(stacks[0])[0].shape[0] * len(stacks)
+        if count := jax.tree.leaves(stacks[0])[0].shape[0]:  # a pipeline stage may have none of a run
+            yield stacks, run_gathers, count * len(stacks)
 
 
 def _policy(recompute: str) -> Callable:

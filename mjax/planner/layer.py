@@ -56,7 +56,7 @@ from mjax.cluster.hardware import find_gpu
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.config.kernels import FUSED, with_moe_kernel
 from mjax.config.model import ModelConfig
-from mjax.config.pattern import layer_stacks
+from mjax.config.pattern import StackRows, find_rows, layer_stacks
 from mjax.config.plain_values import to_tuples
 from mjax.models.parts.flash import FLASH_STAND_IN
 from mjax.models.stack import layer_runs, run_blocks
@@ -232,12 +232,13 @@ def _drop_dropout_and_barriers(model: ModelConfig) -> ModelConfig:
     return model if len(layer_stacks(model)) > 1 else replace(model, layers=1)
 
 
-def layer_kinds(config: Config) -> list[tuple[int, TraceSpec]]:
-    """List, for each stack in order, its number of layers and the trace spec of one of them."""
+def layer_kinds(config: Config) -> list[tuple[StackRows, TraceSpec]]:
+    """List, for each stack in order, its layers on each stage and the trace spec of one of them."""
     spec, stacks = TraceSpec.from_config(config), layer_stacks(config.model)
+    rows = [find_rows(config.model, config.mesh, f"{stack.name}.") for stack in stacks]
     if len(stacks) == 1:
-        return [(config.model.layers, spec)]
-    return [(len(stack.numbers), replace(spec, kind=number)) for number, stack in enumerate(stacks)]
+        return [(*rows, spec)]
+    return [(each, replace(spec, kind=number)) for number, each in enumerate(rows)]
 
 
 def layer_forward(spec: TraceSpec) -> Layer:
@@ -499,7 +500,7 @@ def hardware_flops(config: Config, causal: bool = False) -> float:
 def _layers(config: Config, causal: bool) -> tuple[float, float, float]:
     """Forward FLOPs of the layers per sample: of all weights, of frozen weights, and of scores and weighted sums."""
     whole = replace(config, mesh=MeshConfig())
-    layers = [(count, layer_forward(spec)) for count, spec in layer_kinds(whole)]
+    layers = [(rows.slots, layer_forward(spec)) for rows, spec in layer_kinds(whole)]
     products = [(count, product) for count, layer in layers for product in layer.weight_products]
     frozen = sum(count * product.flops for count, product in products if not product.trained)
     attention = sum(count * product.flops for count, layer in layers for product in layer.activation_products)

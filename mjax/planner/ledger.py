@@ -247,7 +247,7 @@ class _ProgramPosition:
 
 
 def _read(jaxpr, runs: dict[str, np.ndarray], start: _ProgramPosition) -> Iterator[Collective]:
-    """The collectives of a program at `start`; `runs` has the schedule's count of each conditional."""
+    """The collectives of a program at `start`; `runs` has the schedule's counts of each branch of a conditional."""
     for equation in jaxpr.eqns:
         name, inner = equation.primitive.name, list(inner_jaxprs(equation))
         position = replace(start, stack=f"{start.stack}/{equation.source_info.name_stack}")
@@ -276,11 +276,12 @@ def _conditional(equation, branches: list, runs: dict, position: _ProgramPositio
     """A conditional of the pipeline counts by the schedule's table; all branches of any other must be equal."""
     name = str(equation.source_info.name_stack).rsplit("/", 1)[-1]
     if name in runs:
-        position = replace(position, counts=position.outside * runs[name])
+        for kind, branch in enumerate(branches[1:]):  # the first does nothing
+            runs_of_kind = {name: counts[kind : kind + 1] for name, counts in runs.items()}
+            yield from _read(branch, runs_of_kind, replace(position, counts=position.outside * runs[name][kind]))
+        return
     records = [list(_read(branch, runs, position)) for branch in branches]
-    if name in runs:
-        yield from (record for branch in records for record in branch)
-    elif all(branch == records[0] for branch in records):
+    if all(branch == records[0] for branch in records):
         yield from records[0]
     else:
         raise ValueError(f"a collective is in a conditional that runs an unknown number of times: {position.stack}")

@@ -45,7 +45,7 @@ from mjax.config.checks import can_run_layers, clip_warmup, divisors, validate
 from mjax.config.kernels import context_attention_choices, is_unrolled
 from mjax.config.marks import fields_with
 from mjax.config.model import ModelConfig
-from mjax.config.pattern import stage_unit
+from mjax.config.pattern import count_groups
 from mjax.config.run import Recompute
 from mjax.errors import UsageError
 from mjax.models.build import mixing_class, scores_in_chunks
@@ -137,7 +137,7 @@ def _possible_values(
             "mesh.context_attention": across,
             "mesh.sequence_parallel": [splits and fixed.get("mesh.sequence_parallel", True)],
             "mesh.schedule": [config.mesh.schedule],
-            "mesh.virtual_stages": divisors(model.layers // stage_unit(model) // pipe) if in_groups else [1],
+            "mesh.virtual_stages": _virtual_stages(count_groups(model), pipe) if in_groups else [1],
             "mesh.zero": [0, 1, 3] if data * context > 1 else [0],
             "mesh.replicate": groups,
             "train.micro_batch": [micro_batch],
@@ -152,11 +152,17 @@ def meshes(config: Config, devices: int, context: int | None = None) -> Iterator
     model, unit, limit = config.model, batch_unit(config), max(SERVER_GPUS, config.mesh.model)
     matrices = math.gcd(*model.columns().values())
     for tensor in (n for n in divisors(math.gcd(devices, matrices)) if n <= limit and model.splits(n)):
-        for pipe in divisors(math.gcd(devices // tensor, model.layers // stage_unit(model))):
+        for pipe in (n for n in divisors(devices // tensor) if n <= count_groups(model)):
             rest = devices // (tensor * pipe)
             for part in _sequence_splits(model) if context is None else [context]:
                 if rest % part == 0 and unit % (rest // part) == 0 and model.sequence % part == 0:
                     yield pipe, rest // part, part, tensor
+
+
+def _virtual_stages(groups: int, pipe: int) -> list[int]:
+    """Possible numbers of virtual stages: the smallest for each number of groups of the largest one."""
+    smallest = {-(-groups // (pipe * chunks)): chunks for chunks in range(groups // pipe, 0, -1)}
+    return sorted(smallest.values())
 
 
 def _sequence_splits(model: ModelConfig) -> Iterator[int]:

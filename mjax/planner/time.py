@@ -42,10 +42,10 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
-from operator import attrgetter
+from operator import attrgetter, mul
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -58,6 +58,7 @@ from mjax.config.axes import CONTEXT, EXPERT, MODEL, copies, shards
 from mjax.config.batch_size import BatchSizes
 from mjax.config.bounds import Bounds, check_bounds
 from mjax.config.kernels import FUSED, attention_on_gpu, is_unrolled
+from mjax.config.pattern import StackRows
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, either
 from mjax.parallel.grouped import TILE_ROWS
@@ -502,10 +503,10 @@ class LayerTime:
         `trained` have gradients.
     """
 
-    def __init__(self, run: _MicroBatch, layers: int, spec: trace.TraceSpec):
+    def __init__(self, run: _MicroBatch, rows: StackRows, spec: trace.TraceSpec):
         self.run, self.config, self.rates, self.software = run, run.config, run.rates, run.software
         self.samples, self.layer = run.samples, trace.layer_forward(spec)
-        mesh, of_stage = run.config.mesh, layers / run.config.mesh.pipe
+        mesh, of_stage = run.config.mesh, rows.slots
         weights = device_weights(run.config.model, mesh, spec.kind)
         self.weights, self.experts = weights.layers / of_stage, weights.experts / of_stage
         self.trained = device_weights(run.config.model, mesh, spec.kind, trained=True).layers / of_stage
@@ -739,7 +740,8 @@ def predict_time(
 # The fields that the work of a micro-batch depends on, without FSDP.
 WORK = attrgetter(
     "model", "data", "precision.compute", "mesh.pipe", "mesh.model", "mesh.expert", "mesh.context",
-    "mesh.context_attention", "mesh.sequence_parallel", "train.micro_batch", "train.recompute", "train.loss_chunks",
+    "mesh.context_attention", "mesh.sequence_parallel", "mesh.virtual_stages", "mesh.stage_layers",
+    "train.micro_batch", "train.recompute", "train.loss_chunks",
 )  # fmt: skip
 
 
@@ -793,7 +795,7 @@ class _MicroBatch:
       stream: elements of a micro-batch's stream on all ranks of `model`.
       looped: whether the layers run in a loop.
       end: the head.
-      layers: of a stage, and one of them, for each kind.
+      layers: for each kind those of each stage, and one of them.
     """
 
     def __init__(self, config: Config, rates: Rates, software: FrameworkModel):
@@ -817,7 +819,7 @@ class _MicroBatch:
         self.layer_sum = self.layer_scatter + self.layer_gather
         if not mesh.splits_tokens:
             self.layer_sum = rates.sum(mesh.model, 1, self.element * self.stream)
-        self.layers = [(n // mesh.pipe, LayerTime(self, n, spec)) for n, spec in kinds]
+        self.layers = [(rows, LayerTime(self, rows, spec)) for rows, spec in kinds]
 
     def expose_zero(self, seconds: float, work: float) -> float:
         """Exposed seconds of ZeRO's collectives that take `seconds` and overlap `work`."""
@@ -825,13 +827,21 @@ class _MicroBatch:
 
     @cached_property
     def passes(self) -> list[Counter[str]]:
-        """`LayerTime.passes`, summed over the layers of a stage."""
+        """`LayerTime.passes`, summed over the layers of the last stage."""
         passes = [Counter(), Counter(), Counter()]
-        for number, layer in self.layers:
+        for rows, layer in self.layers:
+            number = len(rows.of_stage(rows.stages - 1))
             for total, parts in zip(passes, layer.passes, strict=True):
                 for part, seconds in parts.items():
                     total[part] += number * seconds
         return passes
+
+    @cached_property
+    def chunk_times(self) -> list[float]:
+        """The seconds of the passes of each virtual stage, without the head."""
+        stages = zip(*(rows.counts for rows, _ in self.layers), strict=True)
+        layers = [sum(sum(parts.values()) for parts in layer.passes) for _, layer in self.layers]
+        return [sum(map(mul, numbers, layers)) for numbers in stages]
 
     @cached_property
     def pass_times(self) -> list[float]:
@@ -896,7 +906,8 @@ class _StepTime:
             message = self._message()
             # One activation and one gradient of each chunk; and two for each stage to fill.
             seconds["pipe"] = m * (work.seconds["pipe"] + 2 * mesh.virtual_stages * message)
-            seconds["bubble"] += bubble(mesh, sum(work.pass_times) / mesh.virtual_stages + 2 * message)
+            seconds["bubble"] += idle_seconds(mesh, m, work.chunk_times, work.head() + work.head_sums())
+            seconds["bubble"] += (mesh.pipe - 1) * 2 * message
         return seconds
 
     def mean_over_run(self) -> float:
@@ -929,6 +940,7 @@ class _StepTime:
             return self.element * weights + software.gradient_bytes * gradients
 
         seconds = rates.gather(mesh.pipe, stage, sent_bytes(self.weights.shared, trained.shared))
+        seconds += rates.gather(mesh.pipe, stage, sent_bytes(self.weights.exchanged, trained.exchanged))
         shared, trained_shared = self.weights.shared / mesh.pipe, trained.shared / mesh.pipe
         weights = shared if mesh.zero == 3 else self.weights.layers + shared
         gradients = trained_shared if mesh.zero == 3 else trained.layers + trained_shared
@@ -992,9 +1004,15 @@ def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
     return seconds
 
 
-def bubble(mesh: MeshConfig, layer_passes: float) -> float:
-    """Return the last stage's idle seconds in a step: `PipelineSchedule.makespan` in closed form."""
-    return (mesh.pipe - 1) * layer_passes
+def idle_seconds(mesh: MeshConfig, m: int, chunks: Sequence[float], head: float) -> float:
+    """Return the last stage's idle seconds in a step, with these seconds of each virtual stage and of the head.
+
+    In lock-step every tick takes as long as its slowest stage. Of m V + p − 1 ticks m have the head. Equal stages give
+    `PipelineSchedule.makespan` in closed form.
+    """
+    slowest, own = max(chunks), sum(chunks[mesh.pipe - 1 :: mesh.pipe])
+    ticks = m * max(slowest, chunks[-1] + head) + (m * (mesh.virtual_stages - 1) + mesh.pipe - 1) * slowest
+    return ticks - m * (own + head)
 
 
 # --- The time section of a plan ---------------------------------------------------------------------------------------

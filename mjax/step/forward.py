@@ -12,9 +12,12 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mjax.config import Config
+from mjax.config.pattern import layers_of_stages, stage_kinds
 from mjax.errors import UsageError
 from mjax.models.block import Sums
 from mjax.models.protocol import ForwardContext, Model
@@ -142,10 +145,10 @@ def stage_program(forward: Forward, weights: dict[str, float], frozen: Model | N
       frozen: the part of the embedding's and the head's weights that is not differentiated.
     """
     config, frozen = forward.config, vary_over_pipe(frozen)
-    layers_in_chunk = config.model.layers // (config.mesh.pipe * config.mesh.virtual_stages)
+    before = np.cumsum([0, *layers_of_stages(config.model, config.mesh)], dtype=np.int32)
 
     def layers(blocks, x, micro_batch, virtual_stage):
-        return forward.layers(blocks, x, micro_batch, virtual_stage * layers_in_chunk + 1)
+        return forward.layers(blocks, x, micro_batch, jnp.asarray(before)[virtual_stage] + 1)
 
     def merge_frozen(function: Callable) -> Callable:
         if frozen is None:
@@ -153,7 +156,11 @@ def stage_program(forward: Forward, weights: dict[str, float], frozen: Model | N
         return lambda trainable, *arguments: function(combine(trainable, frozen), *arguments)
 
     return StageProgram(
-        embed=merge_frozen(forward.embed), layers=layers, head=merge_frozen(forward.loss), loss_weights=weights
+        embed=merge_frozen(forward.embed),
+        layers=layers,
+        head=merge_frozen(forward.loss),
+        loss_weights=weights,
+        rows=jax.tree.map(lambda storage: storage.rows, forward.plan.blocks),
     )
 
 
@@ -175,8 +182,9 @@ def pipeline_loss_and_gradients(forward: Forward, weights: Model, micro_batches:
 
 def sum_over_stages(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
     """Sum the head's results over micro-batches, on this device."""
-    mesh = forward.config.mesh
-    schedule = forward_schedule(mesh.pipe, forward.config.micro_batches, mesh.virtual_stages)
+    config, mesh = forward.config, forward.config.mesh
+    kinds = stage_kinds(config.model, mesh)
+    schedule = forward_schedule(mesh.pipe, config.micro_batches, mesh.virtual_stages, kinds)
     program = stage_program(forward, weights.loss_weights)
     return pipeline_sums(schedule, program, _drop_blocks(weights), weights.blocks, micro_batches)
 

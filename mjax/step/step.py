@@ -237,7 +237,7 @@ def _train_step(
         model = jax.tree.map(lambda p, u: p - rate * u, weights, updates)
         # With adapters no rule changes a weight of the base: their checkpoints do not contain it.
         adjustments = {} if config.model.lora_rank else state.model.adjustments(sums)
-        model = add_to_shards(model, adjustments, trainable_only(plan), config.mesh)
+        model = add_to_shards(model, adjustments, trainable_only(plan))
         new_state = TrainState(
             model=combine(select(model, weights), frozen),
             optimizer=select(optimizer, state.optimizer),

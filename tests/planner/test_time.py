@@ -40,7 +40,7 @@ from mjax.planner.time import (
     Overlap,
     Rates,
     TimePredictor,
-    bubble,
+    idle_seconds,
     predict_time,
     run_tokens,
     time_section,
@@ -324,8 +324,15 @@ def test_bubble_is_that_of_schedule(name):
     for stages, micro_batches, chunks in ((2, 2, 1), (8, 3, 1), (4, 8, 2), (2, 4, 3)):
         mesh = MeshConfig(pipe=stages, virtual_stages=chunks, schedule=name)
         schedule = build_schedule(name, stages, micro_batches, chunks)
-        found = micro_batches * chunks * (f + b + w) + bubble(mesh, f + b + w)
+        work = [f + b + w] * stages * chunks
+        found = micro_batches * chunks * (f + b + w) + idle_seconds(mesh, micro_batches, work, 0)
         assert found == pytest.approx(schedule.makespan(f, b + w))
+
+
+def test_stages_wait_for_the_slowest_and_for_the_head():
+    """Ticks of 3 stages, of whom the second takes 2 s and the last 1 s and the head 4 s, for 5 micro-batches."""
+    idle = idle_seconds(MeshConfig(pipe=3), 5, [1.0, 2.0, 1.0], 4.0)
+    assert idle == (5 * 5.0 + 2 * 2.0) - 5 * 5.0
 
 
 def test_mean_of_run_counts_each_batch_size():
