@@ -57,7 +57,7 @@ TYPED = {
     "train --tokenizer-type GPT2": "the data have a tokenizer, that of `mjax prepare --tokenizer`",
     "train --overlap-grad-reduce": "python train.py has no --overlap-grad-reduce; remove it\n",
     "train --mesh.tp 3 --data.mock": "--mesh.model 3 does not divide heads",
-    "plan --mesh.pp=5": "--mesh.pipe 5 does not divide 4 layers",
+    "plan --mesh.pp=5": "--mesh.pipe 5 is more than a GPT can fill with 4 layers",
     "prepare --input a": "mjax prepare has no --input; give FILES … by its place, without a flag",
     "prepare --json-keys body": "mjax prepare has no --json-keys; type --key body",
     "finetune --train.global-batch 8": "mjax finetune has no --train.global-batch; type --batch 8",

@@ -265,8 +265,10 @@ def test_flops_and_memory_of_stacks_are_those_of_layers_added():
     alone = {width: model_flops(config_of(replace(MODEL, layers=1, feed_forward=width))) for width in (24, 48)}
     head = 2 * alone[24] - model_flops(config_of(replace(MODEL, layers=2)))
     assert model_flops(config_of(STACKED)) == 2 * (alone[24] - head) + 3 * (alone[48] - head) + head
-    with pytest.raises(UsageError, match=r"--mesh.pipe 2 cannot split a toy, which has several stacks of layers"):
-        ledger(config_of(replace(STACKED, layers=6), pipe=2))
+    with pytest.raises(
+        UsageError, match=r"--mesh.pipe 8 is more than a toy can fill with 6 layers; use at most 6 stages"
+    ):
+        ledger(config_of(replace(STACKED, layers=6), pipe=8))
     kept = {width: predict_memory(config_of(replace(MODEL, layers=1, feed_forward=width))) for width in (24, 48)}
     planned = predict_memory(config_of(STACKED), gpu_named("h100").compute_capability)
     assert planned.activations == 2 * kept[24].activations + 3 * kept[48].activations

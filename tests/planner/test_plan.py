@@ -79,7 +79,7 @@ REFUSALS = {
     "--mesh.pipe 4 --schedule-figure plan.doc": "use a name that ends in .png, .pdf or .svg",
     # Flags without effect, and configs that cannot run
     "--log.interval 3": "has no --log.interval; no result depends on log: remove it",
-    "--mesh.pipe 5": "--mesh.pipe 5 does not divide 72 layers",
+    "--mesh.pipe 80": "--mesh.pipe 80 is more than a GPT can fill with 72 layers; use at most 72 stages",
     "--gpu v100 --model.attention cudnn --model.attention-dropout 0": "needs compute capability 8.0 (A100) or more",
     # The GPU
     "--gpu h10": "--gpu h10 is not known; did you mean h100?",
