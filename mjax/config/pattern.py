@@ -120,9 +120,9 @@ class StackRows:
     @property
     def slots(self) -> int:
         """Layers of the stage with most, for which every stage has memory."""
-        return max(len(self.of_stage(stage)) for stage in range(self.stages))
+        return max(len(self.list_rows(stage)) for stage in range(self.stages))
 
-    def of_stage(self, stage: int) -> list[int]:
+    def list_rows(self, stage: int) -> list[int]:
         """The layers of a stage, chunk by chunk, counted from 0 in the stack."""
         chunks = range(stage, len(self.counts), self.stages)
         return [sum(self.counts[:v]) + i for v in chunks for i in range(self.counts[v])]
@@ -172,7 +172,7 @@ def stage_kinds(model, mesh) -> tuple[int, ...]:
 def _stage_groups(model, pipe: int, chunks: int, layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     runs, stages = model.pattern.runs(model.layers), pipe * chunks
     groups = [(run, len(kinds)) for run, (kinds, count) in enumerate(runs) for _ in range(count)]
-    given, flag = bool(layers), f"--mesh.stage-layers {' '.join(map(str, layers))}"
+    given, flag = bool(layers), f"mesh.stage_layers {layers}"
     if given and (len(layers) != stages or sum(layers) != model.layers or min(layers) < 0):
         needs = f"--mesh.pipe {pipe} × --mesh.virtual-stages {chunks} needs {stages} numbers with sum {model.layers}"
         raise UsageError(f"{flag} does not fit: {needs}")

@@ -81,7 +81,7 @@ class Storage:
             return shard
         if self.rows.even:
             return shard.reshape(self.rows.slots, *shard.shape[num_layer_dims(self.rows) :])
-        stages = np.array(self._padded_rows())
+        stages = np.array(self._pad_rows())
         if (dim := self._pipe_dim) is None:
             return mappings.vary(shard, frozenset({PIPE}))[jnp.asarray(stages)[mappings.rank(PIPE)]]
         return mappings.all_to_all(shard[stages.reshape(-1)], PIPE, split=0, join=dim)
@@ -90,7 +90,7 @@ class Storage:
         """The gradient of the stored shard from that of the layers of this stage: the reverse of `to_stage`."""
         if self.rows is None or self.rows.even:
             return gradient.reshape(shard.shape)
-        slots = [self.rows.of_stage(stage) for stage in range(self.rows.stages)]
+        slots = [self.rows.list_rows(stage) for stage in range(self.rows.stages)]
         place = {row: stage * self.rows.slots + i for stage, rows in enumerate(slots) for i, row in enumerate(rows)}
         if (dim := self._pipe_dim) is None:
             every = mappings.all_gather_invariant(gradient, PIPE, 0)
@@ -98,9 +98,9 @@ class Storage:
             every = mappings.all_to_all(gradient, PIPE, split=dim, join=0)
         return every[np.array([place[row] for row in range(len(place))])]
 
-    def _padded_rows(self) -> list[list[int]]:
+    def _pad_rows(self) -> list[list[int]]:
         """For each stage its layers, and row 0 in unused slots."""
-        rows = (self.rows.of_stage(stage) for stage in range(self.rows.stages))
+        rows = (self.rows.list_rows(stage) for stage in range(self.rows.stages))
         return [[*used, *[0] * (self.rows.slots - len(used))] for used in rows]
 
     @property

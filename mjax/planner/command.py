@@ -193,7 +193,10 @@ def _cost(candidate: Candidate) -> tuple[float, float]:
 
 
 # Values of columns that are left out if all rows have them.
-USUAL = {"pipe": 1, "replicate": 1, "expert": 1, "context": "1", "schedule": "-", "loss chunks": "-", "host GiB": "-"}
+USUAL = {
+    "pipe": 1, "replicate": 1, "expert": 1, "context": "1", "schedule": "-", "stage layers": "-", "loss chunks": "-",
+    "host GiB": "-",
+}  # fmt: skip
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
@@ -212,7 +215,8 @@ def _cells(candidate: Candidate) -> dict[str, Any]:
     return {
         "pipe": mesh.pipe, "data": mesh.data, "replicate": mesh.replicate, "expert": mesh.expert,
         "context": f"{mesh.context}{context}", "model": mesh.model,
-        "schedule": f"{mesh.schedule}{stages}" if mesh.pipe > 1 else "-", "micro-batch": train.micro_batch,
+        "schedule": f"{mesh.schedule}{stages}" if mesh.pipe > 1 else "-",
+        "stage layers": " ".join(map(str, mesh.stage_layers)) or "-", "micro-batch": train.micro_batch,
         "recompute": train.recompute, "SP": "yes" if mesh.splits_tokens else "-", "ZeRO": mesh.zero or "-",
         "loss chunks": train.loss_chunks if train.loss_chunks > 1 else "-", "s/step": f"{time.mean:.3g}",
         "TFLOP/s/GPU": f"{time.model_tflops:.0f}", "MFU": f"{time.mfu:.1%}",

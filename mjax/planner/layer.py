@@ -235,10 +235,9 @@ def _drop_dropout_and_barriers(model: ModelConfig) -> ModelConfig:
 def layer_kinds(config: Config) -> list[tuple[StackRows, TraceSpec]]:
     """List, for each stack in order, its layers on each stage and the trace spec of one of them."""
     spec, stacks = TraceSpec.from_config(config), layer_stacks(config.model)
+    kinds = range(len(stacks)) if len(stacks) > 1 else [None]
     rows = [find_rows(config.model, config.mesh, f"{stack.name}.") for stack in stacks]
-    if len(stacks) == 1:
-        return [(*rows, spec)]
-    return [(each, replace(spec, kind=number)) for number, each in enumerate(rows)]
+    return [(layers, replace(spec, kind=kind)) for layers, kind in zip(rows, kinds, strict=True)]
 
 
 def layer_forward(spec: TraceSpec) -> Layer:

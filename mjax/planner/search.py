@@ -95,6 +95,8 @@ def candidates(config: Config, devices: int, fix: Collection[str] = ()) -> Itera
             for *sizes, micro_batch, recompute, chunks in product(*options):
                 mesh = mesh_of(*sizes)
                 are_whole = mesh.data // mesh.expert % mesh.replicate == 0
+                if mesh.stage_layers and len(mesh.stage_layers) != mesh.pipe * mesh.virtual_stages:
+                    continue
                 if mesh.replicate == 1 or (mesh.zero in zeros and are_whole and shards(mesh) > 1):
                     train = train_of(micro_batch=micro_batch, recompute=recompute, loss_chunks=chunks)
                     yield replace(config, mesh=mesh, train=train)
@@ -140,6 +142,7 @@ def _possible_values(
             "mesh.virtual_stages": _virtual_stages(count_groups(model), pipe) if in_groups else [1],
             "mesh.zero": [0, 1, 3] if data * context > 1 else [0],
             "mesh.replicate": groups,
+            "mesh.stage_layers": [fixed.get("mesh.stage_layers", ())],
             "train.micro_batch": [micro_batch],
             "train.loss_chunks": sorted({1, config.train.loss_chunks}),
         } | {name: [fixed[name]] for name in ("mesh.zero", "mesh.replicate") if name in fixed}
@@ -229,6 +232,7 @@ def search(
     top: int = 10,
     among: Collection[Config] | None = None,
     mean_of: Callable[[Config], float] | None = None,
+    balance: Callable[[Config], Config] = lambda config: config,
 ) -> SearchResult:
     """Rank the candidates that fit: at least the `top` fastest, and all within `MAX_SLOWDOWN` times the fastest.
 
@@ -243,6 +247,7 @@ def search(
       top: number of candidates to rank at least.
       among: the candidates; by default all.
       mean_of: the mean of `time_of` alone, which is called for all candidates.
+      balance: moves layers between the stages of a pipeline, so that the slowest is faster.
     """
     mean_of, timed = mean_of or (lambda config: time_of(config).mean), []
     among = list(candidates(config, devices, fix) if among is None else among)
@@ -255,6 +260,8 @@ def search(
     for candidate, mean in timed:
         if len(fastest) >= top and mean > max(MAX_SLOWDOWN * fastest[0], 1.001 * fastest[top - 1]):
             break
+        if "mesh.stage_layers" not in fix:
+            candidate = balance(candidate)
         tried, options = tried + 1, [(candidate, memory_of(candidate))]
         if not options[0][1].fits(capacity) and "train.loss_chunks" not in fix:
             options += [(chunked, memory_of(chunked)) for chunked in with_loss_chunks(*options[0])]
@@ -279,7 +286,8 @@ def search_and_time(
     """`search` with the planner's predictions of memory and time."""
     memory_of, time_of = make_predictors(gpu, calibration)
     usable, host = gpu.usable_bytes, gpu.host_bytes
-    return search(config, devices, memory_of, time_of, usable, fix, host, among=among, mean_of=time_of.mean)
+    functions = {"mean_of": time_of.mean, "balance": time_of.balance}
+    return search(config, devices, memory_of, time_of, usable, fix, host, among=among, **functions)
 
 
 @lru_cache(maxsize=4)
@@ -671,6 +679,7 @@ def describe(config: Config) -> str:
     words = (
         axes.describe_mesh(mesh, axes.PIPE),
         f"{mesh.schedule}{stages}" * (mesh.pipe > 1),
+        f"stages of {' '.join(map(str, mesh.stage_layers))} layers" * bool(mesh.stage_layers),
         f"micro-batches of {train.micro_batch}",
         f"{train.recompute.replace('none', 'no')} recomputation",
         "sequence parallelism" if mesh.splits_tokens else "",

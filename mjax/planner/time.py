@@ -41,10 +41,12 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from operator import attrgetter, mul
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -58,7 +60,7 @@ from mjax.config.axes import CONTEXT, EXPERT, MODEL, copies, shards
 from mjax.config.batch_size import BatchSizes
 from mjax.config.bounds import Bounds, check_bounds
 from mjax.config.kernels import FUSED, attention_on_gpu, is_unrolled
-from mjax.config.pattern import StackRows
+from mjax.config.pattern import StackRows, layer_stacks
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, either
 from mjax.parallel.grouped import TILE_ROWS
@@ -518,6 +520,11 @@ class LayerTime:
         return [self._forward(), self._backward_inputs(), weight_gradients]
 
     @cached_property
+    def seconds(self) -> float:
+        """All passes."""
+        return sum(sum(parts.values()) for parts in self.passes)
+
+    @cached_property
     def traffic(self) -> Traffic:
         """Its memory-bound kernels."""
         return self.software.traffic(self)
@@ -737,6 +744,8 @@ def predict_time(
     return TimePredictor(gpu, calibration, software)(config)
 
 
+# The share of a step that other layers for each stage must save, for a plan to propose them.
+MIN_SAVED = 0.01
 # The fields that the work of a micro-batch depends on, without FSDP.
 WORK = attrgetter(
     "model", "data", "precision.compute", "mesh.pipe", "mesh.model", "mesh.expert", "mesh.context",
@@ -755,6 +764,22 @@ class TimePredictor:
     def mean(self, config: Config) -> float:
         """Seconds of a step of `config`, mean over the run: `StepTime.mean`, for a search."""
         return self._step(config).mean_over_run()
+
+    def balance(self, config: Config) -> Config:
+        """`config` with the layers of its pipeline stages that make the slowest as fast as possible, if that saves
+        `MIN_SAVED` of a step."""
+        mesh, runs = config.mesh, config.model.pattern.runs(config.model.layers)
+        if mesh.pipe == 1:
+            return config
+        costs, sizes = (
+            self._step(config).work.group_costs(),
+            [len(kinds) for kinds, count in runs for _ in range(count)],
+        )
+        head = self._step(config).work.head_seconds
+        ends = [0, *balance_stages(costs, mesh.pipe * mesh.virtual_stages, head)]
+        layers = tuple(sum(sizes[first:end]) for first, end in pairwise(ends))
+        balanced = replace(config, mesh=replace(mesh, stage_layers=layers))
+        return balanced if self.mean(balanced) < (1 - MIN_SAVED) * self.mean(config) else config
 
     def _step(self, config: Config) -> _StepTime:
         """The step, with the work of a micro-batch, which configs share."""
@@ -830,7 +855,7 @@ class _MicroBatch:
         """`LayerTime.passes`, summed over the layers of the last stage."""
         passes = [Counter(), Counter(), Counter()]
         for rows, layer in self.layers:
-            number = len(rows.of_stage(rows.stages - 1))
+            number = len(rows.list_rows(rows.stages - 1))
             for total, parts in zip(passes, layer.passes, strict=True):
                 for part, seconds in parts.items():
                     total[part] += number * seconds
@@ -840,8 +865,21 @@ class _MicroBatch:
     def chunk_times(self) -> list[float]:
         """The seconds of the passes of each virtual stage, without the head."""
         stages = zip(*(rows.counts for rows, _ in self.layers), strict=True)
-        layers = [sum(sum(parts.values()) for parts in layer.passes) for _, layer in self.layers]
+        layers = [layer.seconds for _, layer in self.layers]
         return [sum(map(mul, numbers, layers)) for numbers in stages]
+
+    def group_costs(self) -> list[float]:
+        """The seconds of the passes of each group of layers, which stages cannot split."""
+        model, costs = self.config.model, Counter()
+        for stack, (_, layer) in zip(layer_stacks(model), self.layers, strict=True):
+            costs[stack.run] += len(stack.kinds) * layer.seconds
+        runs = model.pattern.runs(model.layers)
+        return [costs[run] for run, (_, count) in enumerate(runs) for _ in range(count)]
+
+    @property
+    def head_seconds(self) -> float:
+        """The seconds of the embedding and the head, with their collectives."""
+        return self.head() + self.head_sums()
 
     @cached_property
     def pass_times(self) -> list[float]:
@@ -906,7 +944,7 @@ class _StepTime:
             message = self._message()
             # One activation and one gradient of each chunk; and two for each stage to fill.
             seconds["pipe"] = m * (work.seconds["pipe"] + 2 * mesh.virtual_stages * message)
-            seconds["bubble"] += idle_seconds(mesh, m, work.chunk_times, work.head() + work.head_sums())
+            seconds["bubble"] += idle_seconds(mesh, m, work.chunk_times, work.head_seconds)
             seconds["bubble"] += (mesh.pipe - 1) * 2 * message
         return seconds
 
@@ -1010,9 +1048,41 @@ def idle_seconds(mesh: MeshConfig, m: int, chunks: Sequence[float], head: float)
     In lock-step every tick takes as long as its slowest stage. Of m V + p − 1 ticks m have the head. Equal stages give
     `PipelineSchedule.makespan` in closed form.
     """
-    slowest, own = max(chunks), sum(chunks[mesh.pipe - 1 :: mesh.pipe])
+    slowest, busy = max(chunks), sum(chunks[mesh.pipe - 1 :: mesh.pipe]) + head
     ticks = m * max(slowest, chunks[-1] + head) + (m * (mesh.virtual_stages - 1) + mesh.pipe - 1) * slowest
-    return ticks - m * (own + head)
+    return ticks - m * busy
+
+
+def balance_stages(costs: Sequence[float], stages: int, head: float) -> list[int]:
+    """Divide groups of layers among stages, so that the slowest takes as little time as possible.
+
+    Args:
+      costs: seconds of each group.
+      stages: virtual stages.
+      head: seconds of the head, which the last stage runs too.
+
+    Returns:
+      For each stage the end of its groups, near its share of all seconds.
+    """
+    before = [0.0, *accumulate(costs)]
+    low, high = head, before[-1] + head
+
+    def earliest_ends(limit: float) -> list[int]:
+        """The end of each stage if later stages take as many groups as the limit allows."""
+        ends = [len(costs)]
+        for room in (limit - head, *[limit] * (stages - 2)):
+            ends.append(bisect_left(before, before[ends[-1]] - room - 1e-9 * limit))
+        return ends[::-1]
+
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if before[earliest_ends(middle)[0]] <= middle else (middle, high)
+    ends, start = earliest_ends(high), 0
+    for stage, earliest in enumerate(ends[:-1]):
+        share = (stage + 1) / stages * (before[-1] + head)
+        latest = bisect_right(before, before[start] + (1 + 1e-9) * high)
+        ends[stage] = start = min(range(max(start, earliest), latest), key=lambda end: abs(before[end] - share))
+    return ends
 
 
 # --- The time section of a plan ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import combinations_with_replacement, pairwise
 
 import jax
 import numpy as np
@@ -40,6 +41,7 @@ from mjax.planner.time import (
     Overlap,
     Rates,
     TimePredictor,
+    balance_stages,
     idle_seconds,
     predict_time,
     run_tokens,
@@ -333,6 +335,17 @@ def test_stages_wait_for_the_slowest_and_for_the_head():
     """Ticks of 3 stages, of whom the second takes 2 s and the last 1 s and the head 4 s, for 5 micro-batches."""
     idle = idle_seconds(MeshConfig(pipe=3), 5, [1.0, 2.0, 1.0], 4.0)
     assert idle == (5 * 5.0 + 2 * 2.0) - 5 * 5.0
+
+
+@pytest.mark.parametrize(("costs", "stages", "head"), [([1] * 9, 4, 2), ([3, 3, 1, 1, 1, 2], 3, 0.5), ([1] * 4, 2, 9)])
+def test_slowest_of_balanced_stages_is_the_fastest_possible(costs, stages, head):
+    def slowest(ends):
+        work = [sum(costs[first:end]) for first, end in pairwise((0, *ends))]
+        return max(*work[:-1], work[-1] + head)
+
+    every = combinations_with_replacement(range(len(costs) + 1), stages - 1)
+    found = balance_stages(costs, stages, head)
+    assert slowest(found) == pytest.approx(min(slowest((*ends, len(costs))) for ends in every))
 
 
 def test_mean_of_run_counts_each_batch_size():
