@@ -81,11 +81,6 @@ def _mixes_positions(cls: type) -> bool | None:
     return None
 
 
-def scores_in_chunks(config: ModelConfig) -> bool:
-    """True if the model's loss supports `train.loss_chunks`."""
-    return _trace_model(config).scores_in_chunks()
-
-
 def count_parameters(config: ModelConfig, trained: bool = False) -> int:
     """Exact number of parameters, or of the `trained` ones; a tied embedding counts once."""
     omitted = frozen_weights(config) if trained else ()

@@ -58,6 +58,7 @@ from mjax.config.kernels import FUSED, with_moe_kernel
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import StackRows, find_rows, layer_stacks
 from mjax.config.plain_values import to_tuples
+from mjax.errors import UsageError
 from mjax.models.parts.flash import FLASH_STAND_IN
 from mjax.models.stack import layer_runs, run_blocks
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
@@ -149,9 +150,14 @@ class Head(NamedTuple):
     trained: bool
 
     @property
+    def logit_products(self) -> list[Product]:
+        """The matmuls of the vocabulary scores, of equal shape: the last one of all tokens, or several."""
+        return [product for product in self.products if product == self.products[-1]]
+
+    @property
     def logits(self) -> int:
-        """Elements of the vocabulary scores: of the last matmul of all tokens; 0 if there is none."""
-        return self.products[-1].m * self.products[-1].n if self.products else 0
+        """Elements of the vocabulary scores; 0 if there are none."""
+        return sum(product.m * product.n for product in self.logit_products)
 
     @classmethod
     def from_json(cls, products: tuple, *values) -> Head:
@@ -265,6 +271,18 @@ def head(spec: TraceSpec) -> Head:
     """The trace of the head, which follows the last layer."""
     mesh = replace(spec.mesh, data=1, expert=1, context_attention="auto")
     return _record(replace(spec, kind=None, mesh=mesh), Head)
+
+
+@lru_cache(maxsize=64)
+def scores_in_chunks(config: Config) -> bool:
+    """True if the model's loss supports `train.loss_chunks`."""
+    spec = TraceSpec.from_config(replace(config, mesh=MeshConfig()))
+    whole = spec.config("xla", "none")
+    try:
+        chunked = _trace(spec, replace(whole, train=replace(whole.train, loss_chunks=2)), _head)
+    except UsageError:
+        return False
+    return chunked.products != head(spec).products
 
 
 @lru_cache(maxsize=4096)
@@ -492,7 +510,7 @@ def hardware_flops(config: Config, causal: bool = False) -> float:
     train, (weights, _, attention) = config.train, _layers(config, causal)
     repeated = {"none": 0.0, "selective": attention}.get(train.recompute, weights + attention)
     if train.loss_chunks > 1:
-        repeated += _whole_head(config).products[-1].flops
+        repeated += sum(product.flops for product in _whole_head(config).logit_products)
     return model_flops(config, causal) + train.global_batch * repeated
 
 

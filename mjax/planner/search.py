@@ -48,8 +48,8 @@ from mjax.config.model import ModelConfig
 from mjax.config.pattern import count_groups
 from mjax.config.run import Recompute
 from mjax.errors import UsageError
-from mjax.models.build import mixing_class, scores_in_chunks
-from mjax.planner.layer import model_flops
+from mjax.models.build import mixing_class
+from mjax.planner.layer import model_flops, scores_in_chunks
 from mjax.planner.memory import HEADROOM, Memory, count_weights, predict_memory
 from mjax.planner.time import Calibration, StepTime, TimePredictor
 from mjax.utils.figures import GIB
@@ -177,7 +177,7 @@ def _sequence_splits(model: ModelConfig) -> Iterator[int]:
 
 def with_loss_chunks(config: Config, memory: Memory) -> list[Config]:
     """`config` with the loss in CHUNKS chunks, if its memory peaks with the logits and the model supports chunks."""
-    if memory.moment != "head" or config.train.loss_chunks > 1 or not scores_in_chunks(config.model):
+    if memory.moment != "head" or config.train.loss_chunks > 1 or not scores_in_chunks(config):
         return []
     return [replace(config, train=replace(config.train, loss_chunks=LOSS_CHUNKS))]
 
@@ -458,7 +458,7 @@ def longest_sequence(
         batch_history=(),
         recompute=recompute,
         unroll="off" if recompute == "offload" else config.train.unroll,
-        loss_chunks=max(LOSS_CHUNKS, config.train.loss_chunks) if scores_in_chunks(config.model) else 1,
+        loss_chunks=max(LOSS_CHUNKS, config.train.loss_chunks) if scores_in_chunks(config) else 1,
     )
 
     def make_config(steps: int, mesh: MeshConfig) -> Config:

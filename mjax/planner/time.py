@@ -905,7 +905,8 @@ class _MicroBatch:
         products = [self.rates.product(self.tokens, product.n, product.k) for product in self.end.products]
         seconds = embedding + moved + (3 if self.end.trained else 2) * sum(products)
         if (chunks := self.config.train.loss_chunks) > 1:  # as many bytes, and the logits once more
-            seconds += products[-1] + self.rates.traffic(0, CHUNK_LAUNCHES * chunks)
+            losses = len(self.end.logit_products)
+            seconds += losses * (products[-1] + self.rates.traffic(0, CHUNK_LAUNCHES * chunks))
         return seconds
 
     def head_sums(self) -> float:

@@ -86,8 +86,8 @@ class Forward:
         context = self.context(micro_batch)
         if self.head is not None:
             return self.head(weights, x, micro_batch, context)
-        if context.loss_chunks > 1:
-            self._check_loss_chunks(weights, context.loss_chunks)
+        tokens = replace(context.tokens, loss_chunks=self.config.train.loss_chunks)
+        context = replace(context, tokens=tokens)
         if self.loss_fn is None:
             return self._parts(weights.loss(x, micro_batch, context))
         sums = self.loss_fn(weights, x, micro_batch, context)
@@ -105,22 +105,13 @@ class Forward:
         tokens, documents = token_layout(self.config), micro_batch.get("documents")
         if documents is not None:
             documents = tokens.gather_positions(documents)
-        positions, chunks = micro_batch.get("positions"), self.config.train.loss_chunks
-        return ForwardContext(tokens, key, positions, documents, loss_chunks=chunks)
+        return ForwardContext(tokens, key, micro_batch.get("positions"), documents)
 
     def layer_context(self, micro_batch: MicroBatch) -> ForwardContext:
         """The context of a micro-batch inside the layers, which use float8 in training if the config sets it."""
         context = self.context(micro_batch)
         float8 = self.step is not None and uses_float8(self.config.precision)
         return replace(context, tokens=replace(context.tokens, float8=float8))
-
-    def _check_loss_chunks(self, weights: Model, chunks: int) -> None:
-        if self.loss_fn is not None:
-            raise UsageError(f"--train.loss-chunks {chunks} is for the model's loss, not for a function; remove it")
-        if not weights.scores_in_chunks():
-            custom = f"which {type(weights).__name__} overrides; remove it"
-            needs = "needs the `loss` and `logits` of mjax (mjax/models/causal.py)"
-            raise UsageError(f"--train.loss-chunks {chunks} {needs}, {custom}")
 
     def _parts(self, sums: Sums) -> dict[str, Array]:
         return {name: total * self.factors[name] for name, total in sums.items()}
