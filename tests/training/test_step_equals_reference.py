@@ -151,7 +151,7 @@ def config_of(case):
         unroll="off" if case.layers == "loop" else "on",
         loss_chunks=case.loss_chunks,
         attention=case.kernel,
-        layers=max(2, period * case.pipe * case.virtual_stages),
+        layers=max(2, period * case.pipe * case.virtual_stages + (case.architecture == "first-dense")),
         **changes,
         **lora,
     )
