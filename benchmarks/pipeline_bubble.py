@@ -139,6 +139,7 @@ def measure(schedule: PipelineSchedule, times: np.ndarray, rounds: int) -> float
         layers=layer,
         head=lambda shared, x, micro_batch: {"loss": (x * shared["head"]).sum()},
         loss_weights={"loss": 1.0},
+        kinds=(0,) * len(kernels),
         rows={"kernel": nnx.Param(StackRows((1,) * len(kernels), STAGES))},
     )
 

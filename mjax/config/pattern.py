@@ -127,6 +127,11 @@ class StackRows:
         chunks = range(stage, len(self.counts), self.stages)
         return [sum(self.counts[:v]) + i for v in chunks for i in range(self.counts[v])]
 
+    def list_slots(self) -> list[int]:
+        """The layer in each slot, stage by stage; -1 in unused slots."""
+        rows = map(self.list_rows, range(self.stages))
+        return [row for used in rows for row in (*used, *[-1] * (self.slots - len(used)))]
+
     @property
     def offsets(self) -> list[int]:
         """For each virtual stage the place of its first layer among those of its stage."""

@@ -52,7 +52,7 @@ from mjax.models.protocol import ForwardContext
 from mjax.models.stack import iterate_runs, layer_runs, map_stacks
 from mjax.parallel import mappings
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
-from mjax.parallel.pipeline import pipeline_decode, read_rows, write_rows
+from mjax.parallel.pipeline import read_rows, run_branch, vary_over_pipe, write_rows
 from mjax.parallel.reductions import tree_index
 from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.zero import Storage, gather_for_inference, layer_gather, num_layer_dims
@@ -256,11 +256,11 @@ class PipelineLayers(NamedTuple):
     def decode(
         self, x: Float[Array, "t h"], context: ForwardContext, cached: list, lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "t h"], list]:
-        """Decode like `Block.decode`, with the caches of the stacks."""
-        kinds = stage_kinds(self.config.model, self.config.mesh)
+        """Decode like `Block.decode`, one stage after the other, with the caches of the stacks."""
+        stages, kinds = self.config.mesh.pipe, stage_kinds(self.config.model, self.config.mesh)
         rows = [jax.tree.leaves(stack)[0] for stack in chain(*layer_runs(self.rows))]
 
-        def stage(kind: int, number: Array, x: Array, cached: list) -> tuple[Array, list]:
+        def run_stage(kind: int, number: Array, x: Array, cached: list) -> tuple[Array, list]:
             read, write = (partial(move, kinds.index(kind), number) for move in (read_rows, write_rows))
             chunk = jax.tree.map(read, self.rows, self.blocks)
             local = [jax.tree.map(partial(read, *of), cache) for *of, cache in zip(rows, cached, strict=True)]
@@ -274,7 +274,14 @@ class PipelineLayers(NamedTuple):
                 cached = [*cached[:n], jax.tree.map(partial(write, rows[n]), cached[n], stacked), *cached[n + 1 :]]
             return x, cached
 
-        return pipeline_decode(self.config.mesh.pipe, kinds, stage, x, cached)
+        def run_virtual_stage(carry: tuple[Array, list], number: Array) -> tuple[tuple[Array, list], None]:
+            branches = [partial(run_stage, kind, number) for kind in range(max(kinds) + 1)]
+            index = jnp.where(mappings.rank(PIPE) == number % stages, 1 + jnp.array(kinds, jnp.int32)[number], 0)
+            x, cached = run_branch("turn", index, branches, *carry)
+            return (mappings.send_to_next_stage(x), cached), None
+
+        (x, cached), _ = jax.lax.scan(run_virtual_stage, vary_over_pipe((x, cached)), jnp.arange(len(kinds)))
+        return mappings.broadcast_from_first_stage(x), cached
 
 
 # --- On the devices ---------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ are the residuals, which F writes into a slot of the buffer and B reads back, an
 Weights among them are recognized and not copied. So recomputation inside a stage is up to the model: the buffer stores
 only the residuals that its `jax.checkpoint` saves.
 
-**Stages of several kinds** (`pipeline_schedules.py`) are branches of the conditionals around F and B, each with its own
-layers and backward program. Every device has the same arrays, so it has as many rows of each stack of layers as the
-stage with most, of which a virtual stage reads its own. The residuals of all kinds share the buffer: one after the
-other in one flat array of each type, as long as the kind with most needs.
+**Stages may differ.** Virtual stages with equally many layers of each stack are of one kind. The kinds are branches of
+the conditionals around F and B, each with its own layers and backward program. Every device has the same arrays, so it
+has as many rows of each stack of layers as the stage with most, of which a virtual stage reads its own. The residuals
+of all kinds share the buffer: one after the other in one flat array of each type, as long as the kind with most needs.
 
 **Collectives over `model` inside a conditional are sound**, and collectives over `data` too: all ranks of such a group
 are on the same stage, read the same column and take the same branch. Collectives over `pipe` would hang. So everything
@@ -58,6 +58,7 @@ class StageProgram:
         these layers, and their parts of the means by name, [] each.
       head: (shared weights, residual stream, micro-batch) → parts of means by name, [] each.
       loss_weights: by name the weight of a mean in the loss, which is differentiated.
+      kinds: of each virtual stage, from 0.
       rows: a tree like the weights of the layers: those of each virtual stage.
     """
 
@@ -65,6 +66,7 @@ class StageProgram:
     layers: Callable[[Weights, Array, Any, Array], tuple[Array, Means]]
     head: Callable[[Weights, Array, Any], Means]
     loss_weights: dict[str, float]
+    kinds: tuple[int, ...]
     rows: Any
 
 
@@ -100,7 +102,7 @@ def pipeline_gradients(
             blocks=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), trainable_only(blocks)),
         ),
     )
-    state, _ = lax.scan(stage.tick, state, _column(schedule))
+    state, _ = lax.scan(stage.tick, state, _column(schedule, program.kinds))
     return state.sums.means | state.aux, state.sums.shared, state.sums.blocks
 
 
@@ -121,7 +123,7 @@ def pipeline_sums(schedule: PipelineSchedule, program: StageProgram, shared: Wei
                 stage.chunk(kind, stage_number), stage.input(kind, slot, x), micro_batch, stage_number
             )
             with_head = lambda total: tree_add(total, program.head(shared, y, micro_batch))  # noqa: E731
-            if kind == schedule.kinds[-1]:
+            if kind == program.kinds[-1]:
                 total = run_branch(named_scopes.F_LAST, slot["last"], [with_head], total)
             return y, total, add_means(aux, new)
 
@@ -132,7 +134,7 @@ def pipeline_sums(schedule: PipelineSchedule, program: StageProgram, shared: Wei
 
     activations = make_buffer(schedule.activation_slots + 1, stage.message)
     start = stage.message, activations, stage.zeros(stage.mean_types), stage.zeros(stage.layer_means)
-    _, _, total, aux = lax.scan(tick, start, _column(schedule))[0]
+    _, _, total, aux = lax.scan(tick, start, _column(schedule, program.kinds))[0]
     return total | aux if aux else total
 
 
@@ -208,7 +210,7 @@ class _Stage:
         message = jax.eval_shape(program.embed, shared, first)
         self.message = zeros_like(message)
         self.mean_types = jax.eval_shape(program.head, shared, message, first)
-        self.kinds = range(max(schedule.kinds) + 1)
+        self.kinds = range(max(program.kinds) + 1)
         self.traces = list(map(self._trace_layers, self.kinds))
         self.layer_means = reduce(or_, (trace.means for trace in self.traces))
 
@@ -218,12 +220,12 @@ class _Stage:
 
     def chunk(self, kind: int, virtual_stage: Array) -> Weights:
         """The layers of a virtual stage of this kind, with one layer dim."""
-        example = self.schedule.kinds.index(kind)
+        example = self.program.kinds.index(kind)
         return jax.tree.map(partial(read_rows, example, virtual_stage), self.program.rows, self.blocks)
 
     def input(self, kind: int, slot: dict, received: Array) -> Array:
         """The input of a slot's layers."""
-        if kind != self.schedule.kinds[0]:
+        if kind != self.program.kinds[0]:
             return received
         embed = lambda _: self.program.embed(self.shared, self.micro_batch(slot))  # noqa: E731
         return run_branch(named_scopes.F_FIRST, slot["first"], [embed], received)
@@ -265,7 +267,7 @@ class _Stage:
             new, dy = pullback(loss_cotangents(self.program.loss_weights, metrics))
             return dy, tree_add(means, metrics), tree_add(dshared, new)
 
-        if kind == self.schedule.kinds[-1]:
+        if kind == self.program.kinds[-1]:
             dy, means, dshared = run_branch(named_scopes.B_LAST, slot["last"], [head], dy, means, dshared)
         saved = self._read_residuals(kind, residuals, slot["residual"])
         dchunk, dx = self._pull_back(kind, self.chunk(kind, virtual_stage), saved, dy)
@@ -274,9 +276,9 @@ class _Stage:
             _, pullback = jax.vjp(lambda shared: self.program.embed(shared, micro_batch), self.shared)
             return tree_add(dshared, pullback(dx)[0])
 
-        if kind == self.schedule.kinds[0]:
+        if kind == self.program.kinds[0]:
             dshared = run_branch(named_scopes.B_FIRST, slot["first"], [embedding], dshared)
-        add = partial(add_rows, self.schedule.kinds.index(kind), virtual_stage)
+        add = partial(add_rows, self.program.kinds.index(kind), virtual_stage)
         return dx, _Sums(means, dshared, jax.tree.map(add, trainable_only(self.program.rows), dblocks, dchunk))
 
     # --- From F to B --------------------------------------------------------------------------------------------------
@@ -350,8 +352,9 @@ class _Stage:
         return jax.tree.unflatten(structure, leaves)((dy, dmeans))
 
 
-def _column(schedule: PipelineSchedule) -> dict:
-    """This stage's column of the table: for each kind of operation its fields, int32 [ticks]."""
+def _column(schedule: PipelineSchedule, kinds: tuple[int, ...]) -> dict:
+    """This stage's column of the table: for each kind of operation its fields, int32 [ticks]; `on` counts the kinds of
+    stages from 1."""
     stage = mappings.rank(PIPE)
 
     def local(table) -> Array:
@@ -361,7 +364,9 @@ def _column(schedule: PipelineSchedule) -> dict:
     for kind in ("forward", "backward"):
         if (slots := getattr(schedule, kind)) is not None:
             fields = {name: local(table) for name, table in vars(slots).items()}
-            column[kind] = {**fields, "virtual_stage": fields["chunk"] * schedule.stages + stage}
+            virtual_stage = fields["chunk"] * schedule.stages + stage
+            on = fields["on"] * (1 + jnp.asarray(kinds)[virtual_stage])
+            column[kind] = {**fields, "on": on, "virtual_stage": virtual_stage}
     return column
 
 
@@ -441,34 +446,3 @@ def make_buffer(slots: int, like) -> Array:
 def vary_over_pipe(tree):
     """Cast the operands of a conditional whose predicate varies over `pipe`, or they would be typed as replicated."""
     return jax.tree.map(lambda leaf: mappings.vary(leaf, frozenset({PIPE})), tree)
-
-
-# --- Generation: one stage after the other ----------------------------------------------------------------------------
-
-
-def pipeline_decode(
-    stages: int, kinds: Sequence[int], layers: Callable[[int, Array, Array, Any], tuple[Array, Any]], x: Array, caches
-) -> tuple[Array, Any]:
-    """Run the stages one after the other, for text generation.
-
-    Args:
-      stages: p.
-      kinds: of each virtual stage.
-      layers: (kind, virtual stage of this stage, residual stream, caches of this stage) → (residual stream after its
-        layers, new caches). Its weights vary over `pipe`.
-      x: the residual stream before the first layer, the same on every stage.
-      caches: a pytree of arrays.
-
-    Returns:
-      The stream after the last layer, replicated over stages, and the new caches.
-    """
-    x, caches = vary_over_pipe((x, caches))
-
-    def run_virtual_stage(carry, number):
-        branches = [partial(layers, kind, number) for kind in range(max(kinds) + 1)]
-        index = jnp.where(mappings.rank(PIPE) == number % stages, 1 + jnp.array(kinds, jnp.int32)[number], 0)
-        x, caches = run_branch("turn", index, branches, *carry)
-        return (mappings.send_to_next_stage(x), caches), None
-
-    (x, caches), _ = lax.scan(run_virtual_stage, (x, caches), jnp.arange(len(kinds)))
-    return mappings.broadcast_from_first_stage(x), caches

@@ -33,9 +33,6 @@ stores 2 (p − 1 − i) + 1. (Megatron's interleaved order stores as many, and 
 
 Results wait in numbered slots of fixed-size buffers, which the table assigns too: the interpreter in `pipeline.py` only
 follows it. This module is plain NumPy.
-
-**Stages may differ.** Virtual stages with equally many layers of each stack are of one *kind*, and run one program. The
-table says which one a slot runs.
 """
 
 from __future__ import annotations
@@ -47,7 +44,6 @@ import numpy as np
 
 from mjax.config import Config
 from mjax.config.batch_size import check_pipeline
-from mjax.config.pattern import stage_kinds
 from mjax.errors import UsageError
 from mjax.parallel import named_scopes
 
@@ -59,7 +55,7 @@ class Slots:
     """The operations of one kind: when each stage runs them and on what; int32 [ticks, stages] each, 0 where `on` is 0.
 
     Attributes:
-      on: k where the stage runs this operation of the k-th kind of stage in this tick, from 1; 0: nothing.
+      on: 1 where the stage runs this operation in this tick.
       micro_batch: the micro-batch it runs on.
       chunk: the chunk of the stage that it runs.
       first: 1 on the first virtual stage (stage 0, chunk 0), to which the embedding belongs.
@@ -91,7 +87,6 @@ class PipelineSchedule:
     Attributes:
       name: one of SCHEDULES, or "forward".
       stages: p. micro_batches: m. chunks: V.
-      kinds: of each virtual stage, from 0.
       forward: the slots of F.
       backward: the slots of B; None where there is only a forward pass.
       receive_activation: int32 [ticks, stages], slot into which the activation sent in the previous tick is written at
@@ -106,7 +101,6 @@ class PipelineSchedule:
     stages: int
     micro_batches: int
     chunks: int
-    kinds: tuple[int, ...]
     forward: Slots
     backward: Slots | None
     receive_activation: np.ndarray
@@ -121,24 +115,24 @@ class PipelineSchedule:
         """Length of the table."""
         return len(self.forward.on)
 
-    def runs(self) -> dict[str, np.ndarray]:
-        """The number of times each stage runs each pass, of each kind, and the parts of it that belong to the first or
-        the last virtual stage: int64 [kinds, stages] by the names in `named_scopes`."""
-        counts = {}
+    def runs(self, kinds: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """The number of times each stage runs each pass of each kind, and the parts of it that belong to the first or
+        the last virtual stage: int64 [kinds, stages] by the names in `named_scopes`; `kinds` of the virtual stages."""
+        counts, numbers = {}, np.arange(max(kinds) + 1)[:, None, None]
         for name, slots in zip((named_scopes.F, named_scopes.B), (self.forward, self.backward), strict=True):
             if slots is not None:
-                runs = np.stack([slots.on == kind + 1 for kind in range(max(self.kinds) + 1)]).astype(np.int64)
-                counts[name] = runs.sum(axis=1)
-                counts[f"{name}_first"] = (runs * slots.first).sum(axis=1)
-                counts[f"{name}_last"] = (runs * slots.last).sum(axis=1)
+                on = slots.on * (np.array(kinds)[slots.chunk * self.stages + np.arange(self.stages)] == numbers)
+                counts[name] = on.sum(axis=1, dtype=np.int64)
+                counts[f"{name}_first"] = (on * slots.first).sum(axis=1, dtype=np.int64)
+                counts[f"{name}_last"] = (on * slots.last).sum(axis=1, dtype=np.int64)
         return counts
 
     def max_in_flight(self, stage: int) -> int:
         """Maximum number of pairs of micro-batch and chunk whose F has run on `stage` and whose B has not finished."""
         if self.backward is None:
             return 0
-        begins, ends = (slots.on[:, stage] > 0 for slots in (self.forward, self.backward))
-        return int((begins.cumsum() - ends.cumsum() + ends).max())  # a B stores its residuals through its tick
+        begun, ended = (slots.on[:, stage].cumsum() for slots in (self.forward, self.backward))
+        return int((begun - ended + self.backward.on[:, stage]).max())  # a B stores its residuals through its tick
 
     def makespan(self, forward: float, backward: float) -> float:
         """Time of the whole table in lock-step, in the unit of the times of F and B of one chunk: a tick costs its
@@ -153,11 +147,8 @@ class PipelineSchedule:
 
 
 @lru_cache(maxsize=64)
-def build_schedule(
-    name: str, stages: int, micro_batches: int, chunks: int = 1, kinds: tuple[int, ...] = ()
-) -> PipelineSchedule:
-    """The schedule `name` for p stages, m micro-batches and V chunks a stage; `kinds` of the virtual stages, by default
-    one for all.
+def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> PipelineSchedule:
+    """The schedule `name` for p stages, m micro-batches and V chunks a stage.
 
     Raises:
       UsageError: there is no such schedule, or chunks > 1 and p does not divide m.
@@ -170,13 +161,12 @@ def build_schedule(
     begin = micro_batches * chunks + stages - 2 if name == "gpipe" else stages * chunks - 1
     # Backwards are mirrored forwards: from the last stage to the first and from the last chunk to the first.
     backward = begin + _forward_ticks(stages, micro_batches, chunks)[::-1, :, ::-1]
-    return _build_table(name, forward, backward, kinds=kinds)
+    return _build_table(name, forward, backward)
 
 
 def find_schedule(config: Config) -> PipelineSchedule:
     """The schedule of a config that has a pipeline."""
-    mesh, kinds = config.mesh, stage_kinds(config.model, config.mesh)
-    return build_schedule(mesh.schedule, mesh.pipe, config.micro_batches, mesh.virtual_stages, kinds)
+    return build_schedule(config.mesh.schedule, config.mesh.pipe, config.micro_batches, config.mesh.virtual_stages)
 
 
 def slot_times(config: Config) -> tuple[float, float]:
@@ -189,14 +179,14 @@ def slot_times(config: Config) -> tuple[float, float]:
 
 
 @lru_cache(maxsize=64)
-def forward_schedule(stages: int, micro_batches: int, chunks: int = 1, kinds: tuple[int, ...] = ()) -> PipelineSchedule:
+def forward_schedule(stages: int, micro_batches: int, chunks: int = 1) -> PipelineSchedule:
     """The forward passes alone, for evaluation: V m + p − 1 ticks, with no residuals.
 
     Raises:
       UsageError: chunks > 1 and p does not divide m.
     """
     check_pipeline(stages, micro_batches, chunks)
-    return _build_table("forward", _forward_ticks(stages, micro_batches, chunks), kinds=kinds)
+    return _build_table("forward", _forward_ticks(stages, micro_batches, chunks))
 
 
 # --- The tick of each operation: int [p, m, V] ------------------------------------------------------------------------
@@ -215,15 +205,13 @@ def _forward_ticks(stages: int, micro_batches: int, chunks: int) -> np.ndarray:
 # --- From ticks to a table --------------------------------------------------------------------------------------------
 
 
-def _build_table(
-    name: str, forward: np.ndarray, backward: np.ndarray | None = None, kinds: tuple[int, ...] = ()
-) -> PipelineSchedule:
+def _build_table(name: str, forward: np.ndarray, backward: np.ndarray | None = None) -> PipelineSchedule:
     """The schedule whose operations run in these ticks."""
     stages, micro_batches, chunks = forward.shape
     ticks = 1 + max(int(x.max()) for x in (forward, backward) if x is not None)
     i, _, v = np.indices(forward.shape)
     first, last = (i == 0) & (v == 0), (i == stages - 1) & (v == chunks - 1)
-    none, kinds = np.zeros_like(forward), kinds or (0,) * (stages * chunks)
+    none = np.zeros_like(forward)
 
     # A message lives from its arrival, the tick after it was sent, to the tick in which it is read.
     arrival = 1 + np.roll(forward, 1, axis=0)  # from stage i − 1, and round the ring into the next chunk
@@ -241,7 +229,7 @@ def _build_table(
 
     def slots(when, message):
         m, chunk = np.indices(when.shape)[1:]
-        columns = (np.array(kinds)[chunk * stages + i] + 1, m, chunk, first, last, message, residuals, outputs)
+        columns = (np.ones_like(when), m, chunk, first, last, message, residuals, outputs)
         return Slots(*(_to_column(ticks, when, column) for column in columns))
 
     return PipelineSchedule(
@@ -249,7 +237,6 @@ def _build_table(
         stages,
         micro_batches,
         chunks,
-        kinds,
         slots(forward, activations),
         None if backward is None else slots(backward, gradients),
         _to_column(ticks, arrival, activations, where=~first, otherwise=activation_slots),

@@ -75,33 +75,23 @@ class Storage:
         return weight if self.keep_fp32 else weight.astype(dtype)
 
     def to_stage(self, shard: Array) -> Array:
-        """The layers of this stage [slots, …] from the stored shard, inside `shard_map`. A stage with fewer layers than
-        slots has others after them, which it does not use."""
-        if self.rows is None:
-            return shard
-        if self.rows.even:
-            return shard.reshape(self.rows.slots, *shard.shape[num_layer_dims(self.rows) :])
-        stages = np.array(self._pad_rows())
+        """This stage's layers [slots, …] from the stored shard, inside `shard_map`. Unused slots have any layer."""
+        if (rows := self.rows) is None or rows.even:
+            return shard if rows is None else shard.reshape(rows.slots, *shard.shape[num_layer_dims(rows) :])
+        slots = np.array(rows.list_slots())
         if (dim := self._pipe_dim) is None:
-            return mappings.vary(shard, frozenset({PIPE}))[jnp.asarray(stages)[mappings.rank(PIPE)]]
-        return mappings.all_to_all(shard[stages.reshape(-1)], PIPE, split=0, join=dim)
+            return shard[jnp.asarray(slots.reshape(rows.stages, -1))[mappings.rank(PIPE)]]
+        return mappings.all_to_all(shard[slots], PIPE, split=0, join=dim)
 
     def from_stage(self, gradient: Array, shard: Array) -> Array:
         """The gradient of the stored shard from that of the layers of this stage: the reverse of `to_stage`."""
         if self.rows is None or self.rows.even:
             return gradient.reshape(shard.shape)
-        slots = [self.rows.list_rows(stage) for stage in range(self.rows.stages)]
-        place = {row: stage * self.rows.slots + i for stage, rows in enumerate(slots) for i, row in enumerate(rows)}
         if (dim := self._pipe_dim) is None:
-            every = mappings.all_gather_invariant(gradient, PIPE, 0)
+            gradient = mappings.all_gather_invariant(gradient, PIPE, 0)
         else:
-            every = mappings.all_to_all(gradient, PIPE, split=dim, join=0)
-        return every[np.array([place[row] for row in range(len(place))])]
-
-    def _pad_rows(self) -> list[list[int]]:
-        """For each stage its layers, and row 0 in unused slots."""
-        rows = (self.rows.list_rows(stage) for stage in range(self.rows.stages))
-        return [[*used, *[0] * (self.rows.slots - len(used))] for used in rows]
+            gradient = mappings.all_to_all(gradient, PIPE, split=dim, join=0)
+        return gradient[np.array(list(map(self.rows.list_slots().index, range(len(shard)))))]
 
     @property
     def _pipe_dim(self) -> int | None:

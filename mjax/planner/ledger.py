@@ -29,6 +29,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from mjax.config import Config
 from mjax.config.axes import NAMES
+from mjax.config.pattern import stage_kinds
 from mjax.parallel import named_scopes
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.pipeline_schedules import PipelineSchedule, find_schedule
@@ -177,18 +178,22 @@ def ledger(config: Config) -> Ledger:
             program = build_program(config, abstract_mesh(config.mesh))
             step = program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr
         schedule = find_schedule(config) if config.mesh.pipe > 1 else None
-        return [astuple(record) for record in read_collectives(step, schedule)]
+        kinds = stage_kinds(config.model, config.mesh)
+        return [astuple(record) for record in read_collectives(step, schedule, kinds)]
 
     records = trace_once(("ledger", config), config.model, trace, lambda *records: records)
     return Ledger(tuple(Collective(*record) for record in records))
 
 
-def read_collectives(jaxpr, schedule: PipelineSchedule | None = None) -> tuple[Collective, ...]:
+def read_collectives(
+    jaxpr, schedule: PipelineSchedule | None = None, kinds: tuple[int, ...] = ()
+) -> tuple[Collective, ...]:
     """The collectives of a traced program over more than one rank; equal ones are counted together.
 
     Args:
       jaxpr: of a function that contains a `shard_map`.
       schedule: the table that its pipeline runs, if there is one.
+      kinds: of its virtual stages (`pattern.stage_kinds`).
 
     Raises:
       ValueError: a collective is in a loop of unknown length, or in a conditional that is not the pipeline's, or is of
@@ -196,7 +201,7 @@ def read_collectives(jaxpr, schedule: PipelineSchedule | None = None) -> tuple[C
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    runs, stages = ({}, 1) if schedule is None else (schedule.runs(), schedule.stages)
+    runs, stages = ({}, 1) if schedule is None else (schedule.runs(kinds), schedule.stages)
     merged: dict[Collective, Collective] = {}
     for record in _read(used, runs, _ProgramPosition("", {}, np.ones(stages, np.int64), 1)):
         if record.ranks > 1:

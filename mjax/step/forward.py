@@ -151,6 +151,7 @@ def stage_program(forward: Forward, weights: dict[str, float], frozen: Model | N
         layers=layers,
         head=merge_frozen(forward.loss),
         loss_weights=weights,
+        kinds=stage_kinds(config.model, config.mesh),
         rows=jax.tree.map(lambda storage: storage.rows, forward.plan.blocks),
     )
 
@@ -173,9 +174,8 @@ def pipeline_loss_and_gradients(forward: Forward, weights: Model, micro_batches:
 
 def sum_over_stages(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
     """Sum the head's results over micro-batches, on this device."""
-    config, mesh = forward.config, forward.config.mesh
-    kinds = stage_kinds(config.model, mesh)
-    schedule = forward_schedule(mesh.pipe, config.micro_batches, mesh.virtual_stages, kinds)
+    mesh = forward.config.mesh
+    schedule = forward_schedule(mesh.pipe, forward.config.micro_batches, mesh.virtual_stages)
     program = stage_program(forward, weights.loss_weights)
     return pipeline_sums(schedule, program, _drop_blocks(weights), weights.blocks, micro_batches)
 
