@@ -177,7 +177,7 @@ def stage_kinds(model, mesh) -> tuple[int, ...]:
 def _stage_groups(model, pipe: int, chunks: int, layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     runs, stages = model.pattern.runs(model.layers), pipe * chunks
     groups = [(run, len(kinds)) for run, (kinds, count) in enumerate(runs) for _ in range(count)]
-    given, flag = bool(layers), f"mesh.stage_layers {layers}"
+    given, flag = bool(layers), f"--mesh.stage-layers {' '.join(map(str, layers))}"
     if given and (len(layers) != stages or sum(layers) != model.layers or min(layers) < 0):
         needs = f"--mesh.pipe {pipe} × --mesh.virtual-stages {chunks} needs {stages} numbers with sum {model.layers}"
         raise UsageError(f"{flag} does not fit: {needs}")

@@ -46,6 +46,8 @@ from mjax.parallel.weights import combine, partition_trainable, trainable_only
 Weights = Any  # a pytree of arrays
 ResidualType = tuple[str, ...]
 """A dtype, and the mesh axes over which an array varies."""
+LANES = 128
+"""Elements of a row in the buffers of residuals, whose numbers of elements may exceed 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ class _State(NamedTuple):
       received: an activation and a gradient [b·s, h] that have just arrived.
       activations, gradients: received and not yet used, [slots, b·s, h].
       outputs: on the last stage, outputs of its last layers that the head has not used yet, [slots, b·s, h].
-      residuals: of each forward in flight, [slots, size] of each type.
+      residuals: of each forward in flight, [slots, rows, LANES] of each type.
       aux: parts of means from the layers.
       sums: means and gradients so far.
     """
@@ -301,29 +303,33 @@ class _Stage:
         return _LayerTrace(residuals, *_place_residuals(residuals), means, *programs)
 
     def residual_buffers(self) -> dict[ResidualType, Array]:
-        """Zeros for the residuals of every slot, by type: [slots, elements of the kind with most]."""
+        """Zeros for the residuals of every slot, by type: [slots, rows of the kind with most, LANES]."""
         sizes = reduce(or_, (trace.sizes for trace in self.traces))
         slots = self.schedule.residual_slots
         return {
-            key: mappings.vary(jnp.zeros((slots, size), key[0]), frozenset({PIPE, *key[1:]}))
-            for key, size in sizes.items()
+            key: mappings.vary(jnp.zeros((slots, rows, LANES), key[0]), frozenset({PIPE, *key[1:]}))
+            for key, rows in sizes.items()
         }
 
     def _write_residuals(self, kind: int, buffers: dict, slot: Array, residuals: list) -> dict:
         """`buffers` with the residuals of a pass of this kind in a slot."""
         buffers = dict(buffers)
         for (key, place), value in zip(self.traces[kind].places, residuals, strict=True):
-            # A residual may be a NumPy constant.
-            row = mappings.vary(jnp.asarray(value).reshape(1, -1), mappings.varying_axes(buffers[key]))
-            buffers[key] = lax.dynamic_update_slice(buffers[key], row, (slot, jnp.int32(place)))
+            flat = jnp.asarray(value).reshape(-1)  # of a NumPy constant, too
+            rows = (jnp.pad(flat, (0, -flat.size % LANES)) if flat.size % LANES else flat).reshape(1, -1, LANES)
+            rows = mappings.vary(rows, mappings.varying_axes(buffers[key]))
+            buffers[key] = lax.dynamic_update_slice(buffers[key], rows, (slot, jnp.int32(place), jnp.int32(0)))
         return buffers
 
     def _read_residuals(self, kind: int, buffers: dict, slot: Array) -> list[Array]:
         likes, places, *_ = self.traces[kind]
-        return [
-            lax.dynamic_slice(buffers[key], (slot, jnp.int32(place)), (1, like.size)).reshape(like.shape)
-            for like, (key, place) in zip(likes, places, strict=True)
-        ]
+
+        def read(like: jax.ShapeDtypeStruct, key: ResidualType, place: int) -> Array:
+            size = 1, _count_rows(like), LANES
+            rows = lax.dynamic_slice(buffers[key], (slot, jnp.int32(place), jnp.int32(0)), size)
+            return rows.reshape(-1)[: like.size].reshape(like.shape)
+
+        return [read(like, *place) for like, place in zip(likes, places, strict=True)]
 
     def _differentiate(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array):
         """Return the residual stream after the layers, their parts of means, and the derivative of both.
@@ -418,13 +424,17 @@ def add_means(total: Means, new: Means) -> Means:
 
 
 def _place_residuals(residuals: Sequence) -> tuple[list[tuple[ResidualType, int]], Counter[ResidualType]]:
-    """For each residual its type and its first element in the buffer of this type; and all elements of each type."""
+    """For each residual its type and its first row in the buffer of this type; and all rows of each type."""
     places, sizes = [], Counter()
     for like in residuals:
         key = str(like.dtype), *sorted(mappings.varying_axes(like))
         places.append((key, sizes[key]))
-        sizes[key] += like.size
+        sizes[key] += _count_rows(like)
     return places, sizes
+
+
+def _count_rows(like) -> int:
+    return -(-like.size // LANES)
 
 
 def write_slot(buffer: Array, slot: Array, value) -> Array:

@@ -165,13 +165,13 @@ def test_greedy_text_is_that_of_whole_forward_passes(changes, mesh):
         ),
         (
             {"layers": 5, "moe_layer_freq": 2, "mesh": {"pipe": 2, "stage_layers": (3, 2)}},
-            r"mesh\.stage_layers \(3, 2\) splits a group of layers, and .* 2 × 2, 1 × 1; move the border",
+            r"--mesh\.stage-layers 3 2 splits a group of layers, and .* 2 × 2, 1 × 1; move the border",
         ),
         (
             {"layers": 5, "mesh": {"pipe": 2, "stage_layers": (4, 2)}},
-            r"mesh\.stage_layers \(4, 2\) does not fit: .* needs 2 numbers with sum 5",
+            r"--mesh\.stage-layers 4 2 does not fit: .* needs 2 numbers with sum 5",
         ),
-        ({"layers": 5, "mesh": {"stage_layers": (5,)}}, r"mesh\.stage_layers needs a pipeline; set --mesh.pipe too"),
+        ({"layers": 5, "mesh": {"stage_layers": (5,)}}, r"--mesh\.stage-layers needs a pipeline; set --mesh.pipe too"),
     ],
 )
 def test_impossible_pattern_is_refused(changes, message):

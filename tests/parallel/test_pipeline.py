@@ -54,8 +54,9 @@ def _residuals(config):
     schedule = find_schedule(config)
     (loop,) = (e for e in equations(jaxpr, "scan") if e.params["length"] == schedule.ticks)
     carried = [variable.aval for variable in loop.outvars]
-    flat = sum(aval.size for aval in carried if aval.ndim == 2 and aval.shape[0] == schedule.residual_slots)
-    assert flat == schedule.residual_slots * sum(like.size for like in held)
+    slots, lanes = schedule.residual_slots, pipeline.LANES
+    rows = sum(aval.shape[1] for aval in carried if aval.shape[::2] == (slots, lanes))
+    assert rows == sum(-(-like.size // lanes) for like in held)
     return Counter((like.shape, str(like.dtype)) for like in held)
 
 
