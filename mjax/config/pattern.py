@@ -14,7 +14,7 @@ leading dim; otherwise each layer of the group has a stack. Prefixes of the weig
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import mul
 from typing import NamedTuple
 
@@ -112,12 +112,12 @@ class StackRows:
         """Virtual stages per stage, V."""
         return len(self.counts) // self.stages
 
-    @property
+    @cached_property
     def even(self) -> bool:
         """True if all virtual stages have equally many."""
         return len({*self.counts}) == 1
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """Layers of the stage with most, for which every stage has memory."""
         return max(len(self.list_rows(stage)) for stage in range(self.stages))
@@ -140,10 +140,20 @@ class StackRows:
 
 def find_rows(model, mesh, weight: str) -> StackRows | None:
     """The layers with the weight of this name, on the stages of a mesh; None for one outside layers."""
-    if (stack := find_stack(model, weight)) is None:
-        return None
-    counts = (groups[stack.run] * len(stack.kinds) for groups in stage_groups(model, mesh))
-    return StackRows(tuple(counts), mesh.pipe)
+    rows = zip(layer_stacks(model), stack_rows(model, mesh), strict=True)
+    return next((layers for stack, layers in rows if weight.startswith(f"{stack.name}.")), None)
+
+
+def stack_rows(model, mesh) -> tuple[StackRows, ...]:
+    """The layers of each stack on the stages of a mesh."""
+    return _stack_rows(model, mesh.pipe, mesh.virtual_stages, mesh.stage_layers)
+
+
+@lru_cache(maxsize=4096)
+def _stack_rows(model, *mesh) -> tuple[StackRows, ...]:
+    stages = _stage_groups(model, *mesh)
+    counts = (tuple(groups[stack.run] * len(stack.kinds) for groups in stages) for stack in layer_stacks(model))
+    return tuple(StackRows(numbers, mesh[0]) for numbers in counts)
 
 
 def count_groups(model) -> int:

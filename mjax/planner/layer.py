@@ -56,7 +56,7 @@ from mjax.cluster.hardware import find_gpu
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.config.kernels import FUSED, with_moe_kernel
 from mjax.config.model import ModelConfig
-from mjax.config.pattern import StackRows, find_rows, layer_stacks
+from mjax.config.pattern import StackRows, layer_stacks, stack_rows
 from mjax.config.plain_values import to_tuples
 from mjax.errors import UsageError
 from mjax.models.parts.flash import FLASH_STAND_IN
@@ -240,9 +240,8 @@ def _drop_dropout_and_barriers(model: ModelConfig) -> ModelConfig:
 
 def layer_kinds(config: Config) -> list[tuple[StackRows, TraceSpec]]:
     """List, for each stack in order, its layers on each stage and the trace spec of one of them."""
-    spec, stacks = TraceSpec.from_config(config), layer_stacks(config.model)
-    kinds = range(len(stacks)) if len(stacks) > 1 else [None]
-    rows = [find_rows(config.model, config.mesh, f"{stack.name}.") for stack in stacks]
+    spec, rows = TraceSpec.from_config(config), stack_rows(config.model, config.mesh)
+    kinds = range(len(rows)) if len(rows) > 1 else [None]
     return [(layers, replace(spec, kind=kind)) for layers, kind in zip(rows, kinds, strict=True)]
 
 

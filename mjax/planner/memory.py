@@ -46,7 +46,7 @@ from mjax.config import Config, MeshConfig, axes
 from mjax.config.axes import copies, shards
 from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu, is_unrolled
 from mjax.config.model import ModelConfig
-from mjax.config.pattern import StackRows, find_rows, find_stack, layer_stacks
+from mjax.config.pattern import StackRows, find_rows, find_stack, layer_stacks, stack_rows
 from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, weight_dims
 from mjax.parallel.chunked_cross_entropy import split_rows
 from mjax.parallel.muon_resharding import MatrixLayout
@@ -426,17 +426,22 @@ def device_weights(
 ) -> DeviceWeights:
     """Elements of `model` that one device of `mesh` holds, or of those that are `trained`; with `kind`
     (`trace.layer_kinds`) of the layers of that kind alone."""
-    return _elements(model, _storage_fields(mesh), kind, trained and _has_frozen(model))
+    return _elements(model, _storage_fields(model, mesh), kind, trained and _has_frozen(model))
 
 
 def muon_matrices(model: ModelConfig, mesh: MeshConfig) -> tuple[MatrixLayout, ...]:
     """The matrices of `model` on `mesh`, one entry a weight."""
-    return _matrices(model, _storage_fields(mesh))
+    return _matrices(model, _storage_fields(model, mesh))
 
 
 # The fields of a mesh that the storage of weights depends on.
 STORAGE_FIELDS = "pipe", "data", "model", "expert", "context", "zero", "replicate", "virtual_stages", "stage_layers"
-_storage_fields = attrgetter(*STORAGE_FIELDS)
+
+
+def _storage_fields(model: ModelConfig, mesh: MeshConfig) -> tuple:
+    """The values of `STORAGE_FIELDS`, equal for all virtual stages if they are even."""
+    fields = attrgetter(*STORAGE_FIELDS)(mesh)
+    return (*fields[:-2], 1, ()) if all(rows.even for rows in stack_rows(model, mesh)) else fields
 
 
 def _mesh(storage: tuple) -> MeshConfig:

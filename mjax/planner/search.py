@@ -260,12 +260,14 @@ def search(
     for candidate, mean in timed:
         if len(fastest) >= top and mean > max(MAX_SLOWDOWN * fastest[0], 1.001 * fastest[top - 1]):
             break
-        if "mesh.stage_layers" not in fix:
-            candidate = balance(candidate)
         tried, options = tried + 1, [(candidate, memory_of(candidate))]
         if not options[0][1].fits(capacity) and "train.loss_chunks" not in fix:
             options += [(chunked, memory_of(chunked)) for chunked in with_loss_chunks(*options[0])]
         for option, memory in options:
+            if memory.fits(capacity, host) and "mesh.stage_layers" not in fix:
+                balanced = balance(option)
+                if (needed := memory_of(balanced)).fits(capacity, host):
+                    option, memory = balanced, needed
             if memory.fits(capacity, host):
                 ranked.append(Candidate(option, memory, time_of(option)))
                 insort(fastest, ranked[-1].time.mean)

@@ -60,7 +60,7 @@ from mjax.config.axes import CONTEXT, EXPERT, MODEL, copies, shards
 from mjax.config.batch_size import BatchSizes
 from mjax.config.bounds import Bounds, check_bounds
 from mjax.config.kernels import FUSED, attention_on_gpu, is_unrolled
-from mjax.config.pattern import StackRows, layer_stacks
+from mjax.config.pattern import layer_stacks, stack_rows
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, either
 from mjax.parallel.grouped import TILE_ROWS
@@ -505,13 +505,13 @@ class LayerTime:
         `trained` have gradients.
     """
 
-    def __init__(self, run: _MicroBatch, rows: StackRows, spec: trace.TraceSpec):
+    def __init__(self, run: _MicroBatch, layers: int, spec: trace.TraceSpec):
         self.run, self.config, self.rates, self.software = run, run.config, run.rates, run.software
         self.samples, self.layer = run.samples, trace.layer_forward(spec)
-        mesh, of_stage = run.config.mesh, rows.slots
+        mesh = replace(run.config.mesh, pipe=1, virtual_stages=1, stage_layers=())
         weights = device_weights(run.config.model, mesh, spec.kind)
-        self.weights, self.experts = weights.layers / of_stage, weights.experts / of_stage
-        self.trained = device_weights(run.config.model, mesh, spec.kind, trained=True).layers / of_stage
+        self.weights, self.experts = weights.layers / layers, weights.experts / layers
+        self.trained = device_weights(run.config.model, mesh, spec.kind, trained=True).layers / layers
 
     @cached_property
     def passes(self) -> list[dict[str, float]]:
@@ -749,8 +749,7 @@ MIN_SAVED = 0.01
 # The fields that the work of a micro-batch depends on, without FSDP.
 WORK = attrgetter(
     "model", "data", "precision.compute", "mesh.pipe", "mesh.model", "mesh.expert", "mesh.context",
-    "mesh.context_attention", "mesh.sequence_parallel", "mesh.virtual_stages", "mesh.stage_layers",
-    "train.micro_batch", "train.recompute", "train.loss_chunks",
+    "mesh.context_attention", "mesh.sequence_parallel", "train.micro_batch", "train.recompute", "train.loss_chunks",
 )  # fmt: skip
 
 
@@ -771,12 +770,8 @@ class TimePredictor:
         mesh, runs = config.mesh, config.model.pattern.runs(config.model.layers)
         if mesh.pipe == 1:
             return config
-        costs, sizes = (
-            self._step(config).work.group_costs(),
-            [len(kinds) for kinds, count in runs for _ in range(count)],
-        )
-        head = self._step(config).work.head_seconds
-        ends = [0, *balance_stages(costs, mesh.pipe * mesh.virtual_stages, head)]
+        step, sizes = self._step(config), [len(kinds) for kinds, count in runs for _ in range(count)]
+        ends = [0, *balance_stages(step.group_times(), mesh.pipe * mesh.virtual_stages, step.work.head_seconds)]
         layers = tuple(sum(sizes[first:end]) for first, end in pairwise(ends))
         balanced = replace(config, mesh=replace(mesh, stage_layers=layers))
         return balanced if self.mean(balanced) < (1 - MIN_SAVED) * self.mean(config) else config
@@ -820,7 +815,7 @@ class _MicroBatch:
       stream: elements of a micro-batch's stream on all ranks of `model`.
       looped: whether the layers run in a loop.
       end: the head.
-      layers: for each kind those of each stage, and one of them.
+      layers: one of each kind.
     """
 
     def __init__(self, config: Config, rates: Rates, software: FrameworkModel):
@@ -844,55 +839,16 @@ class _MicroBatch:
         self.layer_sum = self.layer_scatter + self.layer_gather
         if not mesh.splits_tokens:
             self.layer_sum = rates.sum(mesh.model, 1, self.element * self.stream)
-        self.layers = [(rows, LayerTime(self, rows, spec)) for rows, spec in kinds]
+        self.layers = [LayerTime(self, sum(rows.counts), spec) for rows, spec in kinds]
 
     def expose_zero(self, seconds: float, work: float) -> float:
         """Exposed seconds of ZeRO's collectives that take `seconds` and overlap `work`."""
         return seconds - min(self.overlap.weights * seconds, work)
 
-    @cached_property
-    def passes(self) -> list[Counter[str]]:
-        """`LayerTime.passes`, summed over the layers of the last stage."""
-        passes = [Counter(), Counter(), Counter()]
-        for rows, layer in self.layers:
-            number = len(rows.list_rows(rows.stages - 1))
-            for total, parts in zip(passes, layer.passes, strict=True):
-                for part, seconds in parts.items():
-                    total[part] += number * seconds
-        return passes
-
-    @cached_property
-    def chunk_times(self) -> list[float]:
-        """The seconds of the passes of each virtual stage, without the head."""
-        stages = zip(*(rows.counts for rows, _ in self.layers), strict=True)
-        layers = [layer.seconds for _, layer in self.layers]
-        return [sum(map(mul, numbers, layers)) for numbers in stages]
-
-    def group_costs(self) -> list[float]:
-        """The seconds of the passes of each group of layers, which stages cannot split."""
-        model, costs = self.config.model, Counter()
-        for stack, (_, layer) in zip(layer_stacks(model), self.layers, strict=True):
-            costs[stack.run] += len(stack.kinds) * layer.seconds
-        runs = model.pattern.runs(model.layers)
-        return [costs[run] for run, (_, count) in enumerate(runs) for _ in range(count)]
-
     @property
     def head_seconds(self) -> float:
         """The seconds of the embedding and the head, with their collectives."""
         return self.head() + self.head_sums()
-
-    @cached_property
-    def pass_times(self) -> list[float]:
-        """The seconds of each of `passes`."""
-        return [sum(parts.values()) for parts in self.passes]
-
-    @cached_property
-    def seconds(self) -> dict[str, float]:
-        """Seconds that a micro-batch adds to a step, by part, without send/recv of stages."""
-        seconds = {part: sum(spent[part] for spent in self.passes) for part in NAMES}
-        seconds["head"] += self.head()
-        seconds["model"] += self.head_sums()
-        return seconds
 
     # --- Embedding and head -------------------------------------------------------------------------------------------
 
@@ -901,7 +857,7 @@ class _MicroBatch:
         embedding = self.rates.traffic(9 * self.element * self.stream, 3)
         if not self.end.products:
             return embedding
-        moved = self.rates.traffic(*self.layers[0][1].traffic.head)
+        moved = self.rates.traffic(*self.layers[0].traffic.head)
         products = [self.rates.product(self.tokens, product.n, product.k) for product in self.end.products]
         seconds = embedding + moved + (3 if self.end.trained else 2) * sum(products)
         if (chunks := self.config.train.loss_chunks) > 1:  # as many bytes, and the logits once more
@@ -931,11 +887,37 @@ class _StepTime:
         self.element, self.gathered = work.element, work.gathered
         self.weights = device_weights(config.model, config.mesh)
         self.trained = device_weights(config.model, config.mesh, trained=True)
+        self.rows = stack_rows(config.model, config.mesh)
+
+    @cached_property
+    def passes(self) -> list[Counter[str]]:
+        """`LayerTime.passes`, summed over the layers of the last stage."""
+        passes, last = [Counter(), Counter(), Counter()], self.config.mesh.pipe - 1
+        for rows, layer in zip(self.rows, self.work.layers, strict=True):
+            for total, parts in zip(passes, layer.passes, strict=True):
+                for part, seconds in parts.items():
+                    total[part] += sum(rows.counts[last :: last + 1]) * seconds
+        return passes
+
+    def chunk_times(self) -> list[float]:
+        """The seconds of the passes of each virtual stage, without the head."""
+        layers = [layer.seconds for layer in self.work.layers]
+        return [sum(map(mul, numbers, layers)) for numbers in zip(*(rows.counts for rows in self.rows), strict=True)]
+
+    def group_times(self) -> list[float]:
+        """The seconds of the passes of each group of layers, which stages cannot split."""
+        model, seconds = self.config.model, Counter()
+        for stack, layer in zip(layer_stacks(model), self.work.layers, strict=True):
+            seconds[stack.run] += len(stack.kinds) * layer.seconds
+        runs = model.pattern.runs(model.layers)
+        return [seconds[run] for run, (_, count) in enumerate(runs) for _ in range(count)]
 
     def seconds(self, m: int) -> dict[str, float]:
         """The parts of a step of `m` micro-batches on each replica."""
         mesh, work = self.config.mesh, self.work
-        seconds = {part: m * spent for part, spent in work.seconds.items()}
+        seconds = {part: m * sum(spent[part] for spent in self.passes) for part in NAMES}
+        seconds["head"] += m * work.head()
+        seconds["model"] += m * work.head_sums()
         seconds["data"] += self._sums_over_data(m)
         seconds["optimizer"] += self.optimizer(m)
         if self.config.optimizer.name == "muon":
@@ -944,8 +926,8 @@ class _StepTime:
         if mesh.pipe > 1:
             message = self._message()
             # One activation and one gradient of each chunk; and two for each stage to fill.
-            seconds["pipe"] = m * (work.seconds["pipe"] + 2 * mesh.virtual_stages * message)
-            seconds["bubble"] += idle_seconds(mesh, m, work.chunk_times, work.head_seconds)
+            seconds["pipe"] += m * 2 * mesh.virtual_stages * message
+            seconds["bubble"] += idle_seconds(mesh, m, self.chunk_times(), work.head_seconds)
             seconds["bubble"] += (mesh.pipe - 1) * 2 * message
         return seconds
 
@@ -991,7 +973,7 @@ class _StepTime:
             # It all-reduces each stack as one array; the last of them and the embedding overlap nothing.
             last = (trained_shared + trained.largest) * software.sums_stacks
             exposed = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
-            return seconds + max(exposed, whole - sum(self.work.pass_times[1:]))
+            return seconds + max(exposed, whole - sum(sum(parts.values()) for parts in self.passes[1:]))
         narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
         seconds += rates.sum(mesh.replicate, stage // mesh.replicate, software.gradient_bytes * trained.stored)
         experts = 0.0 if mesh.zero == 3 else sent_bytes(self.weights.experts, trained.experts)
@@ -1075,7 +1057,7 @@ def balance_stages(costs: Sequence[float], stages: int, head: float) -> list[int
             ends.append(bisect_left(before, before[ends[-1]] - room - 1e-9 * limit))
         return ends[::-1]
 
-    for _ in range(40):
+    for _ in range(20):
         middle = (low + high) / 2
         low, high = (low, middle) if before[earliest_ends(middle)[0]] <= middle else (middle, high)
     ends, start = earliest_ends(high), 0
