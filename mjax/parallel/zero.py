@@ -172,9 +172,9 @@ def plan_weight_storage(
     stages = (PIPE,) if mesh.pipe > 1 else ()
     copies = tuple(axis for axis in axes.sharding() if sizes[axis] > 1 and axis not in computed) if mesh.zero else ()
     if rows and rows.even and stages:
-        split_by[layers - 1] = stages
-    # Between stages a weight is exchanged before it is gathered from its replicas: fewer bytes.
-    for names in filter(None, (copies, () if rows.even else stages) if rows else (stages, copies)):
+        split_by[layers - 1], stages = stages, ()
+    # Stages exchange their layers before they gather them from replicas: fewer bytes.
+    for names in filter(None, (copies, stages) if rows else (stages, copies)):
         if (dim := _divisible_dim(shape, split_by, sizes, names, layers)) is not None:
             split_by[dim] = (*split_by[dim], *names)
             if not rows or names == copies:

@@ -309,7 +309,8 @@ def _compute_copies(sizes: _Sizes) -> tuple[float, float]:
     # recomputed, whose slices of the stacks XLA writes before them and leaves alive.
     if (mesh.zero and shards(mesh) > 1) or (sizes.unrolled and sizes.config.train.recompute != "none"):
         layers += weights.layers - weights.gathered - (trained.layers - trained.gathered)
-    return sizes.width * layers, sizes.width * (weights.shared if sizes.sharded else trained.shared)
+    exchanged = sizes.master * weights.exchanged if mesh.zero == 3 else 0.0  # gathered later, so in float32
+    return sizes.width * layers + exchanged, sizes.width * (weights.shared if sizes.sharded else trained.shared)
 
 
 def _layer_gradients(sizes: _Sizes) -> float:
@@ -401,7 +402,7 @@ class DeviceWeights:
       experts: of `layers`, the weights that `expert` splits, which are shared by fewer replicas than all others.
       shared: all other weights, as used in the computation.
       gathered: of `layers`, the weights gathered layer by layer inside the loop (ZeRO-3), never all at the same time.
-      gathered_shards: of `stored`, their shards.
+      gathered_shards: their shards, of the layers of the stage.
       table: of `shared`, the embedding of the tokens.
       largest: of `layers`, the largest weight.
       transposed: of `gathered`, the largest weight whose shards are not contiguous: gathering it, and scattering its
@@ -509,12 +510,13 @@ def _elements(model: ModelConfig, storage: tuple, kind: int | None, trained: boo
             continue
         computed = computed // weight.shape[0] * rows.slots
         total["layers"] += computed
-        total["exchanged"] += 0 if rows.even else computed // _count_replicas(storage, mesh)
+        shard = computed // _count_replicas(storage, mesh)
+        total["exchanged"] += 0 if rows.even else shard
         total["experts"] += computed if axes.EXPERT in computed_as else 0
         total["largest"] = max(total["largest"], computed)
         if storage.gather_per_layer:
             total["gathered"] += computed
-            total["gathered_shards"] += stored
+            total["gathered_shards"] += shard
             ((_, dim),) = storage.gathers
             if _local(weight.shape[1:dim], P(*computed_as[1:dim]), mesh) > 1:
                 total["transposed"] = max(total["transposed"], computed)

@@ -39,7 +39,7 @@ def counted(config):
         found["largest"] = max(found["largest"], computed * name.startswith("blocks."))
         found["table"] += computed * (name == "embedding.table")
         found["gathered"] += computed * storage.gather_per_layer
-        found["gathered_shards"] += stored * storage.gather_per_layer
+        found["gathered_shards"] += shard * storage.gather_per_layer
         if (
             storage.gather_per_layer
             and math.prod(leaf.sharding.shard_shape(leaf.shape)[num_layer_dims(storage.rows) : storage.gathers[0][1]])
@@ -67,6 +67,7 @@ def test_held_weights_are_those_of_layout(name):
         ("bert_demo", {"pipe": 4, "model": 2, "sequence_parallel": True, "data": 5, "zero": 3}),
         ("qwen3_30b_a3b", {"data": 4, "expert": 4, "zero": 0}),
         ("gpt_demo", {"pipe": 3, "data": 2, "zero": 1, "model": 2}),
+        ("llama_demo", {"pipe": 3, "data": 2, "zero": 3, "model": 2}),
         ("qwen3_30b_a3b", {"pipe": 3, "virtual_stages": 2, "data": 4, "expert": 4, "zero": 0}),
     ],
     ids=str,
