@@ -257,8 +257,9 @@ def check_devices(config: Config, available: int, name: str = "this config") -> 
 def _check_pipeline(config: Config) -> None:
     mesh = config.mesh
     if mesh.pipe == 1 and (mesh.virtual_stages > 1 or mesh.stage_layers):
-        flag = f"--mesh.virtual-stages {mesh.virtual_stages}" if mesh.virtual_stages > 1 else "--mesh.stage-layers"
-        raise UsageError(f"{flag} needs a pipeline; set --mesh.pipe too, or remove it")
+        one, several = f"--mesh.virtual-stages {mesh.virtual_stages}", mesh.virtual_stages > 1
+        flag, simplest = (one, "--mesh.virtual-stages 1") if several else ("--mesh.stage-layers", "give it no value")
+        raise UsageError(f"{flag} needs a pipeline; set --mesh.pipe too, or {simplest}")
     if mesh.pipe == 1:
         return
     stage_groups(config.model, mesh)

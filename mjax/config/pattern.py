@@ -190,7 +190,7 @@ def _stage_groups(model, pipe: int, chunks: int, layers: tuple[int, ...]) -> tup
     given, flag = bool(layers), f"--mesh.stage-layers {' '.join(map(str, layers))}"
     if given and (len(layers) != stages or sum(layers) != model.layers or min(layers) < 0):
         needs = f"--mesh.pipe {pipe} × --mesh.virtual-stages {chunks} needs {stages} numbers with sum {model.layers}"
-        raise UsageError(f"{flag} does not fit: {needs}")
+        raise UsageError(f"{flag} does not fit: {needs}; or give it no value, for equal stages")
     if not given and stages > len(groups):
         several = f" in {len(groups)} groups, which stages cannot split" if len(groups) < model.layers else ""
         virtual = f" × --mesh.virtual-stages {chunks}" if chunks > 1 else ""
