@@ -34,7 +34,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.dtypes import float0
 
 from mjax.config.axes import PIPE
 from mjax.config.pattern import StackRows
@@ -335,7 +337,8 @@ class _Stage:
         """Return the residual stream after the layers, their parts of means, and the derivative of both.
 
         The derivative has two parts: the residuals, and the backward program, which is the structure of the result of
-        `jax.vjp` and for each of its leaves the index of a weight (None: a residual).
+        `jax.vjp` and for each of its leaves the index of a weight (None: a residual; a shape: the gradient of
+        integers, which has no numbers).
         """
         trainable, frozen = partition_trainable(chunk)
 
@@ -345,7 +348,13 @@ class _Stage:
         (y, means), pullback = jax.vjp(layers, trainable, x)
         leaves, structure = jax.tree.flatten(pullback)
         weights = jax.tree.leaves(chunk)
-        indices = [next((i for i, weight in enumerate(weights) if leaf is weight), None) for leaf in leaves]
+
+        def find_source(leaf) -> int | tuple[int, ...] | None:
+            if leaf.dtype == float0:
+                return leaf.shape
+            return next((i for i, weight in enumerate(weights) if leaf is weight), None)
+
+        indices = list(map(find_source, leaves))
         residuals = [leaf for leaf, index in zip(leaves, indices, strict=True) if index is None]
         return y, means, residuals, (structure, indices)
 
@@ -353,7 +362,13 @@ class _Stage:
         """Reassemble the derivative of the layers and apply it to `dy`, the gradient of their output."""
         structure, indices = self.traces[kind].backward
         weights, residuals = jax.tree.leaves(chunk), iter(residuals)
-        leaves = [next(residuals) if index is None else weights[index] for index in indices]
+
+        def find_leaf(source: int | tuple[int, ...] | None) -> Array | np.ndarray:
+            if isinstance(source, tuple):
+                return np.zeros(source, float0)
+            return next(residuals) if source is None else weights[source]
+
+        leaves = list(map(find_leaf, indices))
         dmeans = loss_cotangents(self.program.loss_weights, self.traces[kind].means)
         return jax.tree.unflatten(structure, leaves)((dy, dmeans))
 
