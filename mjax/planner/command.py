@@ -212,8 +212,10 @@ def _cells(candidate: Candidate) -> dict[str, Any]:
     days, hours = _cost(candidate)
     stages = f" × {mesh.virtual_stages}" if mesh.virtual_stages > 1 else ""
     context = f" ({config.context_attention})" if config.context_attention else ""
+    exchanged = mesh.expert > 1 and config.model.moe_token_dispatcher == "alltoall"
     return {
-        "pipe": mesh.pipe, "data": mesh.data, "replicate": mesh.replicate, "expert": mesh.expert,
+        "pipe": mesh.pipe, "data": mesh.data, "replicate": mesh.replicate,
+        "expert": f"{mesh.expert} (alltoall)" if exchanged else mesh.expert,
         "context": f"{mesh.context}{context}", "model": mesh.model,
         "schedule": f"{mesh.schedule}{stages}" if mesh.pipe > 1 else "-",
         "stage layers": " ".join(map(str, mesh.stage_layers)) or "-", "micro-batch": train.micro_batch,

@@ -182,6 +182,14 @@ def with_loss_chunks(config: Config, memory: Memory) -> list[Config]:
     return [replace(config, train=replace(config.train, loss_chunks=LOSS_CHUNKS))]
 
 
+def with_alltoall(config: Config) -> list[Config]:
+    """`config` with all-to-alls to experts, if auto gathers all tokens, which needs more memory."""
+    model, ranks = config.model, config.mesh.expert
+    if ranks == 1 or model.moe_token_dispatcher != "auto" or model.token_dispatcher(ranks) == "alltoall":
+        return []
+    return [with_values(config, {"model.moe_token_dispatcher": "alltoall"})]
+
+
 def batch_unit(config: Config) -> int:
     """The largest number of sequences that divides every global batch size of the run."""
     return math.gcd(*BatchSizes.from_config(config).sizes())
@@ -261,8 +269,10 @@ def search(
         if len(fastest) >= top and mean > max(MAX_SLOWDOWN * fastest[0], 1.001 * fastest[top - 1]):
             break
         tried, options = tried + 1, [(candidate, memory_of(candidate))]
-        if not options[0][1].fits(capacity) and "train.loss_chunks" not in fix:
-            options += [(chunked, memory_of(chunked)) for chunked in with_loss_chunks(*options[0])]
+        if not options[0][1].fits(capacity):
+            smaller = with_alltoall(candidate)
+            smaller += with_loss_chunks(*options[0]) if "train.loss_chunks" not in fix else []
+            options += [(option, memory_of(option)) for option in smaller]
         for option, memory in options:
             if memory.fits(capacity, host) and "mesh.stage_layers" not in fix:
                 balanced = balance(option)
@@ -324,7 +334,7 @@ PRICES = {
     "train.loss_chunks": {1: 0, LOSS_CHUNKS: 3},
     "train.recompute": {"none": 0, "selective": 4, "full": 16, "offload": 20},
     "train.unroll": {"auto": 0, "on": 0, "off": 6},
-    "model.moe_token_dispatcher": {"auto": 0, "allgather": 0, "alltoall": 5},
+    "model.moe_token_dispatcher": {"auto": 0, "alltoall": 5},
 }
 MICRO_BATCH_PRICE, OTHER_MESH_PRICE, MORE_GPUS_PRICE = 8, 32, 128
 FACTORS = (1, 2, 4, 8, 16, 32, 64)  # times as many GPUs
@@ -368,8 +378,7 @@ def changes_that_fit(config: Config, usable: float, count: int = 3, host: float 
     proposed: list[Change] = []
     unused = set() if with_loss_chunks(config, predict_memory(config)) else {"train.loss_chunks"}
     unused |= set() if is_unrolled(config, on_gpu=True) else {"train.unroll"}
-    if config.mesh.expert == 1 or config.model.token_dispatcher(config.mesh.expert) == "alltoall":
-        unused.add("model.moe_token_dispatcher")
+    unused |= set() if with_alltoall(config) else {"model.moe_token_dispatcher"}
     for factor in FACTORS:
         for price, values in sorted(_changes(config, factor, unused), key=itemgetter(0)):
             changed = with_values(config, values)
