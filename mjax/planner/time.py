@@ -638,12 +638,9 @@ class LayerTime:
 
     def _time_collectives(self, axis: str, ranks: int, stride: int) -> list[tuple[str, float]]:
         """The name and the seconds of a layer's collectives over this axis alone."""
+        rates = {"all_to_all": self.rates.exchange}
         collectives = [(name, whole) for over, name, whole in self.layer.collectives if over == axis]
-        rate_of = {"all_to_all": self.rates.exchange}
-        return [
-            (name, rate_of.get(name, self.rates.gather)(ranks, stride, self.samples * whole))
-            for name, whole in collectives
-        ]
+        return [(name, rates.get(name, self.rates.gather)(ranks, stride, self.samples * x)) for name, x in collectives]
 
     def _attention(self, backward: bool) -> float:
         """Scores, softmax and weighted sums. A flash kernel has five matmuls backward for two forward, because it
