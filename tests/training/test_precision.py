@@ -37,7 +37,7 @@ IN_16_BITS = {
         grouped_matmul_loop.multiply_group.multiply_tile""",
     # The residual stream, and biases.
     "add": """Block.__call__ ColumnAdapter.__call__ Encoder.embed Experts.__call__ GPT.embed
-        PostNormBlock.__call__ _vocab_logits_forward add_bias
+        OutputNormBlock.__call__ PostNormBlock.__call__ _vocab_logits_forward add_bias
         add_bias.add apply_column_parallel RowParallelLinear.__call__""",
     # Gradients of a value that is used twice.
     "add_any": """ColumnAdapter.__call__ Encoder.pool Router.__call__ _scan_groups.body _norm _sum_squares
