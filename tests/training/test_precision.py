@@ -52,7 +52,7 @@ IN_16_BITS = {
     "round": """BERT.loss CausalModel.loss Experts.__call__ Output.cross_entropy Router.__call__
         VocabParallelEmbedding.logits _attend_block _attend_in_blocks _dropout _dropout.mask _gather_layer _norm
         _norm.forward _rotate _rotate_by scale_rows _sum_rows _sum_squares _zero_centered_rms_norm _apply_weights
-        _wide activate add_bias materialize_weight attend_cached chunked_cross_entropy apply_column_parallel combine
+        _wide activate add_bias attend_cached chunked_cross_entropy apply_column_parallel combine
         ColumnAdapter.__call__ dispatch repeat_heads grouped_matmul lookup position_embeddings
         grouped_matmul_loop.multiply_group.multiply_tile tile_rows Storage.cast""",
     "round integers": "Encoder.embed VocabParallelEmbedding.__call__",  # 0 and 1
