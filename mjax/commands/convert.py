@@ -458,9 +458,9 @@ def to_megatron(arguments: ToMegatronArguments) -> int:
         raise UsageError(f"{output} is in a store, and mjax convert to-megatron writes files; give a folder")
     model_folder.check_output(output)
     split = {name: getattr(arguments, name) for name in ("tensor", "pipeline", "expert")}
-    import_torch("checkpoints of Megatron are written by torch")
     config = read_settings(run / "config.json")
     _check_megatron_flags(arguments, split, config)
+    import_torch("checkpoints of Megatron are written by torch")
     model = config.model.without_lora()
     export = plan_export(model, run, **split, transformer_impl=arguments.transformer_impl)
     if arguments.optimizer:
