@@ -181,9 +181,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     slots, scalars = {"param": tensors}, {}
     if arguments.optimizer:
         config, scalars = optimizer.read_optimizer(checkpoint, config)
-        slots |= {slot: _open_slot(checkpoint, slot, model) for slot in optimizer.SLOTS if slot != "param"}
-        if checkpoint.has_main_weights:
-            slots["param"] = _open_slot(checkpoint, "param", model)
+        slots = {slot: _open_slot(checkpoint, slot, model) for slot in optimizer.SLOTS}
     names = {slot: weights.match_tensors(family, slots[slot], model, folder) for slot in slots}
     card = model_folder.make_card(source, family.model, rope)
     step = int(scalars.get(optimizer.STEP, 0))
@@ -213,9 +211,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
 
 def _open_slot(checkpoint: MegatronCheckpoint, slot: str, model: ModelConfig) -> Tensors:
     """The tensors of a moment, or the main weights in float32, by the names of the model's family."""
-    opened = open_checkpoint(checkpoint.folder, slot=slot)
-    tensors = open_hybrid(dataclasses.replace(opened, arguments=checkpoint.arguments)).tensors
-    return DecoderTensors(tensors, model, str(opened.folder)) if checkpoint.architecture == "decoder" else tensors
+    tensors = checkpoint.open_slot(slot)
+    return DecoderTensors(tensors, model, str(checkpoint.folder)) if checkpoint.architecture == "decoder" else tensors
 
 
 def _model(checkpoint: MegatronCheckpoint, arguments: FromMegatronArguments) -> tuple[ModelConfig, Family, Tensors]:
