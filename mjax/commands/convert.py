@@ -182,9 +182,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     slots, scalars = {"param": tensors}, {}
     if arguments.optimizer:
         config, scalars = optimizer.read_optimizer(checkpoint, config)
-        slots |= {slot: _open_slot(checkpoint, slot, model) for slot in optimizer.SLOTS if slot != "param"}
-        if checkpoint.has_main_weights:
-            slots["param"] = _open_slot(checkpoint, "param", model)
+        slots = {slot: _open_slot(checkpoint, slot, model) for slot in optimizer.SLOTS}
     names = {slot: weights.match_tensors(family, slots[slot], model, folder) for slot in slots}
     card = model_folder.make_card(source, family.model, rope)
     step = int(scalars.get(optimizer.STEP, 0))
@@ -214,9 +212,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
 
 def _open_slot(checkpoint: MegatronCheckpoint, slot: str, model: ModelConfig) -> Tensors:
     """The tensors of a moment, or the main weights in float32, by the names of the model's family."""
-    opened = open_checkpoint(checkpoint.folder, slot=slot)
-    tensors = open_hybrid(dataclasses.replace(opened, arguments=checkpoint.arguments)).tensors
-    return DecoderTensors(tensors, model, str(opened.folder)) if checkpoint.architecture == "decoder" else tensors
+    tensors = checkpoint.open_slot(slot)
+    return DecoderTensors(tensors, model, str(checkpoint.folder)) if checkpoint.architecture == "decoder" else tensors
 
 
 def _model(checkpoint: MegatronCheckpoint, arguments: FromMegatronArguments) -> tuple[ModelConfig, Family, Tensors]:
@@ -459,9 +456,9 @@ def to_megatron(arguments: ToMegatronArguments) -> int:
         raise UsageError(f"{output} is in a store, and mjax convert to-megatron writes files; give a folder")
     model_folder.check_output(output)
     split = {name: getattr(arguments, name) for name in ("tensor", "pipeline", "expert")}
-    import_torch("checkpoints of Megatron are written by torch")
     config = read_settings(run / "config.json")
     _check_megatron_flags(arguments, split, config)
+    import_torch("checkpoints of Megatron are written by torch")
     model = config.model.without_lora()
     export = plan_export(model, run, **split, transformer_impl=arguments.transformer_impl)
     if arguments.optimizer:

@@ -124,7 +124,8 @@ def test_run_moves_to_mjax_and_back(written, case, tmp_path):
 def assert_same_tensors(out, written, bf16):
     """Compare every tensor of an export with those that megatron-core wrote."""
     for slot in ("", "exp_avg", "exp_avg_sq", *(["param"] if bf16 else [])):
-        ours, theirs = (open_checkpoint(folder, slot=slot).tensors for folder in (out, written))
+        opened = [open_checkpoint(folder) for folder in (out, written)]
+        ours, theirs = (folder.open_slot(slot) if slot else folder.tensors for folder in opened)
         named = {name: ours.read(name) for name in ours.infos}
         for name in [name for name in named if name.endswith("_w")]:  # gate and up are apart
             named[name[:-2]] = np.concatenate([named.pop(name), named.pop(f"{name[:-2]}_v")])
