@@ -29,6 +29,7 @@ import numpy as np
 from benchmarks.command import check_counts, in_one_sentence
 from mjax.cluster import launch
 from mjax.config.axes import PIPE
+from mjax.config.pattern import StackRows
 from mjax.errors import UsageError
 from mjax.parallel.pipeline_schedules import PipelineSchedule, build_schedule
 
@@ -138,14 +139,17 @@ def measure(schedule: PipelineSchedule, times: np.ndarray, rounds: int) -> float
         layers=layer,
         head=lambda shared, x, micro_batch: {"loss": (x * shared["head"]).sum()},
         loss_weights={"loss": 1.0},
+        kinds=(0,) * len(kernels),
+        rows={"kernel": nnx.Param(StackRows((1,) * len(kernels), STAGES))},
     )
 
     def step(shared, blocks, micro_batches):
+        of_stage = jax.tree.map(lambda kernels: kernels[:, 0], blocks)
         means, to_shared, to_blocks = pipeline.pipeline_gradients(
-            schedule, program, shared, blocks, micro_batches, jnp.float32
+            schedule, program, shared, of_stage, micro_batches, jnp.float32
         )
         loss, to_shared = jax.tree.map(lambda x: mappings.psum(x, frozenset({PIPE})), (means["loss"], to_shared))
-        return loss, to_shared, to_blocks
+        return loss, to_shared, jax.tree.map(lambda kernels: kernels[:, None], to_blocks)
 
     def without_pipeline(shared, kernels):
         x = micro_batches * shared["embed"]
@@ -156,9 +160,7 @@ def measure(schedule: PipelineSchedule, times: np.ndarray, rounds: int) -> float
     # --- Compiled -----------------------------------------------------------------------------------------------------
 
     # Virtual stage v · P + p is chunk v of stage p.
-    shape, split = (STAGES, WIDTH, WIDTH), PartitionSpec(PIPE)
-    if schedule.chunks > 1:
-        shape, split = (schedule.chunks, *shape), PartitionSpec(None, PIPE)
+    shape, split = (schedule.chunks, STAGES, WIDTH, WIDTH), PartitionSpec(None, PIPE)
     blocks = {"kernel": nnx.Param(kernels.reshape(shape))}
     everywhere = PartitionSpec()
     stages = jax.shard_map(

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.config import MeshConfig, OptimizerConfig
+from mjax.config.pattern import find_rows
 from tests import reference
-from tests.small import MEANS, as_vector, batch_of, compiled_step, gradient_program, named, state_of, weights_of
+from tests.small import as_vector, batch_of, compiled_step, gradient_program, named, names_of, state_of, weights_of
 
 STEP = 3  # numbers the dropout masks
 
@@ -22,7 +23,8 @@ def in_layer_order(tree, config) -> dict[str, np.ndarray]:
     """Whole arrays by name, layers as [l, …] even where a pipeline has cut them into chunks."""
 
     def joined(name, value):
-        cut = name.startswith("blocks.") and config.mesh.virtual_stages > 1
+        rows = find_rows(config.model, config.mesh, name)
+        cut = rows and rows.even and rows.chunks > 1
         return value.reshape(-1, *value.shape[2:]) if cut else value
 
     return {name: joined(name, value) for name, value in named(tree).items()}
@@ -49,7 +51,8 @@ PARTS = {"qkv": "q k v", "query": "q", "key_value": "k v"}
 def adapters_of(weights, model):
     """Yield each kernel with adapters: its name, and for each of these its index in the kernel, A [l, in, r], B [l, r,
     out] and the shape of that part of the kernel."""
-    wanted = {"q", "k", "v", "out", "gate", "up", "down"} if "all" in model.lora_targets else {*model.lora_targets}
+    named = {"q", "k", "v", "out", "gate", "up", "down", "query", "q_up", "kv_up"}
+    wanted = named if "all" in model.lora_targets else {*model.lora_targets}
     for name, a in weights.items():
         if not name.endswith(".adapter.a"):
             continue
@@ -128,8 +131,7 @@ def update_errors(config) -> dict[str, float]:
         state = replace(state, step=jax.device_put(np.int32(STEP), state.step.sharding))
         state, metrics = step(state, program.put_on_devices(batch_of(config)), jnp.float32(np.inf))
         expected_means, gradients = reference_of(config)
-        names = MEANS.get(config.model.kind, ("loss",))
-        means = as_vector({"loss": metrics.loss, **metrics.metrics}, names)
+        means = as_vector({"loss": metrics.loss, **metrics.metrics}, names_of(config.model))
         errors = {"loss": float(np.abs(means - expected_means).max())}
         before, norm = named(weights_of(config)), np.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
         assert norm > optimizer.clip_norm

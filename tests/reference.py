@@ -113,7 +113,7 @@ def frequencies(model, window=False):
     the factor of sines and cosines. Gemma 3 has another base in layers with a window (arXiv 2503.19786, section 2)."""
     if window and option(model, "local_rope_theta"):
         return model.local_rope_theta ** (-np.arange(0, model.head_size, 2) / model.head_size), 1.0
-    dims = int(model.head_size * option(model, "rotary_percent", 1.0))
+    dims = option(model, "qk_rope_head_dim") or int(model.head_size * option(model, "rotary_percent", 1.0))
     plain = np.array([model.rope_theta ** (-2 * i / dims) for i in range(dims // 2)])
     lowered, original = plain / model.rope_factor, model.rope_original_length
     if model.rope_scaling == "linear":
@@ -125,7 +125,8 @@ def frequencies(model, window=False):
         return np.where(wavelength > original, lowered, np.where(wavelength < original / 4, plain, between)), 1.0
     if model.rope_scaling == "yarn":  # arXiv 2309.00071, as in its authors' code
         of_turns = lambda n: dims * np.log(original / (n * 2 * np.pi)) / (2 * np.log(model.rope_theta))  # noqa: E731
-        low, high = max(np.floor(of_turns(32)), 0), min(np.ceil(of_turns(1)), dims - 1)
+        fast = option(model, "rope_beta_fast", 32)
+        low, high = max(np.floor(of_turns(fast)), 0), min(np.ceil(of_turns(1)), dims - 1)
         ramp = np.clip((np.arange(dims // 2) - low) / max(high - low, 0.001), 0, 1)
         return lowered * ramp + plain * (1 - ramp), 0.1 * np.log(model.rope_factor) + 1
     return plain, 1.0
@@ -166,6 +167,33 @@ def attention(w, x, model, batch, layer, masks):
     scores = jnp.einsum("bqnd,bknd->bnqk", q, k) / np.sqrt(option(model, "query_pre_attn_scalar", model.head_size))
     if option(model, "positions") == "alibi":  # the form that grows with the key alone, which gives the same softmax
         scores = scores + np.array(alibi_slopes(model.heads))[:, None, None] * order
+    y = attended(scores, v, model, batch, window, masks, layer)
+    return jnp.einsum("bqnd,ndh->bqh", y, w["attention.out.kernel"]) + w.get("attention.out.bias", 0.0)
+
+
+def latent_attention(w, x, model, batch, layer, masks):
+    """arXiv 2405.04434, section 2.1.2, with a score that has a part of the latent and one of the shared key."""
+    linear = lambda name, x: jnp.tensordot(x, w[f"attention.{name}.kernel"], 1)  # noqa: E731
+    latent_norm = lambda name, x: norm(x, w, f"attention.{name}_norm", model)  # noqa: E731
+    narrow = "attention.q_down.kernel" in w
+    q = linear("q_up", latent_norm("q", linear("q_down", x))) if narrow else linear("query", x)
+    compressed = linear("kv_down", x)
+    rank, plain = model.kv_lora_rank, model.qk_nope_head_dim
+    kv = linear("kv_up", latent_norm("kv", compressed[..., :rank]))
+    radians, _ = frequencies(model)
+    turn = jnp.exp(1j * batch.get("positions", np.arange(x.shape[1])[None])[..., None] * radians)
+    key = (compressed[..., rank::2] + 1j * compressed[..., rank + 1 :: 2]) * turn  # neighbors are a complex number
+    query = (q[..., plain::2] + 1j * q[..., plain + 1 :: 2]) * turn[:, :, None]
+    scores = jnp.einsum("bqnd,bknd->bnqk", q[..., :plain], kv[..., :plain])
+    scores = scores + jnp.einsum("bqnc,bkc->bnqk", query, key.conj()).real
+    if model.rope_scaling == "yarn":
+        scores = scores * (0.1 * model.rope_mscale * np.log(model.rope_factor) + 1) ** 2
+    y = attended(scores / np.sqrt(model.head_size), kv[..., plain:], model, batch, None, masks, layer)
+    return jnp.einsum("bqnd,ndh->bqh", y, w["attention.out.kernel"])
+
+
+def attended(scores, v, model, batch, window, masks, layer):
+    order = np.arange(scores.shape[-1])
     visible = np.ones((1, 1, len(order), len(order)), bool)  # [b, 1, query, key]
     if model.causal:
         visible = visible & (order[:, None] >= order)
@@ -174,8 +202,7 @@ def attention(w, x, model, batch, layer, masks):
     if "documents" in batch:
         visible = visible & (batch["documents"][:, None, :, None] == batch["documents"][:, None, None])
     p = drop(jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)), model.attention_dropout, masks, (layer + 1, 1))
-    y = jnp.einsum("bnqk,bknd,ndh->bqh", p, v, w["attention.out.kernel"])
-    return y + w.get("attention.out.bias", 0.0)
+    return jnp.einsum("bnqk,bknd->bqnd", p, v)
 
 
 def mlp(w, x, model, name="mlp"):
@@ -254,20 +281,41 @@ def encoded(weights, model, batch, masks=None):
     norms = "sum" if option(model, "layernorm") == "post" else norms
     x, reports = embedded(weights, model, batch, masks), []
     for layer, w in enumerate(layers_of(weights)):
-        for site, name in ((2, "attention_norm"), (3, "mlp_norm")):
-            y = norm(x, w, name, model) if norms in ("input", "both") else x
-            if name == "attention_norm":
-                y = attention(w, y, model, batch, layer, masks)
-            elif "mlp.router.kernel" in w:
-                y, report = experts(w, y, model)
-                reports.append(report)
-            else:
-                y = mlp(w, y, model)
-            y = norm(y, w, name, model) if norms == "output" else y
-            y = norm(y, w, name.replace("_norm", "_out_norm"), model) if norms == "both" else y
-            x = x + drop(y, model.hidden_dropout, masks, (layer + 1, site))
-            x = norm(x, w, name, model) if norms == "sum" else x
+        x = block(w, x, model, batch, layer, masks, norms, reports)
     return norm(x, weights, "final_norm", model) if "final_norm.scale" in weights else x, reports
+
+
+def block(w, x, model, batch, layer, masks, norms, reports):
+    attend = latent_attention if "attention.kv_down.kernel" in w else attention
+    for site, name in ((2, "attention_norm"), (3, "mlp_norm")):
+        y = norm(x, w, name, model) if norms in ("input", "both") else x
+        if name == "attention_norm":
+            y = attend(w, y, model, batch, layer, masks)
+        elif "mlp.router.kernel" in w:
+            y, report = experts(w, y, model)
+            reports.append(report)
+        else:
+            y = mlp(w, y, model)
+        y = norm(y, w, name, model) if norms == "output" else y
+        y = norm(y, w, name.replace("_norm", "_out_norm"), model) if norms == "both" else y
+        x = x + drop(y, model.hidden_dropout, masks, (layer + 1, site))
+        x = norm(x, w, name, model) if norms == "sum" else x
+    return x
+
+
+def further_loss(weights, model, batch, x, reports):
+    """The loss of the tokens two after each, where these are in its document (arXiv 2412.19437, section 2.2)."""
+    w = {name.removeprefix("mtp."): array for name, array in weights.items() if name.startswith("mtp.")}
+    embedding = weights["embedding.table"][batch["labels"]]
+    both = norm(embedding, w, "embedding_norm", model), norm(x, w, "hidden_norm", model)
+    y = jnp.concatenate(both, -1) @ w["projection.kernel"]
+    layer = {name.removeprefix("block."): array for name, array in w.items() if name.startswith("block.")}
+    y = norm(block(layer, y, model, batch, model.layers, None, "input", reports), w, "final_norm", model)
+    counts = batch.get("loss_mask", np.ones(batch["labels"].shape))[:, 1:] * 1.0
+    if "positions" in batch:
+        counts = counts * (batch["positions"][:, 1:] > 0)
+    losses = cross_entropy(next_token_scores(weights, model, y)[:, :-1], batch["labels"][:, 1:])
+    return (losses * counts).sum() / counts.sum()
 
 
 def linear(weights, name, x):
@@ -345,9 +393,11 @@ def total(weights, model, batch, masks=None):
     loss = mean(cross_entropy(next_token_scores(weights, model, x), batch["labels"]), batch.get("loss_mask"))
     if not reports:
         return loss, (loss, None)
+    further = [further_loss(weights, model, batch, x, reports)] if option(model, "mtp_layers") else []
     entropy, balance, z, loads = (jnp.stack(each) for each in zip(*reports, strict=True))
     busiest = (loads.max(-1) / loads.mean(-1)).max()
-    figures = jnp.stack([loss, entropy.mean(), balance.mean(), z.mean(), busiest])
+    figures = jnp.stack([loss, entropy.mean(), balance.mean(), z.mean(), busiest, *further])
+    loss = loss + sum(model.mtp_loss_coef * each for each in further)
     return loss + model.aux_loss_coef * balance.sum() + model.z_loss * z.sum(), (figures, loads)
 
 

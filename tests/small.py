@@ -61,8 +61,10 @@ def small_config(
 ) -> Config:
     kind = "bert_task" if "head" in changes else changes.pop("kind", "gpt")
     changes.pop("kind", None)
+    architecture = convert_kind(MODEL, kind)
+    rates = {name for name in ("hidden_dropout", "attention_dropout") if name in architecture.__dataclass_fields__}
     return Config(
-        model=replace(convert_kind(MODEL, kind), hidden_dropout=dropout, attention_dropout=dropout, **changes),
+        model=replace(architecture, **dict.fromkeys(rates, dropout), **changes),
         mesh=MeshConfig(data=data, model=model, **(mesh or {})),
         data=DataConfig(mock=True, **(samples or {})),
         optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
@@ -189,9 +191,17 @@ MEANS = {
 }
 
 
+def names_of(model):
+    """The means that a model reports."""
+    if model.kind != "deepseek":
+        return MEANS.get(model.kind, ("loss",))
+    return (*MEANS["mixture"], *(["mtp_loss"] if model.mtp_layers else []))
+
+
 def as_vector(means, names):
-    """Return a model's report as one array, in the order of the serial references: [] of one name, else [k]."""
-    means = {name: mean for name, mean in means.items() if not mean.ndim}
+    """Return a model's report as one array, in the order of the serial references: [] of one name, else [k]. One device
+    has no rounds."""
+    means = {name: mean for name, mean in means.items() if not mean.ndim and name != "dispatch_rounds"}
     assert means.keys() == set(names)
     values = [means[name] for name in names]
     return values[0] if len(values) == 1 else jnp.stack(values)
@@ -201,7 +211,7 @@ def gradient_program(config: Config, names: tuple[str, ...] | None = None):
     """(weights, batch, step, scale) → loss and gradients on the mesh of `config`, and a function that places the
     weights on it.
     """
-    names = names or MEANS.get(config.model.kind, ("loss",))
+    names = names or names_of(config.model)
     mesh = make_mesh(config.mesh)
     model = split_into_virtual_stages(weights_of(config), config.mesh)
     plan = plan_storage(model, nnx.get_partition_spec(model), config.mesh)

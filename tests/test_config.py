@@ -36,6 +36,7 @@ from tests.conftest import ROOT
 
 # Of the models on Hugging Face the parameters, and of config.json rope_theta, rms_norm_eps and what has no parameters.
 LLAMA3 = {"rope_scaling": "llama3", "rope_original_length": 8192}
+NOAUX = {"router": "sigmoid"}
 GEMMA3 = {"global_attention_interval": 6, "activation": "gelu_tanh"}
 DECODERS = {
     "llama2_7b": (6_738_415_616, 1e4, 1e-5, {}),
@@ -58,6 +59,10 @@ DECODERS = {
     "qwen3_32b": (32_762_123_264, 1e6, 1e-6, {"qk_norm": "head"}),
     "smollm2_135m": (134_515_008, 1e5, 1e-5, {}),
     "gemma3_270m": (268_098_176, 1e6, 1e-6, GEMMA3 | {"window": 512}),
+    "deepseek_v2_lite": (15_706_484_224, 1e4, 1e-6, {"experts_per_token": 6, "router_normalized": False}),
+    "deepseek_v3": (682_636_487_424, 1e4, 1e-6, NOAUX | {"experts_per_token": 8, "router_scale": 2.5}),  # 11.6B of MTP
+    "moonlight_16b_a3b": (15_960_110_208, 5e4, 1e-5, NOAUX | {"experts_per_token": 6, "router_scale": 2.446}),
+    "kimi_k2": (1_026_408_232_448, 5e4, 1e-6, NOAUX | {"experts_per_token": 8, "router_scale": 2.827}),
     "gemma3_4b": (3_880_099_328, 1e6, 1e-6, GEMMA3 | {"window": 1024, "rope_scaling": "linear", "rope_factor": 8.0}),
 }  # fmt: skip
 WITHOUT_PARAMETERS = {

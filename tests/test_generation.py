@@ -24,7 +24,7 @@ from mjax.errors import UsageError
 from mjax.generation import text as generation
 from mjax.generation.generate import Generator, Sampling, inference_weights, list_layers
 from mjax.models.build import build_model
-from mjax.models.decoding import KeyValues, attend_cached, decode, prefill
+from mjax.models.decoding import KeyValues, attend_cached, decode, prefill, write_cache
 from mjax.models.gpt.model import GPT
 from mjax.models.parts.mask import AttentionMask
 from mjax.parallel.mesh import make_mesh
@@ -64,7 +64,8 @@ def generator_and_model(mesh=ONE):
 def test_loop_over_tokens_writes_the_cache_in_place(sequences):
     def step(_, carry):
         x, cached, lengths = carry
-        x, cached = attend_cached(x, x, x, cached, lengths, jnp.arange(16), AttentionMask())
+        cached = write_cache(cached, KeyValues(x, x), lengths, jnp.arange(16))
+        x = attend_cached(x, *cached, lengths, jnp.arange(16), AttentionMask())
         return x, cached, lengths + 1
 
     cache = jax.ShapeDtypeStruct((sequences, 2, 16, 4), jnp.float32)

@@ -275,8 +275,8 @@ def test_batch_of_impossible_length_is_one_sentence(lengths, mesh, words):
 def test_mesh_that_does_not_divide_is_refused(use, run):
     with pytest.raises(UsageError, match=r"^mesh.model 3 does not divide heads 4; use 1, 2 or 4$"):
         use(run, mesh=MeshConfig(model=3))
-    with pytest.raises(UsageError, match=r"^mesh.pipe 3 does not divide 4 layers"):
-        use(run, mesh={"pipe": 3})
+    with pytest.raises(UsageError, match=r"^mesh.pipe 5 is more than a GPT can fill with 4 layers"):
+        use(run, mesh={"pipe": 5})
     with pytest.raises(UsageError, match="unknown field tensor"):
         use(run, mesh={"tensor": 3})
 

@@ -40,8 +40,8 @@ class ImportArguments:
 
 @dataclass(frozen=True)
 class FromHfArguments(ImportArguments):
-    """Convert a Hugging Face model (GPT-2, BLOOM, BERT, Llama, Mistral, Qwen, OLMo, Gemma 3 or a mixture) into a run
-    folder, to generate, evaluate or train."""
+    """Convert a Hugging Face model (GPT-2, BLOOM, BERT, Llama, Mistral, Qwen, OLMo, Gemma 3, DeepSeek or a mixture)
+    into a run folder, to generate, evaluate or train."""
 
     examples: ClassVar = ("mjax convert from-hf Qwen3-0.6B runs/qwen3",)
 

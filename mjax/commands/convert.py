@@ -91,6 +91,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     left_out = check_vocabulary(tokenizer, model)
     card = model_folder.make_card(source, f"a {family.model}", rope)
     tensors = open_tensors(source, arguments.allow_pickle)
+    model = weights.without_absent_layers(family, tensors, model)
     config = models.import_config(model, str(source), tensors)
     family = weights.with_stored_experts(family, tensors)
     tensor_names = weights.match_tensors(family, tensors, model, str(source), arguments.init_missing_heads)

@@ -25,7 +25,7 @@ from mjax.config.bounds import Count, Positive
 from mjax.config.checks import check_type, resolve, resolve_steps, validate
 from mjax.config.kernels import HOPPER, attention_on_gpu
 from mjax.config.marks import RUN_SYNONYMS, UNPLANNED
-from mjax.config.run import check_new, write_config
+from mjax.config.run import check_new, with_values, write_config
 from mjax.errors import UsageError, check_options, check_picture, name_arguments
 from mjax.planner import Section
 from mjax.utils.figures import format_rows
@@ -136,7 +136,7 @@ NEEDS = {
 }
 PYTHON_CONFIG = "this config"  # of a caller from Python
 # Keys of the sections in --json, in printing order. The first that a plan has is its answer.
-KEYS = ("budget", "search", "longest", "run", "compile", "schedule", "memory", "communication", "time")
+KEYS = ("budget", "search", "longest", "run", "compile", "schedule", "memory", "communication", "time", "dispatch")
 
 
 @name_arguments(*(field.name for field in fields(PlanArguments)))
@@ -216,6 +216,7 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
     if gpu is not None:
         try:
             sections["time"] = time_section(config, gpu, calibration)
+            sections["dispatch"] = _dispatch(config, gpu, calibration)
         except UsageError as error:  # no peak is known: memory and communication need none
             why = {"gpu": gpu.name, "seconds": None, "why": str(error)}
             sections["time"] = Section(f"Step time on {gpu.name}", why, [str(error)], {"step": str(error)})
@@ -270,14 +271,18 @@ def _check_flags(arguments: PlanArguments) -> None:
 def _run(config: Config, name: str, gpu: Gpu | None) -> Section:
     """The config: parameters, mesh and batch; later the answers of the other sections."""
     from mjax.models.build import count_active, count_parameters
+    from mjax.planner.memory import cache_bytes
 
     mesh, train, parameters = config.mesh, config.train, count_parameters(config.model)
     active, trained = count_active(config.model), count_parameters(config.model, trained=True)
+    per_token, per_sequence = cache_bytes(config) or (None, None)
     values = {
         "config": name,
         "parameters": parameters,
         "active_parameters": active,
         "trained_parameters": trained,
+        "cache_bytes_per_token": per_token,
+        "cache_bytes_per_sequence": per_sequence,
         "mesh": axes.cli_sizes(mesh),
         "sequence_parallel": mesh.splits_tokens,
         "context_attention": config.context_attention,
@@ -298,6 +303,9 @@ def _run(config: Config, name: str, gpu: Gpu | None) -> Section:
         "recomputation": train.recompute,
         "ZeRO stage": mesh.zero,
     }
+    if per_token is not None:
+        constant = f" and {per_sequence:,} per sequence" if per_sequence else ""
+        rows["generation"] = f"{per_token:,} bytes of cache per token{constant}"
     on = "" if gpu is None else f" on {mesh.devices:,} × {gpu.name}, predicted"
     return Section(f"{name}{on}", values, [], rows)
 
@@ -355,3 +363,24 @@ def _communication(config: Config, name: str, file: Path | None) -> Section:
     return Section(
         "Communication", values, [*str(sends).splitlines(), about], {"sends": f"{answer}, per device and step"}
     )
+
+
+def _dispatch(config: Config, gpu: Gpu, calibration) -> Section | None:
+    """The two ways of tokens to the experts of other ranks: bytes, seconds and memory of a step."""
+    if config.mesh.expert == 1:
+        return None
+    from mjax.planner.ledger import ledger
+    from mjax.planner.search import make_predictors
+    from mjax.utils.figures import human_bytes
+
+    memory_of, time_of = make_predictors(gpu, calibration)
+    values, lines = {"chosen": config.model.token_dispatcher(config.mesh.expert)}, []
+    for way in ("allgather", "alltoall"):
+        changed = with_values(config, {"model.moe_token_dispatcher": way})
+        sent, seconds = ledger(changed).filter_axes(axes.EXPERT).sent, time_of(changed).total
+        memory = memory_of(changed).total
+        values[way] = {"bytes": sent, "seconds": seconds, "memory": memory}
+        chosen = " (chosen)" if way == values["chosen"] else ""
+        step = f"{seconds * 1e3:,.1f} ms a step, {human_bytes(memory)} per device"
+        lines.append(f"{way}{chosen}: {human_bytes(sent)} over expert, {step}")
+    return Section("Dispatch of tokens to experts", values, lines, {"dispatch": "\n".join(lines)})

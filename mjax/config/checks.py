@@ -16,7 +16,7 @@ from mjax.config.batch_size import BatchSizes, check_pipeline, parse_tokens
 from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, parse_blend, read_metadata, split_sequences
 from mjax.config.marks import Only, field_marks
-from mjax.config.pattern import check_stages
+from mjax.config.pattern import stage_groups
 from mjax.config.run import BLENDS, Config, MeshConfig, differing_fields, read_settings, to_flag
 from mjax.errors import UsageError, either, name_arguments
 
@@ -141,10 +141,6 @@ def _check_context(config: Config) -> None:
         what = f"the {heads} heads of a rank of --mesh.model {mesh.model}"
         fix = f"use --mesh.context {possible}, or --mesh.context-attention allgather"
         raise UsageError(f"--mesh.context {mesh.context} does not divide {what}; {fix}")
-    if config.context_attention == "allgather" and model.attention == "cudnn":
-        cudnn = "--model.attention cudnn is not supported with --mesh.context-attention allgather"
-        fix = "use --model.attention flash, or --mesh.context-attention ulysses"
-        raise UsageError(f"{cudnn} (fewer queries than keys); {fix}")
 
 
 def can_run_layers(config: Config) -> bool:
@@ -255,22 +251,14 @@ def check_devices(config: Config, available: int, name: str = "this config") -> 
 
 
 def _check_pipeline(config: Config) -> None:
-    layers, mesh = config.model.layers, config.mesh
-    flag, simplest = f"--mesh.virtual-stages {mesh.virtual_stages}", "--mesh.virtual-stages 1"
-    if mesh.pipe == 1 and mesh.virtual_stages > 1:
+    mesh = config.mesh
+    if mesh.pipe == 1 and (mesh.virtual_stages > 1 or mesh.stage_layers):
+        one, several = f"--mesh.virtual-stages {mesh.virtual_stages}", mesh.virtual_stages > 1
+        flag, simplest = (one, "--mesh.virtual-stages 1") if several else ("--mesh.stage-layers", "give it no value")
         raise UsageError(f"{flag} needs a pipeline; set --mesh.pipe too, or {simplest}")
     if mesh.pipe == 1:
         return
-    stages = mesh.pipe * mesh.virtual_stages
-    if layers % stages:
-        below, above = layers // stages * stages, -(-layers // stages) * stages
-        counts = f"{below} or {above}" if below else str(above)
-        virtual, simplest = (f" × {flag}", simplest) if mesh.virtual_stages > 1 else ("", "--mesh.pipe 1")
-        possible = [n for n in divisors(layers) if n > 1 and layers % (n * mesh.virtual_stages) == 0]
-        pipe = f"--mesh.pipe {_join_numbers(possible)}" if possible else simplest
-        divides = f"--mesh.pipe {mesh.pipe}{virtual} does not divide {layers} layers"
-        raise UsageError(f"{divides}; use --model.layers {counts}, or {pipe}")
-    check_stages(config.model, mesh)
+    stage_groups(config.model, mesh)
     for size in BatchSizes.from_config(config).sizes():
         check_pipeline(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.virtual_stages)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mjax.config import Config
 from mjax.config.model import ModelConfig
@@ -32,6 +32,44 @@ FLASH_INTERPRETED = "flash, interpreted"
 """Kernel name for `flash` without a GPU: hundreds of times slower, for tests."""
 
 
+class AttentionWork(NamedTuple):
+    """Attention as a fused kernel has to compute it.
+
+    Attributes:
+      width: of a head's queries, keys or values, the widest.
+      positions: of the keys.
+      chunks: equal parts of these; with more than one, the queries are two of them.
+      dropout: rate on probabilities.
+      bias: what cuDNN gets as a bias of the scores, if anything.
+    """
+
+    width: int
+    positions: int
+    chunks: int = 1
+    dropout: float = 0.0
+    bias: str = ""
+
+
+def kernel_obstacle(kernel: str, work: AttentionWork, capability: tuple[int, ...] = HOPPER) -> str | None:
+    """The reason why a fused kernel cannot do this work, if there is one: all limits of the kernels."""
+    if kernel == "cudnn":
+        largest, where = (256, "") if capability >= HOPPER else (128, " on GPUs before H100")
+        if work.chunks > 1:
+            return "it needs as many queries as keys, as with --mesh.context-attention ulysses"
+        if work.dropout > 0:
+            return f"it has no dropout and --model.attention-dropout is {work.dropout}"
+        if work.width % 8 or work.width > largest:
+            return f"it needs a head size that is a multiple of 8 up to {largest}{where}, and heads have {work.width}"
+        if work.bias and work.positions % 2:
+            return f"with {work.bias} it needs an even number of positions and --model.sequence is {work.positions}"
+        return None
+    if not 16 <= work.width <= 128:
+        return f"it needs a head size from 16 to 128, and heads have {work.width}"
+    if work.positions % (multiple := BLOCK * work.chunks):
+        return f"it needs a multiple of {multiple} positions and --model.sequence is {work.positions}"
+    return None
+
+
 def choose_kernel(config: Config, platform: str, capability: tuple[int, ...] = HOPPER) -> tuple[str, str | None]:
     """Choose the attention kernel.
 
@@ -47,11 +85,17 @@ def choose_kernel(config: Config, platform: str, capability: tuple[int, ...] = H
     Raises:
       UsageError: `cudnn` or `flash` was requested by name and does not support the run.
     """
-    requested = config.model.attention
-    if requested == "flash" or (requested == "auto" and config.sequence_chunks > 1 and platform == "gpu"):
-        fused, obstacle = "flash", _why_not_flash(config, platform, capability)
-    else:
-        fused, obstacle = "cudnn", _why_not_cudnn(config, platform, capability)
+    model, requested, compute = config.model, config.model.attention, config.precision.compute
+    padded = "--data.reset-attention" if model.causal else "a BERT's padding"
+    bias = padded if "documents" in config.batch_arrays() else "ALiBi" if model.biased_scores else ""
+    width = max(model.head_size, model.value_size)
+    work = AttentionWork(width, model.sequence, config.sequence_chunks, model.attention_dropout, bias)
+    is_flash = requested == "flash" or (requested == "auto" and work.chunks > 1 and platform == "gpu")
+    fused = "flash" if is_flash else "cudnn"
+    obstacle = _why_not_gpu(platform, capability)
+    if not obstacle and compute not in ("bf16", "fp16", "fp8"):
+        obstacle = f"it computes in bf16 or fp16 and --precision.compute is {compute}"
+    obstacle = obstacle or kernel_obstacle(fused, work, capability)
     return _choose("attention", requested, fused, obstacle, "xla" if platform == "gpu" else "xla_blocks"), obstacle
 
 
@@ -195,48 +239,9 @@ def gpu_capability(device) -> tuple[int, ...]:
     return tuple(int(part) for part in number.split(".")) if number[:1].isdigit() else HOPPER
 
 
-def _why_not_flash(config: Config, platform: str, capability: tuple[int, ...]) -> str | None:
-    if obstacle := _why_not_fused(config, platform, capability):
-        return obstacle
-    model, multiple = config.model, BLOCK * config.sequence_chunks
-    if not 16 <= model.head_size <= 128:
-        return f"it needs a head size from 16 to 128 and hidden / heads is {model.head_size}"
-    if model.sequence % multiple:
-        return f"it needs a multiple of {multiple} positions and --model.sequence is {model.sequence}"
-    return None
-
-
 def _why_not_gpu(platform: str, capability: tuple[int, ...]) -> str | None:
     if platform != "gpu":
         return f"it needs an NVIDIA GPU and this process runs on {platform}"
     if capability < AMPERE:
         return f"it needs compute capability 8.0 (A100) or more, and the GPU has {'.'.join(map(str, capability))}"
-    return None
-
-
-def _why_not_fused(config: Config, platform: str, capability: tuple[int, ...]) -> str | None:
-    if obstacle := _why_not_gpu(platform, capability):
-        return obstacle
-    model, compute = config.model, config.precision.compute
-    if compute not in ("bf16", "fp16", "fp8"):
-        return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
-    if model.value_size != model.head_size:
-        return f"it needs values as wide as keys, and those of {model.title} have {model.value_size} numbers a head"
-    return None
-
-
-def _why_not_cudnn(config: Config, platform: str, capability: tuple[int, ...]) -> str | None:
-    if obstacle := _why_not_fused(config, platform, capability):
-        return obstacle
-    model, documents = config.model, "documents" in config.batch_arrays()
-    if model.attention_dropout > 0:
-        return f"it has no dropout and --model.attention-dropout is {model.attention_dropout}"
-    largest, where = (256, "") if capability >= HOPPER else (128, " on GPUs before H100")
-    if model.head_size % 8 or model.head_size > largest:
-        allowed = f"a multiple of 8 up to {largest}{where}"
-        return f"it needs a head size that is {allowed} and hidden / heads is {model.head_size}"
-    if (documents or model.biased_scores) and model.sequence % 2:
-        padded = "--data.reset-attention" if model.causal else "a BERT's padding"
-        cause = padded if documents else "ALiBi"
-        return f"with {cause} it needs an even number of positions and --model.sequence is {model.sequence}"
     return None

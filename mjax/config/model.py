@@ -153,7 +153,7 @@ class ModelConfig(LoRAConfig):
 
     @property
     def value_size(self) -> int:
-        """Width of a head's values, e; fused attention kernels need e = d."""
+        """Width of a head's values, e."""
         return self.head_size
 
     @property

@@ -14,7 +14,8 @@ leading dim; otherwise each layer of the group has a stack. Prefixes of the weig
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from operator import mul
 from typing import NamedTuple
 
 from mjax.errors import UsageError
@@ -94,28 +95,121 @@ def find_stack(model, weight: str) -> Stack | None:
     return next((stack for stack in layer_stacks(model) if weight.startswith(f"{stack.name}.")), None)
 
 
-def stage_unit(model) -> int:
-    """The number that divides the layers of a pipeline stage: a group, or with several runs all layers."""
-    runs = model.pattern.runs(model.layers)
-    return len(runs[0][0]) if len(runs) == 1 else model.layers
+@dataclass(frozen=True)
+class StackRows:
+    """The layers of a stack on the virtual stages of a pipeline; chunk c of stage i is virtual stage c p + i.
+
+    Attributes:
+      counts: layers of each virtual stage.
+      stages: p.
+    """
+
+    counts: tuple[int, ...]
+    stages: int = 1
+
+    @property
+    def chunks(self) -> int:
+        """Virtual stages per stage, V."""
+        return len(self.counts) // self.stages
+
+    @cached_property
+    def even(self) -> bool:
+        """True if all virtual stages have equally many."""
+        return len({*self.counts}) == 1
+
+    @cached_property
+    def slots(self) -> int:
+        """Layers of the stage with most, for which every stage has memory."""
+        return max(len(self.list_rows(stage)) for stage in range(self.stages))
+
+    def list_rows(self, stage: int) -> list[int]:
+        """The layers of a stage, chunk by chunk, counted from 0 in the stack."""
+        chunks = range(stage, len(self.counts), self.stages)
+        return [sum(self.counts[:v]) + i for v in chunks for i in range(self.counts[v])]
+
+    def list_slots(self) -> list[int]:
+        """The layer in each slot, stage by stage; -1 in unused slots."""
+        rows = map(self.list_rows, range(self.stages))
+        return [row for used in rows for row in (*used, *[-1] * (self.slots - len(used)))]
+
+    @property
+    def offsets(self) -> list[int]:
+        """For each virtual stage the place of its first layer among those of its stage."""
+        return [sum(self.counts[v % self.stages : v : self.stages]) for v in range(len(self.counts))]
 
 
-def check_stages(model, mesh) -> None:
-    """Check that pipeline stages have whole groups of layers.
+def find_rows(model, mesh, weight: str) -> StackRows | None:
+    """The layers with the weight of this name, on the stages of a mesh; None for one outside layers."""
+    rows = zip(layer_stacks(model), stack_rows(model, mesh), strict=True)
+    return next((layers for stack, layers in rows if weight.startswith(f"{stack.name}.")), None)
+
+
+def stack_rows(model, mesh) -> tuple[StackRows, ...]:
+    """The layers of each stack on the stages of a mesh."""
+    return _stack_rows(model, mesh.pipe, mesh.virtual_stages, mesh.stage_layers)
+
+
+@lru_cache(maxsize=4096)
+def _stack_rows(model, *mesh) -> tuple[StackRows, ...]:
+    stages = _stage_groups(model, *mesh)
+    counts = (tuple(groups[stack.run] * len(stack.kinds) for groups in stages) for stack in layer_stacks(model))
+    return tuple(StackRows(numbers, mesh[0]) for numbers in counts)
+
+
+def count_groups(model) -> int:
+    """The number of groups of layers, which stages cannot split."""
+    return sum(count for _, count in model.pattern.runs(model.layers))
+
+
+def stage_groups(model, mesh) -> tuple[tuple[int, ...], ...]:
+    """For each virtual stage its number of groups of each run: `mesh.stage_layers`, or as equal as possible, with more
+    layers on the first ones, since the head is on the last.
 
     Raises:
-      UsageError: a stage would split a group.
+      UsageError: there are fewer groups than stages, or the given layers are not the model's or split a group.
     """
-    runs, unit, stages = model.pattern.runs(model.layers), stage_unit(model), mesh.pipe * mesh.virtual_stages
-    if mesh.pipe > 1 and len(runs) > 1:
-        groups = [(count * len(kinds), len(kinds)) for kinds, count in runs]
-        parts = ", then ".join(f"{layers} in groups of {size}" if size > 1 else f"{layers}" for layers, size in groups)
-        stacks = f"cannot split {model.title}, which has several stacks of layers: {parts}"
-        raise UsageError(f"--mesh.pipe {mesh.pipe} {stacks}; use --mesh.pipe 1 with --mesh.zero 3")
-    if mesh.pipe > 1 and model.layers // stages % unit:
-        stage = f"the {model.layers // stages} layers that a pipeline stage runs in a row"
-        fix = "change --model.layers, --mesh.pipe or --mesh.virtual-stages"
-        raise UsageError(f"the layers of {model.title} repeat every {unit}, which does not divide {stage}; {fix}")
+    return _stage_groups(model, mesh.pipe, mesh.virtual_stages, mesh.stage_layers)
+
+
+def layers_of_stages(model, mesh) -> list[int]:
+    """The number of layers of each virtual stage."""
+    sizes = [len(kinds) for kinds, _ in model.pattern.runs(model.layers)]
+    return [sum(map(mul, sizes, groups)) for groups in stage_groups(model, mesh)]
+
+
+def stage_kinds(model, mesh) -> tuple[int, ...]:
+    """The kind of each virtual stage, from 0: those with equal `stage_groups` run one program."""
+    groups = stage_groups(model, mesh)
+    return tuple(map([*dict.fromkeys(groups)].index, groups))
+
+
+@lru_cache(maxsize=4096)
+def _stage_groups(model, pipe: int, chunks: int, layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    runs, stages = model.pattern.runs(model.layers), pipe * chunks
+    groups = [(run, len(kinds)) for run, (kinds, count) in enumerate(runs) for _ in range(count)]
+    given, flag = bool(layers), f"--mesh.stage-layers {' '.join(map(str, layers))}"
+    if given and (len(layers) != stages or sum(layers) != model.layers or min(layers) < 0):
+        needs = f"--mesh.pipe {pipe} × --mesh.virtual-stages {chunks} needs {stages} numbers with sum {model.layers}"
+        raise UsageError(f"{flag} does not fit: {needs}; or give it no value, for equal stages")
+    if not given and stages > len(groups):
+        several = f" in {len(groups)} groups, which stages cannot split" if len(groups) < model.layers else ""
+        virtual = f" × --mesh.virtual-stages {chunks}" if chunks > 1 else ""
+        has = f"{model.layers} layers{several}; use at most {len(groups)} stages"
+        raise UsageError(f"--mesh.pipe {pipe}{virtual} is more than {model.title} can fill with {has}")
+    split, start = [], 0
+    for stage in range(stages):
+        wanted = layers[stage] if given else sum(size for _, size in groups[start:]) / (stages - stage)
+        end, total = start, 0
+        while total < wanted and (given or len(groups) - end >= stages - stage):
+            total, end = total + groups[end][1], end + 1
+        if given and total != wanted:
+            sizes = ", ".join(f"{count} × {len(kinds)}" for kinds, count in runs)
+            raise UsageError(
+                f"{flag} splits a group of layers, and {model.title} has groups of {sizes}; move the border"
+            )
+        split.append(tuple(sum(run == i for i, _ in groups[start:end]) for run in range(len(runs))))
+        start = end
+    return tuple(split)
 
 
 def _shortest(kinds: tuple, groups: int = 1) -> tuple[tuple, int]:

@@ -98,6 +98,12 @@ class MeshConfig:
     replicate: Annotated[Count, Synonyms("distributed-optimizer-instances dp-replicate data-parallel-replicate")] = 1
     """Groups of data-parallel replicas with a copy of all weights (HSDP): ZeRO shards within a group, and groups
     all-reduce the gradients of their shards once a step. It divides data."""
+    stage_layers: Annotated[
+        tuple[int, ...],
+        Synonyms("pipeline-parallel-layout~ decoder-first-pipeline-num-layers~ decoder-last-pipeline-num-layers~"),
+    ] = ()
+    """Layers of each virtual stage, in order (by default as equal as possible). Fewer on the last stage make up for the
+    head."""
 
     @property
     def devices(self) -> int:

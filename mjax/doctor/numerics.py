@@ -172,14 +172,14 @@ def attention(kernel: str, model: ModelConfig, compute: str, documents: bool) ->
     def formula(q, k, v):
         k, v = (jnp.repeat(x, 2 // groups, axis=2) for x in (k, v))
         scores = jnp.einsum("bqnd,bknd->bnqk", q, k) / np.sqrt(model.head_size) - slopes[:, None, None] * distance
-        return jnp.einsum("bnqk,bknd->bqnd", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)), v)
+        return jnp.einsum("bnqk,bkne->bqne", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)), v)
 
     def run(q, k, v):
         return attention_kernels.attend(q, k, v, mask, kernel)
 
-    q, k = (2, s, 2, model.head_size), (2, s, groups, model.head_size)
+    q, k, v = (2, s, 2, model.head_size), (2, s, groups, model.head_size), (2, s, groups, model.value_size)
     name = f"{kernel} in {compute} with head size {model.head_size}"
-    return Operation(name, run, formula, (q, k, k), *DTYPES.get(compute, FLOAT32))
+    return Operation(name, run, formula, (q, k, v), *DTYPES.get(compute, FLOAT32))
 
 
 def expert_products(kernel: str, compute: str) -> Operation:

@@ -13,7 +13,7 @@ passes through Python, unless a callback streams the text. The cache is written 
 the cache. Replicas along `data` do the same work, so every process of a cluster has the result.
 
 **Positions.** A token's slot in the cache is its position. Prompts of different lengths are padded on the right; each
-sequence overwrites its padding with its next tokens (`KeyValues.fill` explains why padding is never read).
+sequence overwrites its padding with its next tokens (`write_cache` explains why padding is never read).
 
 **Compilation.** Widths of prompts and of the cache are rounded up (`pad_width`), and everything else about a request
 is an argument, so a second request of similar size compiles nothing.
@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
@@ -39,6 +40,7 @@ from mjax.config import Config
 from mjax.config.axes import CONTEXT, MODEL, PIPE
 from mjax.config.bounds import check_bounds
 from mjax.config.kernels import SLOTS, pad_width
+from mjax.config.pattern import stage_kinds
 from mjax.errors import UsageError
 from mjax.generation import Sampling
 from mjax.models import decoding
@@ -47,12 +49,13 @@ from mjax.models.causal import CausalModel
 from mjax.models.decoding import Cache, Layers
 from mjax.models.parts.attention import Attention
 from mjax.models.protocol import ForwardContext
-from mjax.models.stack import iterate_runs, map_stacks
+from mjax.models.stack import iterate_runs, layer_runs, map_stacks
 from mjax.parallel import mappings
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
-from mjax.parallel.pipeline import pipeline_decode
+from mjax.parallel.pipeline import read_rows, run_branch, vary_over_pipe, write_rows
+from mjax.parallel.reductions import tree_index
 from mjax.parallel.token_layout import TokenLayout
-from mjax.parallel.zero import Storage, gather_for_inference, layer_gather
+from mjax.parallel.zero import Storage, gather_for_inference, layer_gather, num_layer_dims
 from mjax.step.layout import Layout, build_layout
 from mjax.step.precision import COMPUTE_TYPES
 
@@ -153,7 +156,8 @@ def list_layers(config: Config, layout: Layout, weights: CausalModel) -> Layers:
     gathers = map_stacks(lambda stack: layer_gather(stack, dtype, inference=True), layout.plan.blocks)
     if config.mesh.pipe == 1:
         return LayerList(weights.blocks, _list_slices(layout.abstract_model.blocks, gathers), cache_axes(config))
-    return PipelineLayers(config, weights.blocks, gathers)
+    rows = jax.tree.map(lambda storage: storage.rows, layout.plan.blocks)
+    return PipelineLayers(config, weights.blocks, rows, gathers)
 
 
 def cache_axes(config: Config) -> tuple[str, ...]:
@@ -165,7 +169,11 @@ def _inference_spec(storage: Storage) -> P:
     """The PartitionSpec of a weight of `gather_for_inference`."""
     gathered = () if storage.gather_per_layer else {axis for names, _ in storage.gathers for axis in names}
     entries = ((entry,) if isinstance(entry, str) else entry or () for entry in storage.spec)
-    return P(*(tuple(axis for axis in entry if axis not in gathered) or None for entry in entries))
+    spec = [tuple(axis for axis in entry if axis not in gathered) or None for entry in entries]
+    if storage.rows is None or storage.rows.stages == 1:
+        return P(*spec)
+    layers = num_layer_dims(storage.rows)
+    return P(PIPE, *(entry and (tuple(axis for axis in entry if axis != PIPE) or None) for entry in spec[layers:]))
 
 
 def unstack_layers(blocks, take: Callable[[Any, int], Any] = lambda weight, repetition: weight[repetition]) -> list:
@@ -219,32 +227,61 @@ class LayerList(NamedTuple):
 
 
 class PipelineLayers(NamedTuple):
-    """The layers of all stages of a pipeline; caches have a leading dim of a stage's chunks."""
+    """The layers of all stages of a pipeline. A cache has for each stack the caches of the layers of this stage, with a
+    leading dim like the weights.
+
+    Attributes:
+      config: of the model.
+      blocks: the layers of this stage.
+      rows: a tree like `blocks`: the layers of each stage.
+      gathers: of `run_blocks`.
+    """
 
     config: Config
     blocks: Any
+    rows: Any
     gathers: list
 
-    def _chunk_layers(self, chunk) -> LayerList:
-        return LayerList(unstack_layers(chunk), _list_slices(chunk, self.gathers), cache_axes(self.config))
-
     def empty_cache(self, sequences: int, slots: int, dtype) -> list:
-        """The empty cache of each chunk of this stage."""
-        chunks = self.config.mesh.virtual_stages
-        chunk = self.blocks if chunks == 1 else jax.tree.map(itemgetter(0), self.blocks)
-        empty = self._chunk_layers(chunk).empty_cache(sequences, slots, dtype)
-        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (chunks, *leaf.shape)), empty)
+        """The empty caches of each stack on this stage."""
+
+        def empty(stack) -> Any:
+            weights = jax.tree.leaves(stack)[0]
+            cache = jax.tree.map(itemgetter(0), stack).empty_cache(sequences, slots, dtype)
+            return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (len(weights), *leaf.shape)), cache)
+
+        caches = list(map(empty, chain(*layer_runs(self.blocks))))
+        return jax.tree.map(lambda leaf: mappings.vary(leaf, frozenset(cache_axes(self.config))), caches)
 
     def decode(
         self, x: Float[Array, "t h"], context: ForwardContext, cached: list, lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "t h"], list]:
-        """Decode like `Block.decode`, with the caches of the chunks."""
-        mesh = self.config.mesh
+        """Decode like `Block.decode`, one stage after the other, with the caches of the stacks."""
+        stages, kinds = self.config.mesh.pipe, stage_kinds(self.config.model, self.config.mesh)
+        rows = [jax.tree.leaves(stack)[0] for stack in chain(*layer_runs(self.rows))]
 
-        def stage(chunk, x, cached):
-            return self._chunk_layers(chunk).decode(x, context, cached, lengths)
+        def run_stage(kind: int, number: Array, x: Array, cached: list) -> tuple[Array, list]:
+            read, write = (partial(move, kinds.index(kind), number) for move in (read_rows, write_rows))
+            chunk = jax.tree.map(read, self.rows, self.blocks)
+            local = [jax.tree.map(partial(read, *of), cache) for *of, cache in zip(rows, cached, strict=True)]
+            stacks, slices = list(chain(*layer_runs(chunk))), _list_slices(chunk, self.gathers)
+            places = [(next(n for n, s in enumerate(stacks) if s is stack), i) for stack, i, *_ in slices]
+            layers = LayerList(unstack_layers(chunk), slices, cache_axes(self.config))
+            x, new = layers.decode(x, context, [tree_index(local[n], i) for n, i in places], lengths)
+            for n in {n for n, _ in places}:
+                caches = [cache for (m, _), cache in zip(places, new, strict=True) if m == n]
+                stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *caches)
+                cached = [*cached[:n], jax.tree.map(partial(write, rows[n]), cached[n], stacked), *cached[n + 1 :]]
+            return x, cached
 
-        return pipeline_decode(mesh.pipe, mesh.virtual_stages, stage, self.blocks, x, cached)
+        def run_virtual_stage(carry: tuple[Array, list], number: Array) -> tuple[tuple[Array, list], None]:
+            branches = [partial(run_stage, kind, number) for kind in range(max(kinds) + 1)]
+            index = jnp.where(mappings.rank(PIPE) == number % stages, 1 + jnp.array(kinds, jnp.int32)[number], 0)
+            x, cached = run_branch("turn", index, branches, *carry)
+            return (mappings.send_to_next_stage(x), cached), None
+
+        (x, cached), _ = jax.lax.scan(run_virtual_stage, vary_over_pipe((x, cached)), jnp.arange(len(kinds)))
+        return mappings.broadcast_from_first_stage(x), cached
 
 
 # --- On the devices ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,9 @@
 A safetensors file is a JSON header and bytes, with nothing to execute. It is mapped into memory, so that reading a
 tensor, or some rows of it, needs no more memory than the result. The older pytorch_model.bin is a pickle, which is a
 program; it is opened on request only, by torch's reader for weights, which rejects everything except tensors.
+
+A tensor NAME in float8 with scales NAME_scale_inv, one for each block of 128 × 128, is read as their product in
+bfloat16: the published weights of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
-from jax.numpy import bfloat16  # registers the dtype with NumPy, on which safetensors relies
+from jax.numpy import bfloat16, float8_e4m3fn  # registers bfloat16 with NumPy, on which safetensors relies
 from safetensors import SafetensorError, safe_open
 
 from mjax.errors import UsageError, first_line
@@ -35,6 +38,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 SAFETENSORS, PYTORCH_BIN = "model.safetensors", "pytorch_model.bin"
 FLOAT_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(bfloat16)}
 """Dtypes that float32 represents exactly."""
+FLOAT8, FLOAT8_SCALES, FLOAT8_BLOCK = "F8_E4M3", "_scale_inv", 128
 DTYPE_NAMES = {dtype.name: word for word, dtype in FLOAT_DTYPES.items()}
 """safetensors' names of these dtypes, by their names in NumPy and torch."""
 
@@ -106,6 +110,7 @@ class SafetensorsFiles:
     def __init__(self, files: dict[Path, list[str]]):
         self.infos: dict[str, TensorInfo] = {}
         self._opened: dict[str, Any] = {}
+        self._files: dict[str, Path] = {}
         for file, expected in files.items():
             try:
                 opened = safe_open(str(file), framework="np").__enter__()  # closed with the last reference to it
@@ -115,12 +120,40 @@ class SafetensorsFiles:
             infos = {name: TensorInfo(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
             _add_infos(self.infos, file, infos, expected)
             self._opened |= dict.fromkeys(infos, opened)
+            self._files |= dict.fromkeys(infos, file)
+        infos = dict(self.infos)
+        scales = {name: infos.get(name + FLOAT8_SCALES) for name, info in infos.items() if info.dtype == FLOAT8}
+        self._float8 = {name for name, scale in scales.items() if scale is not None and scale.dtype == "F32"}
+        for name in self._float8:
+            self.infos[name] = TensorInfo("BF16", infos[name].shape)
+            del self.infos[name + FLOAT8_SCALES]
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        if name in self._float8:
+            return self._read_float8(name)[rows]
         if rows == slice(None):
             return self._opened[name].get_tensor(name)
         first, end, _ = rows.indices(self.infos[name].shape[0])  # safetensors rejects an end after the last row
         return self._opened[name].get_slice(name)[first:end]
+
+    def _read_float8(self, name: str) -> np.ndarray:
+        """Multiply a matrix by the scales of its blocks, as `Fp8Dequantize` of transformers 5 does; the last blocks of
+        a row and a column may be smaller. safetensors cannot read float8 without torch."""
+        with self._files[name].open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            start, end = json.loads(stream.read(size))[name]["data_offsets"]
+            stream.seek(8 + size + start)
+            values = np.frombuffer(stream.read(end - start), float8_e4m3fn).reshape(self.infos[name].shape)
+        scales = self._opened[name + FLOAT8_SCALES].get_tensor(name + FLOAT8_SCALES)
+        blocks = tuple(-(-size // FLOAT8_BLOCK) for size in values.shape)
+        if len(blocks) != 2 or scales.shape != blocks:
+            shapes = (
+                f"shape {values.shape} and its scales {scales.shape}, which are not of {FLOAT8_BLOCK} × {FLOAT8_BLOCK}"
+            )
+            raise UsageError(f"{self._files[name]}: {name} has {shapes} numbers each; convert another model")
+        for dim, size in enumerate(values.shape):
+            scales = np.repeat(scales, FLOAT8_BLOCK, axis=dim).take(range(size), axis=dim)
+        return (values.astype(np.float32) * scales).astype(bfloat16)
 
 
 class PickledFiles:

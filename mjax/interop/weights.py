@@ -80,11 +80,12 @@ def tensor_layouts(family: Family, model: ModelConfig) -> dict[str, TensorLayout
             has_experts, suffix = EXPERT in dims[weight], ".bias" if parameter.endswith(".bias") else ".weight"
             for part, name in [(whole, names)] if isinstance(names, str) else enumerate(names):
                 per_expert = has_experts and "{2}" in name
-                for expert in range(shapes[weight][1]) if per_expert else (whole,):
+                complete = name.endswith("_bias") or (has_experts and not per_expert)
+                for expert in range(model.experts) if per_expert else (whole,):
                     selection = {LAYER: index, EXPERT: expert, PART: part, TOKEN: slice(model.vocabulary)}
                     layout = _tensor_layout(family, weight, dims[weight], shapes[weight], selection)
-                    full_name = name.format(layer, layer + 1, expert)
-                    layouts[full_name + suffix * (per_expert or not has_experts)] = layout
+                    full_name = name.format(layer, layer + 1, expert, model.layers)
+                    layouts[full_name + suffix * (not complete)] = layout
     unnamed = shapes.keys() - {layout.weight for layout in layouts.values()}
     assert not unnamed, f"the table of {family.model} has no name for {', '.join(sorted(unnamed))}"
     return layouts
@@ -147,6 +148,15 @@ def with_stored_experts(family: Family, tensors: Tensors) -> Family:
     if fused and any(pattern.fullmatch(family.prefix + name) for name in tensors.infos):
         return replace(family, names={**family.names, **family.fused})
     return family
+
+
+def without_absent_layers(family: Family, tensors: Tensors, model: ModelConfig) -> ModelConfig:
+    """The model without the `Family.optional` parts of which these files have no tensor."""
+
+    def is_absent(prefix: str) -> bool:
+        return not any(name.startswith(prefix.format(*[None] * 3, model.layers)) for name in tensors.infos)
+
+    return replace(model, **{name: 0 for name, prefix in family.optional.items() if is_absent(prefix)})
 
 
 def weights_by_name(model: Model) -> dict[str, Any]:
@@ -268,7 +278,7 @@ def make_block_reader(
     Raises:
       UsageError: when a block is read: it is not finite.
     """
-    shapes, dims, tensors_by_weight = abstract_weights(model), weight_dims(model), _group_by_weight(family, model)
+    shapes, tensors_by_weight = abstract_weights(model), _group_by_weight(family, model)
 
     def read_tensor(name: str, rows: slice = slice(None)) -> np.ndarray:
         array = tensors.read(names[name], rows)
@@ -286,8 +296,8 @@ def make_block_reader(
             if layout.is_vocabulary:  # an embedding is large: avoid a second copy
                 for rows in _row_slices(first, min(end, layout.shape[0])):
                     result[rows.start - first : rows.stop - first] = read_tensor(name, rows)
-            elif LAYER not in dims[weight]:
-                result[...] = layout.from_file(read_tensor(name))[first:end]
+            elif layout.index[:1] in ((), (slice(None),)):
+                result[layout.index] = layout.from_file(read_tensor(name))[first:end]
             elif first <= layout.index[0] < end:
                 result[(layout.index[0] - first, *layout.index[1:])] = layout.from_file(read_tensor(name))
         return result

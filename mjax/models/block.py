@@ -5,6 +5,11 @@
     x ─┬─ norm ─ attention ─ dropout ─ + ─┬─ norm ─ MLP ─ dropout ─ + ─▶
        └──────────────────────────────┘   └────────────────────────┘
 
+    Block with norms of the outputs, too (Gemma 3, arXiv 2503.19786)
+
+    x ─┬─ norm ─ attention ─ norm ─ dropout ─ + ─┬─ norm ─ MLP ─ norm ─ dropout ─ + ─▶
+       └─────────────────────────────────────┘   └───────────────────────────────┘
+
     PostNormBlock, the original BERT (figure 7a)
 
     x ─┬─ attention ─ dropout ─ + ─ norm ─┬─ MLP ─ dropout ─ + ─ norm ─▶
@@ -49,6 +54,8 @@ class Block(nnx.Module):
         mlp_norm: nnx.Module,
         mlp: nnx.Module,
         dropout: float = 0.0,
+        attention_out_norm: nnx.Module | None = None,
+        mlp_out_norm: nnx.Module | None = None,
     ):
         """Compose the layer.
 
@@ -56,18 +63,23 @@ class Block(nnx.Module):
           attention_norm, mlp_norm: called with x.
           attention, mlp: called with x and a `ForwardContext`.
           dropout: rate for the outputs of attention and MLP.
+          attention_out_norm, mlp_out_norm: called with these outputs; None: they have no norm.
         """
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
-        self.dropout = dropout
+        self.attention_out_norm, self.mlp_out_norm, self.dropout = attention_out_norm, mlp_out_norm, dropout
 
     def __call__(
         self, x: Float[Array, "t h"], context: ForwardContext, attention: Callable | None = None
     ) -> Float[Array, "t h"] | tuple[Float[Array, "t h"], Sums]:
         """The stream after the layer, and the sums of its MLP, if it returns some. `attention` replaces the layer's."""
         y = (attention or self.attention)(self.attention_norm(x), context)
+        if self.attention_out_norm is not None:
+            y = self.attention_out_norm(checkpoint_name(y, "residual"))
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
         y, sums = split_sums(self.mlp(self.mlp_norm(x), context))
+        if self.mlp_out_norm is not None:
+            y = self.mlp_out_norm(checkpoint_name(y, "residual"))
         x = x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
         return (x, sums) if sums else x
 

@@ -19,7 +19,7 @@ from mjax.parallel.weights import Dims, leaf_name, muon_matrices, read_dims, wei
 @lru_cache(maxsize=64)
 def abstract_weights(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], P]]:
     """Shape and PartitionSpec of every weight by name, from the traced model; nothing is allocated."""
-    shapes = _trace_model(config)
+    shapes = trace_model(config)
     specs = jax.tree.leaves(nnx.get_partition_spec(shapes), is_leaf=lambda spec: isinstance(spec, P))
     named = jax.tree_util.tree_leaves_with_path(shapes)
     return {leaf_name(path): (leaf.shape, spec) for (path, leaf), spec in zip(named, specs, strict=True)}
@@ -28,25 +28,26 @@ def abstract_weights(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], P]
 @lru_cache(maxsize=64)
 def matrix_dims(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """`weights.matrix_dims` of every weight that is a matrix or a stack of them, by name."""
-    matrices = zip(abstract_weights(config), muon_matrices(_trace_model(config)), strict=True)
+    matrices = zip(abstract_weights(config), muon_matrices(trace_model(config)), strict=True)
     return {name: matrix for name, matrix in matrices if matrix}
 
 
 @lru_cache(maxsize=64)
 def weight_dims(config: ModelConfig) -> dict[str, Dims]:
     """The names of the dims of each weight (`parallel/weights.py`), by name of the weight."""
-    return dict(zip(abstract_weights(config), read_dims(_trace_model(config)), strict=True))
+    return dict(zip(abstract_weights(config), read_dims(trace_model(config)), strict=True))
 
 
 @lru_cache(maxsize=64)
 def frozen_weights(config: ModelConfig) -> frozenset[str]:
     """The names of the weights that are not trained."""
-    marks = zip(abstract_weights(config), weight_metadata(_trace_model(config), "frozen"), strict=True)
+    marks = zip(abstract_weights(config), weight_metadata(trace_model(config), "frozen"), strict=True)
     return frozenset(name for name, frozen in marks if frozen)
 
 
 @lru_cache(maxsize=64)
-def _trace_model(config: ModelConfig) -> Model:
+def trace_model(config: ModelConfig) -> Model:
+    """The model of ShapeDtypeStructs."""
     return jax.eval_shape(lambda: build_model(0, config))
 
 
@@ -57,7 +58,7 @@ def mixing_class(config: ModelConfig) -> str | None:
     A user-defined class may, unless its `mixes_positions` is False. A layer's counts for the modules in it, too, a
     model's for its `embed` and `loss` alone.
     """
-    return _mixing_class(_trace_model(config))
+    return _mixing_class(trace_model(config))
 
 
 def _mixing_class(part: nnx.Module | Positions | Model) -> str | None:
@@ -79,11 +80,6 @@ def _mixes_positions(cls: type) -> bool | None:
         if vars(base).keys() & {"__call__", "apply_to_qk", "embed", "loss"}:
             return True
     return None
-
-
-def scores_in_chunks(config: ModelConfig) -> bool:
-    """True if the model's loss supports `train.loss_chunks`."""
-    return _trace_model(config).scores_in_chunks()
 
 
 def count_parameters(config: ModelConfig, trained: bool = False) -> int:

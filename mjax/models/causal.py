@@ -40,10 +40,10 @@ class Output(NamedTuple):
 
     def cross_entropy(self, labels: Int[Array, "b s"], context: ForwardContext) -> Float[Array, " bs"]:
         """The loss of each token, float32 or wider, the same on every rank of `model`."""
-        labels, tokens, chunks = labels.reshape(-1), context.tokens, context.loss_chunks
-        if chunks == 1:
+        labels, tokens = labels.reshape(-1), context.tokens
+        if tokens.loss_chunks == 1:
             return vocab_parallel_cross_entropy(self.logits(tokens), labels)
-        return chunked_cross_entropy(self.x, self.table, self.bias, labels, tokens, chunks)
+        return chunked_cross_entropy(self.x, self.table, self.bias, labels, tokens)
 
 
 class CausalModel(LanguageModel):
@@ -87,14 +87,10 @@ class CausalModel(LanguageModel):
 
     def loss(self, x: Float[Array, "t h"], batch: dict[str, Array], context: ForwardContext) -> dict[str, Array]:
         """The cross entropy of the labels in the loss mask. The head has no dropout."""
-        if context.loss_chunks == 1:  # also for a model that overrides `logits`
-            losses = vocab_parallel_cross_entropy(self.logits(x, context.tokens), batch["labels"].reshape(-1))
-        else:
+        if type(self).logits is CausalModel.logits:
             losses = self.output(x).cross_entropy(batch["labels"], context)
+        else:
+            losses = vocab_parallel_cross_entropy(self.logits(x, context.tokens), batch["labels"].reshape(-1))
         if "loss_mask" not in batch:
             return {"loss": losses.sum()}
         return {"loss": losses.sum(where=batch["loss_mask"].reshape(-1))}
-
-    @classmethod
-    def scores_in_chunks(cls) -> bool:
-        return cls.loss is CausalModel.loss and cls.logits is CausalModel.logits

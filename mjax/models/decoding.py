@@ -3,14 +3,15 @@
     prefill      prompts, in one forward     → logits after each prompt, and the cache
     decode       one token of each sequence  → logits after it, and the cache with one more slot
 
-The cache of a layer with attention is the keys and values of earlier positions (`attend_cached`).
+The cache is the layers' own: `Block.empty_cache` makes it, `Block.decode` reads and writes it, and the rest carries it.
+Attention caches the keys and values of earlier positions (`write_cache`, `attend_cached`).
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -133,65 +134,73 @@ def _token_logits(model: CausalModel, x: Float[Array, "b h"]) -> Float[Array, "b
     return mappings.all_gather_invariant(model.logits(x, TokenLayout(x.shape[0], 1)), MODEL, -1)
 
 
-# --- The keys and values of attention ---
+# --- The cache of a layer with attention ------------------------------------------------------------------------------
 
 
 class KeyValues(NamedTuple):
-    """The cache of a layer's keys and values; attention reads all of them at each position. The slots of a head are
-    contiguous, as a matmul reads them; the slot of a position is its number."""
+    """The cache of a layer's keys and values; attention reads all of them at each position."""
 
     keys: Float[Array, "b k S d"]
     values: Float[Array, "b k S e"]
 
-    def fill(self, *new: Float[Array, "b s k _"]) -> KeyValues:
-        """The cache with the keys and values of whole prompts in its first slots.
 
-        Prompts of different lengths are padded on the right: causal attention never sees later positions, and
-        decoding overwrites the padding before it could.
-        """
-        parts = (jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, self.keys.shape[2] - x.shape[1]), (0, 0)]) for x in new)
-        return KeyValues(*parts)
+def write_cache(cached: Any, new: Any, lengths: Int[Array, " b"], slots: Int[Array, " S"] | None) -> Any:
+    """Write new positions to a layer's cache: whole prompts to the first slots, or one position of each sequence.
+
+    Prompts of different lengths are padded on the right: causal attention never sees later positions, and decoding
+    overwrites the padding before it could.
+
+    Args:
+      cached: arrays [b, k, S, d], such as `KeyValues`; the slots of a head are contiguous, as a matmul reads them.
+      new: the same pytree of new positions, [b, s, k, d].
+      lengths: positions of each sequence before the new one.
+      slots: as `ForwardContext.slots`: the positions in this rank's slots, the same on all ranks of `context`, or split
+        over it; None: prompts.
+    """
+
+    def fill(cached: Array, new: Array) -> Array:
+        return jnp.pad(new.swapaxes(1, 2), [(0, 0), (0, 0), (0, cached.shape[2] - new.shape[1]), (0, 0)])
+
+    if slots is None:
+        return jax.tree.map(fill, cached, new)
+    is_new = slots == lengths[:, None]  # [b, S]
+    new_slot = jnp.where(is_new.any(-1), is_new.argmax(-1), slots.size)  # past the end: on another rank
+
+    def write(cached: Array, new: Array) -> Array:
+        # Heads one by one, since XLA turns a scatter of a single row into a slice that it copies.
+        new = mappings.vary(new[:, 0], mappings.varying_axes(cached))
+        sequences, heads = jnp.arange(new.shape[0])[:, None], jnp.arange(new.shape[1])
+        return cached.at[sequences, heads, new_slot[:, None]].set(new, mode="drop")
+
+    return jax.tree.map(write, cached, new)
 
 
 def attend_cached(
     q: Float[Array, "b 1 n d"],
-    k: Float[Array, "b 1 k d"],
-    v: Float[Array, "b 1 k e"],
-    cached: KeyValues,
+    keys: Float[Array, "b k S d"],
+    values: Float[Array, "b k S e"],
     lengths: Int[Array, " b"],
     slots: Int[Array, " S"],
     mask: AttentionMask,
-) -> tuple[Float[Array, "b 1 n e"], KeyValues]:
-    """Write one new position of each sequence to the cache, and attend to it and earlier ones.
+) -> Float[Array, "b 1 n e"]:
+    """Attend from one position of each sequence to it and earlier ones, in the cache.
 
-    The write comes before the read, so that XLA writes in place and copies no cache. It writes heads one by one, since
-    XLA turns a scatter of a single row into a slice that it copies. Where the slots are split over `context`, every
-    rank attends to its slots, and two sums and a maximum of one number per head and sequence combine the parts
-    (flash-decoding).
+    The write comes before the read, so that XLA writes in place and copies no cache. Where the slots are split over
+    `context`, every rank attends to its slots, and two sums and a maximum of one number per head and sequence combine
+    the parts (flash-decoding).
 
     Args:
-      q, k, v: of the new positions.
-      cached: of this layer.
-      lengths: positions of each sequence before the new one.
-      slots: the positions in this rank's slots; those from `lengths` on are empty. The same on all ranks of `context`,
-        or split over it.
+      q: of the position `lengths`, with n / k neighboring heads for each head of the cache.
+      keys, values: of this layer's cache; those from `lengths` + 1 on are empty.
+      lengths, slots: as for `write_cache`.
       mask: window, scale and slopes; a sequence is one document.
 
     Returns:
-      The output of attention for each new position, the same on all ranks of `context`, and the cache with it.
+      The output of attention, the same on all ranks of `context`.
     """
     wide, split_over = accumulation_dtype(q.dtype), frozenset({CONTEXT}) & mappings.varying_axes(slots)
-    is_new = slots == lengths[:, None]  # [b, S]
-    new_slot = jnp.where(is_new.any(-1), is_new.argmax(-1), slots.size)  # past the end: on another rank
-
-    def write(slots: Array, new: Array) -> Array:
-        new = mappings.vary(new[:, 0], mappings.varying_axes(slots))
-        sequences, heads = jnp.arange(new.shape[0])[:, None], jnp.arange(new.shape[1])
-        return slots.at[sequences, heads, new_slot[:, None]].set(new, mode="drop")
-
-    cached = KeyValues(*map(write, cached, (k, v)))
-    groups = (mask.scale_queries(q) / math.sqrt(q.shape[-1])).reshape(len(k), k.shape[2], -1, k.shape[3])
-    scores = jnp.einsum("bkgd,bksd->bkgs", groups, cached.keys, preferred_element_type=wide)
+    groups = q.reshape(len(q), keys.shape[1], -1, q.shape[-1])
+    scores = mask.scale_for(q) * jnp.einsum("bkgd,bksd->bkgs", groups, keys, preferred_element_type=wide)
     if mask.slopes is not None:  # the new position, at `lengths`, has distance 0 to itself
         penalty = distance_penalty(mask.slopes, (slots - lengths[:, None])[:, None], wide)
         scores = scores + penalty.reshape(scores.shape)
@@ -199,5 +208,5 @@ def attend_cached(
     scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)[:, None, None]
     scores = jnp.exp(scores - mappings.pmax(scores.max(-1, keepdims=True), tuple(split_over)))
     scores = (scores / mappings.psum(scores.sum(-1, keepdims=True), split_over)).astype(q.dtype)
-    attended = mappings.psum(jnp.einsum("bkgs,bksd->bkgd", scores, cached.values), split_over)
-    return attended.reshape(*q.shape[:-1], v.shape[-1]), cached
+    attended = mappings.psum(jnp.einsum("bkgs,bksd->bkgd", scores, values), split_over)
+    return attended.reshape(*q.shape[:-1], -1)

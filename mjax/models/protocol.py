@@ -45,7 +45,6 @@ class ForwardContext:
       layer: number of a layer in the model, from 1.
       slots: the positions in the slots of a cache on this rank, to decode one position after them; None in training,
         and for whole prompts.
-      loss_chunks: parts of the vocabulary, one after the other, in which the loss is computed (`Output.cross_entropy`).
     """
 
     tokens: TokenLayout
@@ -53,7 +52,6 @@ class ForwardContext:
     positions: Int[Array, "b s"] | None = None
     documents: Int[Array, "b s"] | None = None
     kind: LayerKind = PLAIN
-    loss_chunks: int = 1
     layer: Array | int = 0
     slots: Int[Array, " S"] | None = None
 
@@ -129,10 +127,6 @@ class Model(Protocol):
         or `scale`, which have no weight decay.
         """
 
-    @classmethod
-    def scores_in_chunks(cls) -> bool:
-        """True if the loss supports `train.loss_chunks` (`Output.cross_entropy`)."""
-
 
 class LanguageModel(nnx.Module):
     """The methods of a `Model` that most architectures do not override.
@@ -148,10 +142,6 @@ class LanguageModel(nnx.Module):
 
     def adjustments(self, means: dict[str, Array]) -> dict[str, Array]:
         return {}
-
-    @classmethod
-    def scores_in_chunks(cls) -> bool:
-        return False
 
 
 def build_model(seed: int | Array, config: ModelConfig, dtype=jnp.float32) -> Model:

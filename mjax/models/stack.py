@@ -37,6 +37,7 @@ from mjax.config.model import ModelConfig
 from mjax.config.pattern import LayerKind, Stack, layer_stacks
 from mjax.models.block import Sums, split_sums
 from mjax.models.protocol import ForwardContext
+from mjax.parallel.reductions import add_means
 from mjax.parallel.weights import add_layer_dim
 from mjax.parallel.zero import save_all_but_gathered_weights
 
@@ -136,7 +137,7 @@ def run_blocks(
         layers = [_make_layer(context, recompute, gather, unroll) for gather in run_gathers]
         body, parts = _scan_groups(stacks, layers, first_layer + jnp.arange(count))
         x, layer_sums = jax.lax.scan(body, x, parts, unroll=unroll)
-        sums = _add_sums(sums, jax.tree.map(lambda values: values.sum(0), layer_sums))
+        sums = add_means(sums, jax.tree.map(lambda values: values.sum(0), layer_sums))
         first_layer = first_layer + count
     return x, sums
 
@@ -158,15 +159,12 @@ def _make_layer(context: ForwardContext, recompute: str, gather: Callable | None
     return jax.checkpoint(layer, prevent_cse=unroll, policy=policy, static_argnums=0)
 
 
-def _add_sums(a: Sums, b: Sums) -> Sums:
-    return {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}
-
-
 def iterate_runs(blocks, gathers: Sequence[Sequence[Callable | None]] | None) -> Iterator[tuple]:
     """Yield, for each run, its stacks, their entries of `gathers` and the number of its layers on this device."""
     gathers = gathers or map_stacks(lambda _: None, blocks)
     for stacks, run_gathers in zip(layer_runs(blocks), gathers, strict=True):
-        yield stacks, run_gathers, jax.tree.leaves(stacks[0])[0].shape[0] * len(stacks)
+        if count := jax.tree.leaves(stacks[0])[0].shape[0]:  # a pipeline stage may have none of a run
+            yield stacks, run_gathers, count * len(stacks)
 
 
 def _policy(recompute: str) -> Callable:
@@ -204,7 +202,7 @@ def _scan_groups(stacks: Sequence, layers: Sequence[Callable], aux) -> tuple[Cal
         for layer_in_group, (i, number, kind) in enumerate(kinds):
             block = weights[i] if layers_of_stack == 1 else jax.tree.map(itemgetter(number), weights[i])
             x, layer_sums = layers[i](kind, x, (block, jax.tree.map(itemgetter(layer_in_group), group_aux)))
-            sums = _add_sums(sums, layer_sums)
+            sums = add_means(sums, layer_sums)
         return x, sums
 
     # A dim of one would cost memory: XLA copies the stack of gradients where it leaves the loop.

@@ -28,9 +28,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from mjax.parallel import mappings
+from mjax.parallel import mappings, named_scopes
 
 BLOCK = 128  # rows
 
@@ -84,6 +84,32 @@ def rematerialize(function: Callable) -> Callable:
         return with_backward(lambda _, arguments: function(*arguments), backward, (), arguments)
 
     return differentiable
+
+
+def sum_rounds(function: Callable, x, constants, rounds: Int[Array, ""]) -> Float[Array, "*dims"]:
+    """Σ function(i, x, constants) over the rounds i, of which only the device knows the number, 1 or more.
+
+    Differentiable in x. The first round is part of the program around it, and its residuals are saved. The backward
+    pass computes the other ones again, in a loop, so memory does not depend on their number. Sums are float32 or wider.
+    """
+
+    def add_rounds(results: Callable, first, rounds):
+        """The sum of `first` and of the results of all rounds but the first, in the dtypes of `first`."""
+        widen = partial(jax.tree.map, to_at_least_float32)
+        add = lambda i, total: jax.tree.map(jnp.add, total, widen(results(i)))  # noqa: E731
+        with jax.named_scope(named_scopes.ROUNDS):
+            total = jax.lax.fori_loop(1, rounds, add, widen(first))
+        return jax.tree.map(lambda total, first: total.astype(first.dtype), total, first)
+
+    def backward(saved, gradient):
+        pullback, x, constants, rounds = saved
+        gradients = lambda i: jax.vjp(lambda x: function(i, x, constants), x)[1](gradient)[0]  # noqa: E731
+        return (None, add_rounds(gradients, pullback(gradient)[0], rounds)), None
+
+    saved = jax.lax.stop_gradient(x)
+    first, pullback = jax.vjp(lambda x: function(0, x, constants), saved)
+    total = add_rounds(lambda i: function(i, saved, constants), first, rounds)
+    return with_backward(lambda x, _: x[0], backward, (total, x), (pullback, saved, constants, rounds))
 
 
 # --- Sums over rows ---------------------------------------------------------------------------------------------------

@@ -32,14 +32,13 @@ def chunked_cross_entropy(
     bias: Float[Array, " v_local"] | None,
     labels: Int[Array, " bs"],
     tokens: TokenLayout,
-    chunks: int,
 ) -> Float[Array, " bs"]:
-    """`vocab_parallel_cross_entropy` of `embedding.logits(x, tokens, bias)`, with the logits of one of `chunks` parts
-    of the vocabulary in memory at a time."""
+    """`vocab_parallel_cross_entropy` of `embedding.logits(x, tokens, bias)`, with the logits of one of
+    `tokens.loss_chunks` parts of the vocabulary in memory at a time."""
     table = embedding.table[...]
     bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
     vocabulary, frozen = embedding.local_vocabulary(table), is_frozen(embedding.table)
-    return _chunked_loss(x, table, bias, labels, vocabulary, tokens, chunks, frozen)
+    return _chunked_loss(x, table, bias, labels, vocabulary, tokens, frozen)
 
 
 def split_rows(rows: int, chunks: int) -> list[slice]:
@@ -66,15 +65,15 @@ class _OnlineSoftmax(NamedTuple):
         return self.total * jnp.exp(self.largest - largest)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _chunked_loss(x: Array, table: Array, bias: Array | None, labels: Array, vocabulary: Array | None, *static):
     return _chunked_loss_forward(x, table, bias, labels, vocabulary, *static)[0]
 
 
-def _chunked_loss_forward(x, table, bias, labels, vocabulary, tokens: TokenLayout, chunks: int, _: bool):
+def _chunked_loss_forward(x, table, bias, labels, vocabulary, tokens: TokenLayout, _: bool):
     x = tokens.gather_rows(x)
     saved, state = x, None
-    for rows in split_rows(table.shape[0], chunks):
+    for rows in split_rows(table.shape[0], tokens.loss_chunks):
         logits, is_label = _chunk_logits(x, table, bias, labels, vocabulary, rows)
         largest = logits.max(-1)
         total = jnp.exp(logits - largest[:, None]).sum(-1)
@@ -103,10 +102,10 @@ def _chunk_logits(
     return logits.astype(accumulation_dtype(logits.dtype)), is_local[:, None] & (column == local[:, None])
 
 
-def _chunked_loss_backward(tokens: TokenLayout, chunks: int, frozen: bool, residuals, gradient: Array):
+def _chunked_loss_backward(tokens: TokenLayout, frozen: bool, residuals, gradient: Array):
     x, table, bias, labels, vocabulary, log_normalizer = residuals
     previous, dtable, dbias = [], [], []
-    for rows in split_rows(table.shape[0], chunks):
+    for rows in split_rows(table.shape[0], tokens.loss_chunks):
         # One after the other, and after the forward pass: XLA would see the same logits in it, and store them.
         x, gradient, *previous = optimization_barrier(match_varying_axes(x, gradient, *previous))
         logits, is_label = _chunk_logits(x, table, bias, labels, vocabulary, rows)

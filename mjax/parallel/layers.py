@@ -21,6 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import MODEL
+from mjax.errors import UsageError
 from mjax.parallel import linear, mappings
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.reductions import add_bias, lookup
@@ -160,7 +161,14 @@ class VocabParallelEmbedding(nnx.Module):
     def logits(
         self, x: Float[Array, "t h"], tokens: TokenLayout, bias: Float[Array, " v_local"] | None = None
     ) -> Float[Array, "bs v_local"]:
-        """Score this rank's rows against every row of the table, plus `bias`; varies over `model`."""
+        """Score this rank's rows against every row of the table, plus `bias`; varies over `model`.
+
+        Raises:
+          UsageError: a loss in chunks needs the logits of the whole vocabulary.
+        """
+        if tokens.loss_chunks > 1:
+            needs = "needs a loss that computes no logits; call self.output(x).cross_entropy(labels, context) in it"
+            raise UsageError(f"--train.loss-chunks {tokens.loss_chunks} {needs}, or remove it")
         table = self.table[...]
         bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
         logits = linear.vocab_parallel_logits(x, table, bias, tokens, is_frozen(self.table))

@@ -18,6 +18,7 @@ PIPELINE = "pipeline"  # send/recv of stages
 
 ATTENTION = "attention"  # within a layer: scores, softmax and weighted sum, or the kernel that fuses them
 GROUPED = "grouped_products"  # within a layer: those of the experts
+ROUNDS = "rounds"  # within a layer: all-to-alls to the experts after the first, none if the router is balanced
 
 PARTS = (EMBEDDING, LAYER, HEAD, WEIGHTS, GRADIENT, OPTIMIZER, LOSS, PIPELINE)
 

@@ -13,6 +13,11 @@ are the residuals, which F writes into a slot of the buffer and B reads back, an
 Weights among them are recognized and not copied. So recomputation inside a stage is up to the model: the buffer stores
 only the residuals that its `jax.checkpoint` saves.
 
+**Stages may differ.** Virtual stages with equally many layers of each stack are of one kind. The kinds are branches of
+the conditionals around F and B, each with its own layers and backward program. Every device has the same arrays, so it
+has as many rows of each stack of layers as the stage with most, of which a virtual stage reads its own. The residuals
+of all kinds share the buffer: one after the other in one flat array of each type, as long as the kind with most needs.
+
 **Collectives over `model` inside a conditional are sound**, and collectives over `data` too: all ranks of such a group
 are on the same stage, read the same column and take the same branch. Collectives over `pipe` would hang. So everything
 that a branch differentiates is typed as varying over `pipe` before, and sums over stages come after the scan.
@@ -20,22 +25,31 @@ that a branch differentiates is typed as varying over `pipe` before, and sums ov
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.dtypes import float0
 
 from mjax.config.axes import PIPE
+from mjax.config.pattern import StackRows
 from mjax.parallel import mappings, named_scopes
 from mjax.parallel.pipeline_schedules import PipelineSchedule
-from mjax.parallel.reductions import Means, loss_cotangents, tree_add, tree_index
+from mjax.parallel.reductions import Means, add_means, loss_cotangents, tree_add, tree_index
 from mjax.parallel.weights import combine, partition_trainable, trainable_only
 
 Weights = Any  # a pytree of arrays
+ResidualType = tuple[str, ...]
+"""A dtype, and the mesh axes over which an array varies."""
+LANES = 128
+"""Elements of a row in the buffers of residuals, whose numbers of elements may exceed 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +62,16 @@ class StageProgram:
         these layers, and their parts of the means by name, [] each.
       head: (shared weights, residual stream, micro-batch) → parts of means by name, [] each.
       loss_weights: by name the weight of a mean in the loss, which is differentiated.
+      kinds: of each virtual stage, from 0.
+      rows: a tree like the weights of the layers: those of each virtual stage.
     """
 
     embed: Callable[[Weights, Any], Array]
     layers: Callable[[Weights, Array, Any, Array], tuple[Array, Means]]
     head: Callable[[Weights, Array, Any], Means]
     loss_weights: dict[str, float]
+    kinds: tuple[int, ...]
+    rows: Any
 
 
 def pipeline_gradients(
@@ -65,7 +83,7 @@ def pipeline_gradients(
       schedule: with a backward pass, for as many stages as `pipe` has ranks.
       program: the functions of a stage.
       shared: trained weights of embedding and head, the same on every stage.
-      blocks: this stage's layers: leaves [l / p, …], or [V, l / (p V), …] with V chunks.
+      blocks: this stage's layers: leaves [slots, …], chunk by chunk.
       micro_batches: pytree of arrays [m, …].
       accumulator: dtype of the sums.
 
@@ -80,7 +98,7 @@ def pipeline_gradients(
         activations=make_buffer(schedule.activation_slots + 1, stage.message),
         gradients=make_buffer(schedule.gradient_slots + 1, stage.message),
         outputs=make_buffer(schedule.output_slots + 1, stage.message),
-        residuals=[make_buffer(schedule.residual_slots, like) for like in stage.residual_types],
+        residuals=stage.residual_buffers(),
         aux=stage.zeros(stage.layer_means),
         sums=_Sums(
             means=stage.zeros(stage.mean_types),
@@ -88,8 +106,8 @@ def pipeline_gradients(
             blocks=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), trainable_only(blocks)),
         ),
     )
-    state, _ = lax.scan(stage.tick, state, _column(schedule))
-    return state.sums.means | state.aux, state.sums.shared, state.sums.blocks
+    state, _ = lax.scan(stage.tick, state, _column(schedule, program.kinds))
+    return add_means(state.sums.means, state.aux), state.sums.shared, state.sums.blocks
 
 
 def pipeline_sums(schedule: PipelineSchedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches):
@@ -103,21 +121,25 @@ def pipeline_sums(schedule: PipelineSchedule, program: StageProgram, shared: Wei
         slot = row["forward"]
         activations = write_slot(activations, row["receive_activation"], received)
 
-        def forward(x, total, aux):
-            micro_batch = stage.micro_batch(slot)
-            y, new = program.layers(stage.chunk(slot), stage.input(slot, x), micro_batch, slot["virtual_stage"])
+        def forward(kind, x, total, aux):
+            micro_batch, stage_number = stage.micro_batch(slot), slot["virtual_stage"]
+            y, new = program.layers(
+                stage.chunk(kind, stage_number), stage.input(kind, slot, x), micro_batch, stage_number
+            )
             with_head = lambda total: tree_add(total, program.head(shared, y, micro_batch))  # noqa: E731
-            total = run_if(named_scopes.F_LAST, slot["last"], with_head, total)
-            return y, total, tree_add(aux, new)
+            if kind == program.kinds[-1]:
+                total = run_branch(named_scopes.F_LAST, slot["last"], [with_head], total)
+            return y, total, add_means(aux, new)
 
-        y, *sums = run_if(named_scopes.F, slot["on"], forward, activations[slot["message"]], total, aux)
+        branches = [partial(forward, kind) for kind in stage.kinds]
+        y, *sums = run_branch(named_scopes.F, slot["on"], branches, activations[slot["message"]], total, aux)
         with jax.named_scope(named_scopes.PIPELINE):
             return (mappings.send_to_next_stage(y), activations, *sums), None
 
     activations = make_buffer(schedule.activation_slots + 1, stage.message)
     start = stage.message, activations, stage.zeros(stage.mean_types), stage.zeros(stage.layer_means)
-    _, _, total, aux = lax.scan(tick, start, _column(schedule))[0]
-    return total | aux if aux else total
+    _, _, total, aux = lax.scan(tick, start, _column(schedule, program.kinds))[0]
+    return add_means(total, aux) if aux else total
 
 
 # --- One stage --------------------------------------------------------------------------------------------------------
@@ -143,7 +165,7 @@ class _State(NamedTuple):
       received: an activation and a gradient [b·s, h] that have just arrived.
       activations, gradients: received and not yet used, [slots, b·s, h].
       outputs: on the last stage, outputs of its last layers that the head has not used yet, [slots, b·s, h].
-      residuals: of each forward in flight, [slots, …] each.
+      residuals: of each forward in flight, [slots, rows, LANES] of each type.
       aux: parts of means from the layers.
       sums: means and gradients so far.
     """
@@ -152,9 +174,26 @@ class _State(NamedTuple):
     activations: Array
     gradients: Array
     outputs: Array
-    residuals: list[Array]
+    residuals: dict[ResidualType, Array]
     aux: Means
     sums: _Sums
+
+
+class _LayerTrace(NamedTuple):
+    """The forward pass of a kind of stage.
+
+    Attributes:
+      residuals: types of its residuals.
+      places, sizes: of `_place_residuals`.
+      means: types of the layers' parts of means.
+      backward: the backward program (`_differentiate`).
+    """
+
+    residuals: list[jax.ShapeDtypeStruct]
+    places: list[tuple[ResidualType, int]]
+    sizes: Counter[ResidualType]
+    means: Means
+    backward: tuple
 
 
 class _Stage:
@@ -175,20 +214,25 @@ class _Stage:
         message = jax.eval_shape(program.embed, shared, first)
         self.message = zeros_like(message)
         self.mean_types = jax.eval_shape(program.head, shared, message, first)
-        self.residual_types, self.layer_means, self.backward = self._trace_layers()
+        self.kinds = range(max(program.kinds) + 1)
+        self.traces = list(map(self._trace_layers, self.kinds))
+        self.layer_means = reduce(or_, (trace.means for trace in self.traces))
 
     def micro_batch(self, slot: dict):
         """The micro-batch of a slot."""
         return tree_index(self.micro_batches, slot["micro_batch"])
 
-    def chunk(self, slot: dict) -> Weights:
-        """The layers of a slot's chunk, with one layer dim."""
-        return tree_index(self.blocks, slot["chunk"]) if self.schedule.chunks > 1 else self.blocks
+    def chunk(self, kind: int, virtual_stage: Array) -> Weights:
+        """The layers of a virtual stage of this kind, with one layer dim."""
+        example = self.program.kinds.index(kind)
+        return jax.tree.map(partial(read_rows, example, virtual_stage), self.program.rows, self.blocks)
 
-    def input(self, slot: dict, received: Array) -> Array:
+    def input(self, kind: int, slot: dict, received: Array) -> Array:
         """The input of a slot's layers."""
+        if kind != self.program.kinds[0]:
+            return received
         embed = lambda _: self.program.embed(self.shared, self.micro_batch(slot))  # noqa: E731
-        return run_if(named_scopes.F_FIRST, slot["first"], embed, received)
+        return run_branch(named_scopes.F_FIRST, slot["first"], [embed], received)
 
     # --- The passes ---------------------------------------------------------------------------------------------------
 
@@ -199,25 +243,26 @@ class _Stage:
         gradients = write_slot(state.gradients, row["receive_gradient"], state.received[1])
         f, b = row["forward"], row["backward"]
         carry = activations[f["message"]], state.outputs, state.residuals, state.aux
-        y, outputs, residuals, aux = run_if(named_scopes.F, f["on"], partial(self._forward, f), *carry)
-        backward = partial(self._backward, b, outputs, residuals)
-        dx, sums = run_if(named_scopes.B, b["on"], backward, gradients[b["message"]], state.sums)
+        forward = [partial(self._forward, kind, f) for kind in self.kinds]
+        y, outputs, residuals, aux = run_branch(named_scopes.F, f["on"], forward, *carry)
+        backward = [partial(self._backward, kind, b, outputs, residuals) for kind in self.kinds]
+        dx, sums = run_branch(named_scopes.B, b["on"], backward, gradients[b["message"]], state.sums)
         with jax.named_scope(named_scopes.PIPELINE):
             received = mappings.send_to_next_stage(y), mappings.send_to_previous_stage(dx)
         return _State(received, activations, gradients, outputs, residuals, aux, sums), None
 
-    def _forward(self, slot: dict, received: Array, outputs: Array, residuals: list[Array], aux: Means):
+    def _forward(self, kind: int, slot: dict, received: Array, outputs: Array, residuals: dict, aux: Means):
         """F: write the residual stream after the layers, and the residuals, into their slots."""
-        x, micro_batch = self.input(slot, received), self.micro_batch(slot)
-        y, means, new, backward = self._differentiate(self.chunk(slot), x, micro_batch, slot["virtual_stage"])
-        assert backward[1] == self.backward[1], "layers save the same residuals in every tick"
-        residuals = [write_slot(buffer, slot["residual"], value) for buffer, value in zip(residuals, new, strict=True)]
-        return y, write_slot(outputs, slot["output"], y), residuals, tree_add(aux, means)
+        x, micro_batch, virtual_stage = self.input(kind, slot, received), self.micro_batch(slot), slot["virtual_stage"]
+        y, means, new, backward = self._differentiate(self.chunk(kind, virtual_stage), x, micro_batch, virtual_stage)
+        assert backward[1] == self.traces[kind].backward[1], "layers save the same residuals in every tick"
+        residuals = self._write_residuals(kind, residuals, slot["residual"], new)
+        return y, write_slot(outputs, slot["output"], y), residuals, add_means(aux, means)
 
-    def _backward(self, slot: dict, outputs: Array, residuals: list[Array], received: Array, sums: _Sums):
+    def _backward(self, kind: int, slot: dict, outputs: Array, residuals: dict, received: Array, sums: _Sums):
         """B: return the gradient of the stage's input, and add the weight gradients to the sums."""
-        micro_batch = self.micro_batch(slot)
-        residuals = [buffer[slot["residual"]] for buffer in residuals]
+        micro_batch, virtual_stage = self.micro_batch(slot), slot["virtual_stage"]
+        dy, (means, dshared, dblocks) = received, sums
 
         def head(_, means, dshared):
             y = outputs[slot["output"]]
@@ -226,15 +271,19 @@ class _Stage:
             new, dy = pullback(loss_cotangents(self.program.loss_weights, metrics))
             return dy, tree_add(means, metrics), tree_add(dshared, new)
 
-        dy, means, dshared = run_if(named_scopes.B_LAST, slot["last"], head, received, sums.means, sums.shared)
-        dchunk, dx = self._pull_back(self.chunk(slot), residuals, dy)
+        if kind == self.program.kinds[-1]:
+            dy, means, dshared = run_branch(named_scopes.B_LAST, slot["last"], [head], dy, means, dshared)
+        saved = self._read_residuals(kind, residuals, slot["residual"])
+        dchunk, dx = self._pull_back(kind, self.chunk(kind, virtual_stage), saved, dy)
 
         def embedding(dshared):
             _, pullback = jax.vjp(lambda shared: self.program.embed(shared, micro_batch), self.shared)
             return tree_add(dshared, pullback(dx)[0])
 
-        dshared = run_if(named_scopes.B_FIRST, slot["first"], embedding, dshared)
-        return dx, _Sums(means, dshared, self._add_to_chunk(sums.blocks, dchunk, slot))
+        if kind == self.program.kinds[0]:
+            dshared = run_branch(named_scopes.B_FIRST, slot["first"], [embedding], dshared)
+        add = partial(add_rows, self.program.kinds.index(kind), virtual_stage)
+        return dx, _Sums(means, dshared, jax.tree.map(add, trainable_only(self.program.rows), dblocks, dchunk))
 
     # --- From F to B --------------------------------------------------------------------------------------------------
 
@@ -242,23 +291,54 @@ class _Stage:
         """Zeros for accumulating values of these types, in the accumulator's dtype."""
         return jax.tree.map(lambda like: zeros_like(like, self.accumulator), types)
 
-    def _trace_layers(self):
-        """The types of the residuals of a forward pass and of the layers' parts of means; and the backward program."""
+    def _trace_layers(self, kind: int) -> _LayerTrace:
         programs = []
 
-        def forward(chunk, x):
-            micro_batch = tree_index(self.micro_batches, 0)
-            _, means, residuals, backward = self._differentiate(chunk, x, micro_batch, jnp.int32(0))
+        def forward(x):
+            micro_batch, virtual_stage = tree_index(self.micro_batches, 0), jnp.int32(0)
+            chunk = self.chunk(kind, virtual_stage)
+            _, means, residuals, backward = self._differentiate(chunk, x, micro_batch, virtual_stage)
             programs.append(backward)
             return residuals, means
 
-        return *jax.eval_shape(forward, self.chunk({"chunk": 0}), self.message), *programs
+        residuals, means = jax.eval_shape(forward, self.message)
+        return _LayerTrace(residuals, *_place_residuals(residuals), means, *programs)
+
+    def residual_buffers(self) -> dict[ResidualType, Array]:
+        """Zeros for the residuals of every slot, by type: [slots, rows of the kind with most, LANES]."""
+        sizes = reduce(or_, (trace.sizes for trace in self.traces))
+        slots = self.schedule.residual_slots
+        return {
+            key: mappings.vary(jnp.zeros((slots, rows, LANES), key[0]), frozenset({PIPE, *key[1:]}))
+            for key, rows in sizes.items()
+        }
+
+    def _write_residuals(self, kind: int, buffers: dict, slot: Array, residuals: list) -> dict:
+        """`buffers` with the residuals of a pass of this kind in a slot."""
+        buffers = dict(buffers)
+        for (key, place), value in zip(self.traces[kind].places, residuals, strict=True):
+            flat = jnp.asarray(value).reshape(-1)  # of a NumPy constant, too
+            rows = (jnp.pad(flat, (0, -flat.size % LANES)) if flat.size % LANES else flat).reshape(1, -1, LANES)
+            rows = mappings.vary(rows, mappings.varying_axes(buffers[key]))
+            buffers[key] = lax.dynamic_update_slice(buffers[key], rows, (slot, jnp.int32(place), jnp.int32(0)))
+        return buffers
+
+    def _read_residuals(self, kind: int, buffers: dict, slot: Array) -> list[Array]:
+        likes, places, *_ = self.traces[kind]
+
+        def read(like: jax.ShapeDtypeStruct, key: ResidualType, place: int) -> Array:
+            size = 1, _count_rows(like), LANES
+            rows = lax.dynamic_slice(buffers[key], (slot, jnp.int32(place), jnp.int32(0)), size)
+            return rows.reshape(-1)[: like.size].reshape(like.shape)
+
+        return [read(like, *place) for like, place in zip(likes, places, strict=True)]
 
     def _differentiate(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array):
         """Return the residual stream after the layers, their parts of means, and the derivative of both.
 
         The derivative has two parts: the residuals, and the backward program, which is the structure of the result of
-        `jax.vjp` and for each of its leaves the index of a weight (None: a residual).
+        `jax.vjp` and for each of its leaves the index of a weight (None: a residual; a shape: the gradient of
+        integers, which has no numbers).
         """
         trainable, frozen = partition_trainable(chunk)
 
@@ -268,29 +348,34 @@ class _Stage:
         (y, means), pullback = jax.vjp(layers, trainable, x)
         leaves, structure = jax.tree.flatten(pullback)
         weights = jax.tree.leaves(chunk)
-        indices = [next((i for i, weight in enumerate(weights) if leaf is weight), None) for leaf in leaves]
+
+        def find_source(leaf) -> int | tuple[int, ...] | None:
+            if leaf.dtype == float0:
+                return leaf.shape
+            return next((i for i, weight in enumerate(weights) if leaf is weight), None)
+
+        indices = list(map(find_source, leaves))
         residuals = [leaf for leaf, index in zip(leaves, indices, strict=True) if index is None]
         return y, means, residuals, (structure, indices)
 
-    def _pull_back(self, chunk: Weights, residuals: list[Array], dy: Array):
+    def _pull_back(self, kind: int, chunk: Weights, residuals: list[Array], dy: Array):
         """Reassemble the derivative of the layers and apply it to `dy`, the gradient of their output."""
-        structure, indices = self.backward
+        structure, indices = self.traces[kind].backward
         weights, residuals = jax.tree.leaves(chunk), iter(residuals)
-        leaves = [next(residuals) if index is None else weights[index] for index in indices]
-        dmeans = loss_cotangents(self.program.loss_weights, self.layer_means)
+
+        def find_leaf(source: int | tuple[int, ...] | None) -> Array | np.ndarray:
+            if isinstance(source, tuple):
+                return np.zeros(source, float0)
+            return next(residuals) if source is None else weights[source]
+
+        leaves = list(map(find_leaf, indices))
+        dmeans = loss_cotangents(self.program.loss_weights, self.traces[kind].means)
         return jax.tree.unflatten(structure, leaves)((dy, dmeans))
 
-    def _add_to_chunk(self, sums: Weights, new: Weights, slot: dict) -> Weights:
-        """Add one chunk's gradients to the stage's gradients."""
-        if self.schedule.chunks == 1:
-            return tree_add(sums, new)
-        index = slot["chunk"]
-        add = lambda total, gradient: write_slot(total, index, total[index] + gradient.astype(total.dtype))  # noqa: E731
-        return jax.tree.map(add, sums, new)
 
-
-def _column(schedule: PipelineSchedule) -> dict:
-    """This stage's column of the table: for each kind of operation its fields, int32 [ticks]."""
+def _column(schedule: PipelineSchedule, kinds: tuple[int, ...]) -> dict:
+    """This stage's column of the table: for each kind of operation its fields, int32 [ticks]; `on` counts the kinds of
+    stages from 1."""
     stage = mappings.rank(PIPE)
 
     def local(table) -> Array:
@@ -300,16 +385,18 @@ def _column(schedule: PipelineSchedule) -> dict:
     for kind in ("forward", "backward"):
         if (slots := getattr(schedule, kind)) is not None:
             fields = {name: local(table) for name, table in vars(slots).items()}
-            column[kind] = {**fields, "virtual_stage": fields["chunk"] * schedule.stages + stage}
+            virtual_stage = fields["chunk"] * schedule.stages + stage
+            on = fields["on"] * (1 + jnp.asarray(kinds)[virtual_stage])
+            column[kind] = {**fields, "on": on, "virtual_stage": virtual_stage}
     return column
 
 
 # --- Building blocks: buffers with slots, conditionals, values that vary over stages ----------------------------------
 
 
-def run_if(name: str, condition: Array, then: Callable, *operands):
-    """`then(*operands)` if the condition is 1, else the operands. XLA copies all others, so that values that only pass
-    through are operands.
+def run_branch(name: str, index: Array, branches: Sequence[Callable], *operands):
+    """The branch of this number, from 1, of the operands; with 0 the operands. XLA copies all others, so that values
+    that only pass through are operands.
 
     `name` labels the conditional in the traced program.
     """
@@ -318,12 +405,51 @@ def run_if(name: str, condition: Array, then: Callable, *operands):
         return operands if len(operands) > 1 else operands[0]
 
     with jax.named_scope(name):
-        return lax.switch(condition, [pass_through, then], *operands)
+        return lax.switch(index, [pass_through, *branches], *operands)
+
+
+def read_rows(example: int, virtual_stage: Array, rows: StackRows, stored: Array) -> Array:
+    """The rows of a virtual stage, of the kind of virtual stage `example`, from those of its stage [slots, …]."""
+    if (count := rows.counts[example]) == rows.slots:
+        return stored
+    return lax.dynamic_slice_in_dim(stored, _first_row(rows, virtual_stage), count)
+
+
+def write_rows(example: int, virtual_stage: Array, rows: StackRows, stored: Array, new: Array) -> Array:
+    """The reverse of `read_rows`."""
+    if (count := rows.counts[example]) in (0, rows.slots):
+        return new if count else stored
+    new = mappings.vary(new, mappings.varying_axes(stored))
+    return lax.dynamic_update_slice_in_dim(stored, new, _first_row(rows, virtual_stage), 0)
+
+
+def add_rows(example: int, virtual_stage: Array, rows: StackRows, sums: Array, new: Array) -> Array:
+    """The sums [slots, …] with `new` added to the rows of a virtual stage."""
+    total = read_rows(example, virtual_stage, rows, sums) + new.astype(sums.dtype)
+    return write_rows(example, virtual_stage, rows, sums, total)
+
+
+def _first_row(rows: StackRows, virtual_stage: Array) -> Array:
+    return jnp.array(rows.offsets, jnp.int32)[virtual_stage] if rows.chunks > 1 else jnp.int32(0)
+
+
+def _place_residuals(residuals: Sequence) -> tuple[list[tuple[ResidualType, int]], Counter[ResidualType]]:
+    """For each residual its type and its first row in the buffer of this type; and all rows of each type."""
+    places, sizes = [], Counter()
+    for like in residuals:
+        key = str(like.dtype), *sorted(mappings.varying_axes(like))
+        places.append((key, sizes[key]))
+        sizes[key] += _count_rows(like)
+    return places, sizes
+
+
+def _count_rows(like) -> int:
+    return -(-like.size // LANES)
 
 
 def write_slot(buffer: Array, slot: Array, value) -> Array:
     """`buffer` [slots, …] with `value` in a slot."""
-    value = mappings.vary(jnp.asarray(value), mappings.varying_axes(buffer))  # a residual may be a NumPy constant
+    value = mappings.vary(value, mappings.varying_axes(buffer))
     return lax.dynamic_update_index_in_dim(buffer, value, slot, 0)
 
 
@@ -340,44 +466,3 @@ def make_buffer(slots: int, like) -> Array:
 def vary_over_pipe(tree):
     """Cast the operands of a conditional whose predicate varies over `pipe`, or they would be typed as replicated."""
     return jax.tree.map(lambda leaf: mappings.vary(leaf, frozenset({PIPE})), tree)
-
-
-# --- Generation: one stage after the other ----------------------------------------------------------------------------
-
-
-def pipeline_decode(
-    stages: int,
-    chunks: int,
-    layers: Callable[[Weights, Array, Any], tuple[Array, Any]],
-    blocks: Weights,
-    x: Array,
-    caches,
-) -> tuple[Array, Any]:
-    """Run the stages one after the other, for text generation.
-
-    Args:
-      stages, chunks: p and V.
-      layers: (layers of a chunk, residual stream, cache of the chunk) → (residual stream after these layers, new
-        cache).
-      blocks: this stage's layers, as for `pipeline_gradients`.
-      x: the residual stream before the first layer, the same on every stage.
-      caches: caches of the chunks, a pytree with a leading dim of this stage's chunks.
-
-    Returns:
-      The stream after the last layer, replicated over stages, and the new caches.
-    """
-    blocks, x, caches = vary_over_pipe((blocks, x, caches))
-
-    def run_virtual_stage(carry, number):
-        chunk = number // stages
-
-        def run_chunk(x, caches):
-            x, cache = layers(blocks if chunks == 1 else tree_index(blocks, chunk), x, tree_index(caches, chunk))
-            return x, jax.tree.map(lambda buffer, value: write_slot(buffer, chunk, value), caches, cache)
-
-        is_local = (mappings.rank(PIPE) == number % stages).astype(jnp.int32)
-        x, caches = run_if("turn", is_local, run_chunk, *carry)
-        return (mappings.send_to_next_stage(x), caches), None
-
-    (x, caches), _ = lax.scan(run_virtual_stage, (x, caches), jnp.arange(stages * chunks))
-    return mappings.broadcast_from_first_stage(x), caches

@@ -37,13 +37,14 @@ follows it. This module is plain NumPy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from mjax.config import Config
 from mjax.config.batch_size import check_pipeline
+from mjax.config.pattern import layers_of_stages
 from mjax.errors import UsageError
 from mjax.parallel import named_scopes
 
@@ -95,6 +96,7 @@ class PipelineSchedule:
       activation_slots, gradient_slots: most messages that a stage stores in a tick. The buffers have one slot more.
       residual_slots: most residuals of F that a stage stores in a tick.
       output_slots: most streams that wait for the head in a tick; their buffer has one slot more.
+      layers: of each virtual stage; empty if all have equally many.
     """
 
     name: str
@@ -109,21 +111,23 @@ class PipelineSchedule:
     gradient_slots: int
     residual_slots: int
     output_slots: int
+    layers: tuple[int, ...] = ()
 
     @property
     def ticks(self) -> int:
         """Length of the table."""
         return len(self.forward.on)
 
-    def runs(self) -> dict[str, np.ndarray]:
-        """The number of times each stage runs each pass, and the parts of it that belong to the first or the last
-        virtual stage: int64 [stages] by the names in `named_scopes`."""
-        counts = {}
+    def runs(self, kinds: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """The number of times each stage runs each pass of each kind, and the parts of it that belong to the first or
+        the last virtual stage: int64 [kinds, stages] by the names in `named_scopes`; `kinds` of the virtual stages."""
+        counts, numbers = {}, np.arange(max(kinds) + 1)[:, None, None]
         for name, slots in zip((named_scopes.F, named_scopes.B), (self.forward, self.backward), strict=True):
             if slots is not None:
-                counts[name] = slots.on.sum(axis=0, dtype=np.int64)
-                counts[f"{name}_first"] = (slots.on * slots.first).sum(axis=0, dtype=np.int64)
-                counts[f"{name}_last"] = (slots.on * slots.last).sum(axis=0, dtype=np.int64)
+                on = slots.on * (np.array(kinds)[slots.chunk * self.stages + np.arange(self.stages)] == numbers)
+                counts[name] = on.sum(axis=1, dtype=np.int64)
+                counts[f"{name}_first"] = (on * slots.first).sum(axis=1, dtype=np.int64)
+                counts[f"{name}_last"] = (on * slots.last).sum(axis=1, dtype=np.int64)
         return counts
 
     def max_in_flight(self, stage: int) -> int:
@@ -134,10 +138,16 @@ class PipelineSchedule:
         return int((begun - ended + self.backward.on[:, stage]).max())  # a B stores its residuals through its tick
 
     def makespan(self, forward: float, backward: float) -> float:
-        """Time of the whole table in lock-step, in the unit of the times of F and B of one chunk: a tick costs its
-        longest F + its longest B."""
+        """Time of the whole table in lock-step, in the unit of the times of F and B of a mean chunk: a tick costs its
+        longest F + its longest B, in proportion to layers."""
+        layers = np.array(self.layers or [1] * self.stages * self.chunks)
+
+        def longest(slots: Slots) -> float:
+            local = layers[slots.chunk * self.stages + np.arange(self.stages)]
+            return (slots.on * local).max(axis=1).sum() / layers.mean()
+
         times = [(self.forward, forward), (self.backward, backward)]
-        return float(sum(slots.on.any(axis=1).sum() * time for slots, time in times if slots is not None))
+        return float(sum(longest(slots) * time for slots, time in times if slots is not None))
 
     def bubble(self, forward: float, backward: float) -> float:
         """Idle time of a stage as a fraction of its compute time (arXiv 2104.04473, section 2.2)."""
@@ -165,7 +175,9 @@ def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) 
 
 def find_schedule(config: Config) -> PipelineSchedule:
     """The schedule of a config that has a pipeline."""
-    return build_schedule(config.mesh.schedule, config.mesh.pipe, config.micro_batches, config.mesh.virtual_stages)
+    mesh = config.mesh
+    schedule = build_schedule(mesh.schedule, mesh.pipe, config.micro_batches, mesh.virtual_stages)
+    return replace(schedule, layers=tuple(layers_of_stages(config.model, mesh)))
 
 
 def slot_times(config: Config) -> tuple[float, float]:

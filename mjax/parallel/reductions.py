@@ -83,6 +83,11 @@ def tree_index(tree, index):
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
+def add_means(total: Means, new: Means) -> Means:
+    """`total` with the means of `new` added by name; a name may be in one of them only."""
+    return total | {name: tree_add(total[name], x) if name in total else x for name, x in new.items()}
+
+
 def tree_add(sums, new):
     """The sum of two trees, leaf by leaf, in the dtypes of the first."""
     return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, new)

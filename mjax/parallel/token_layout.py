@@ -41,6 +41,8 @@ class TokenLayout:
       float8: whether column- and row-parallel layers multiply these rows in float8 (`float8.py`).
       context_attention: how attention reaches the positions of other ranks of `context`; None: a rank has whole
         sequences.
+      loss_chunks: parts of the vocabulary, one after the other, in which a loss is computed (`Output.cross_entropy`);
+        above 1 the logits of the whole vocabulary are not available.
     """
 
     sequences: int
@@ -48,6 +50,7 @@ class TokenLayout:
     sequence_parallel: bool = False
     float8: bool = False
     context_attention: ContextAttention | None = None
+    loss_chunks: int = 1
 
     @property
     def num_tokens(self) -> int:

@@ -3,7 +3,8 @@
 A weight of the model names the axes it is split over *during the computation*: `model`, and `expert` for expert
 weights. Between steps it may be split further, and its moments with it:
 
-    weights of the layers     their layer dim over `pipe`: a stage has its layers only
+    weights of the layers     their layer dim over `pipe`: a stage has its layers only. If the stages have different
+                              numbers of them, another dim, and the stages exchange them at the start of the step
     all other weights         also over `pipe`, if there is one: the embedding is used at both ends of the pipeline,
                               but its master weights and moments exist once rather than once per stage
     with `mesh.zero` 1 or 3   everything over the replicas that have it (arXiv 1910.02054): `data`, `expert` and
@@ -28,16 +29,18 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig, axes
 from mjax.config.axes import EXPERT, MODEL, PIPE
+from mjax.config.pattern import StackRows, find_rows
 from mjax.parallel import float8, mappings, named_scopes
 from mjax.parallel.autodiff import linear_call
 from mjax.parallel.float8 import Float8
 from mjax.parallel.mappings import Gathers
-from mjax.parallel.weights import are_stacked, leaf_name, weight_metadata
+from mjax.parallel.weights import leaf_name, weight_metadata
 
 REPLICAS = axes.axes_sharing_weights()
 
@@ -56,7 +59,7 @@ class Storage:
         gradient.
       float8: whether its matmuls are in float8 if the run's are; then it may be gathered in float8.
       keep_fp32: whether the computation uses it in the dtype of the master weights.
-      stacked: whether its first dim, or its first two with chunks, are layers.
+      rows: the layers of each stage, if its first dim, or its first two with chunks, are layers.
     """
 
     spec: P
@@ -65,7 +68,35 @@ class Storage:
     grad_partial_over_model: bool = False
     float8: bool = False
     keep_fp32: bool = False
-    stacked: bool = False
+    rows: StackRows | None = None
+
+    def cast(self, weight: Array, dtype) -> Array:
+        """The weight in the dtype of the computation."""
+        return weight if self.keep_fp32 else weight.astype(dtype)
+
+    def to_stage(self, shard: Array) -> Array:
+        """This stage's layers [slots, …] from the stored shard, inside `shard_map`. Unused slots have any layer."""
+        if (rows := self.rows) is None or rows.even:
+            return shard if rows is None else shard.reshape(rows.slots, *shard.shape[num_layer_dims(rows) :])
+        slots = np.array(rows.list_slots())
+        if (dim := self._pipe_dim) is None:
+            return shard[jnp.asarray(slots.reshape(rows.stages, -1))[mappings.rank(PIPE)]]
+        return mappings.all_to_all(shard[slots], PIPE, split=0, join=dim)
+
+    def from_stage(self, gradient: Array, shard: Array) -> Array:
+        """The gradient of the stored shard from that of the layers of this stage: the reverse of `to_stage`."""
+        if self.rows is None or self.rows.even:
+            return gradient.reshape(shard.shape)
+        if (dim := self._pipe_dim) is None:
+            gradient = mappings.all_gather_invariant(gradient, PIPE, 0)
+        else:
+            gradient = mappings.all_to_all(gradient, PIPE, split=dim, join=0)
+        return gradient[np.array(list(map(self.rows.list_slots().index, range(len(shard)))))]
+
+    @property
+    def _pipe_dim(self) -> int | None:
+        """The dim that `pipe` splits, of a weight whose layers are not split by it."""
+        return next((dim for dim, split_by in enumerate(self.spec) if split_by and PIPE in split_by), None)
 
 
 def plan_storage(shapes, specs, mesh: MeshConfig):
@@ -80,34 +111,38 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
       A tree like `shapes` of `Storage`.
     """
     metadata = [weight_metadata(shapes, name) for name in ("grad_partial_over_model", "float8", "keep_fp32")]
-    marks = zip(are_stacked(shapes), *metadata, strict=True)
+    marks = zip(layer_rows(shapes, mesh), *metadata, strict=True)
 
     def plan_leaf(leaf, spec: P) -> Storage:
-        stacked, partial, float8, keep_fp32 = map(bool, next(marks))
-        storage = plan_weight_storage(stacked, leaf.shape, spec, mesh, partial)
+        rows, *flags = next(marks)
+        partial, float8, keep_fp32 = map(bool, flags)
+        storage = plan_weight_storage(rows, leaf.shape, spec, mesh, partial)
         return replace(storage, float8=float8, keep_fp32=keep_fp32)
 
     return jax.tree.map(plan_leaf, shapes, specs)
 
 
+def layer_rows(model, mesh: MeshConfig) -> list[StackRows | None]:
+    """The layers of each stage for each leaf of a model, or of one value for each weight; None outside layers."""
+    return [find_rows(model.config, mesh, leaf_name(path)) for path, _ in jax.tree_util.tree_leaves_with_path(model)]
+
+
 def split_into_virtual_stages(model, mesh: MeshConfig):
-    """The model with its layers as [V, l / V, …] if a stage has V chunks."""
-    if mesh.virtual_stages == 1:
-        return model
+    """The model with its layers as [V, l / V, …] if each stage has V chunks of equally many."""
     leaves, structure = jax.tree.flatten(model)
-    weights = zip(leaves, are_stacked(model), strict=True)
     return structure.unflatten(
-        weight.reshape(mesh.virtual_stages, -1, *weight.shape[1:]) if stacked else weight for weight, stacked in weights
+        weight.reshape(rows.chunks, -1, *weight.shape[1:]) if num_layer_dims(rows) == 2 else weight
+        for weight, rows in zip(leaves, layer_rows(model, mesh), strict=True)
     )
 
 
-def num_layer_dims(mesh: MeshConfig) -> int:
-    """Leading dims of the weights of stacked layers: [l, …], or [V, l / V, …] with V chunks.
+def num_layer_dims(rows: StackRows | None) -> int:
+    """Leading dims of a stored weight of layers: [l, …], or [V, l / V, …] with V equal chunks; 0 of another weight.
 
     Stage i of a pipeline with V chunks has the i-th part of each chunk's layers (arXiv 2104.04473, section 2.2). A
     reshape makes the chunks, so layers stay in order, and each stage's part is an ordinary shard of dim 1.
     """
-    return 1 if mesh.virtual_stages == 1 else 2
+    return 0 if rows is None else 2 if rows.even and rows.chunks > 1 else 1
 
 
 def compute_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
@@ -125,25 +160,27 @@ def compute_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
 
 
 def plan_weight_storage(
-    stacked: bool, shape: tuple[int, ...], spec: P, mesh: MeshConfig, partial: bool = False
+    rows: StackRows | None, shape: tuple[int, ...], spec: P, mesh: MeshConfig, partial: bool = False
 ) -> Storage:
-    """The storage of a weight of this whole shape and its module's `spec`; `stacked`, `partial` as in `Storage`."""
-    layers = num_layer_dims(mesh) if stacked else 0
+    """The storage of a weight of this whole shape and its module's `spec`; `rows`, `partial` as in `Storage`."""
+    layers = num_layer_dims(rows)
     computed = compute_spec(shape, spec, mesh)
     partial = mesh.model > 1 and (partial or (MODEL in spec and MODEL not in computed))
     split_by: list[tuple[str, ...]] = [() if entry is None else (entry,) for entry in computed]
     gathers: list[tuple[tuple[str, ...], int]] = []
     sizes = axes.sizes(mesh)
     stages = (PIPE,) if mesh.pipe > 1 else ()
-    if layers and stages:
-        split_by[layers - 1] = stages
-    copies = tuple(axis for axis in axes.sharding() if sizes[axis] > 1 and axis not in computed)
-    for names in filter(None, (() if layers else stages, copies if mesh.zero else ())):
+    copies = tuple(axis for axis in axes.sharding() if sizes[axis] > 1 and axis not in computed) if mesh.zero else ()
+    if rows and rows.even and stages:
+        split_by[layers - 1], stages = stages, ()
+    # Stages exchange their layers before they gather them from replicas: fewer bytes.
+    for names in filter(None, (copies, stages) if rows else (stages, copies)):
         if (dim := _divisible_dim(shape, split_by, sizes, names, layers)) is not None:
             split_by[dim] = (*split_by[dim], *names)
-            gathers.insert(0, (names, dim - len(shape)))
-    gather_per_layer = mesh.zero == 3 and stacked and bool(gathers)
-    return Storage(P(*split_by), tuple(gathers), gather_per_layer, partial, stacked=stacked)
+            if not rows or names == copies:
+                gathers.insert(0, (names, dim - len(shape)))
+    gather_per_layer = mesh.zero == 3 and bool(rows) and bool(gathers)
+    return Storage(P(*split_by), tuple(gathers), gather_per_layer, partial, rows=rows)
 
 
 def _divisible_dim(shape, split_by, sizes: dict[str, int], names: tuple[str, ...], first: int) -> int | None:
@@ -153,7 +190,7 @@ def _divisible_dim(shape, split_by, sizes: dict[str, int], names: tuple[str, ...
     return next((dim for dim in range(first, len(shape)) if local[dim] % ranks == 0), None)
 
 
-def add_to_shards(model, whole: dict[str, Array], plan, mesh: MeshConfig):
+def add_to_shards(model, whole: dict[str, Array], plan):
     """Add to this device's shards in `model` its shards of `whole`: arrays by name of the weight, the same on every
     device, with layers as [l, …]. Other weights are unchanged."""
 
@@ -161,8 +198,8 @@ def add_to_shards(model, whole: dict[str, Array], plan, mesh: MeshConfig):
         added = remaining.pop(leaf_name(path), None)
         if added is None:
             return shard
-        if mesh.virtual_stages > 1 and storage.stacked:
-            added = added.reshape(mesh.virtual_stages, -1, *added.shape[1:])
+        if num_layer_dims(storage.rows) == 2:
+            added = added.reshape(storage.rows.chunks, -1, *added.shape[1:])
         return shard + local_shard(added.astype(shard.dtype), storage.spec)
 
     remaining = dict(whole)
@@ -196,8 +233,9 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False
     def gather(shard: Array, storage: Storage) -> Array:
         summed = axes.gradient_sum_axes(mesh) | ({MODEL} if storage.grad_partial_over_model else frozenset())
         if storage.gather_per_layer:  # over these axes their gradients are summed layer by layer
-            return mappings.vary(shard, summed - {*axes.sharding()})
-        return mappings.vary(materialize_weight(shard, storage, dtype, in_float8, num_layer_dims(mesh)), summed)
+            return mappings.vary(storage.to_stage(shard), summed - {*axes.sharding()})
+        weight = storage.to_stage(storage.cast(shard, dtype))
+        return mappings.vary(materialize_weight(weight, storage, dtype, in_float8, 1), summed)
 
     return jax.tree.map(gather, model, plan)
 
@@ -208,7 +246,7 @@ def materialize_weight(
     """Cast the stored shard of a weight, and all-gather it for the computation.
 
     Args:
-      shard: of the master weight, in float32 or wider.
+      shard: of the master weight, of the layers of this stage; in float32 or wider, or already cast.
       storage: of the weight.
       dtype: compute dtype.
       in_float8: round a weight of linear layers to float8 before it is sent: half the bytes. The layers round it
@@ -216,7 +254,7 @@ def materialize_weight(
       stacked: leading dims, along which every layer's weight has a separate scale in float8.
       gather: (shard, axes, dim) → gathered.
     """
-    weight = shard if storage.keep_fp32 else shard.astype(dtype)
+    weight = storage.cast(shard, dtype)
     kind, in_float8 = weight.dtype, in_float8 and storage.float8 and bool(storage.gathers)
     if in_float8:
         over = (MODEL, *(axis for names, _ in storage.gathers for axis in names))
@@ -232,8 +270,9 @@ def gather_for_inference(model, plan, dtype):
     """Like `gather_weights`, for a program without gradients: the weights are typed as replicated."""
 
     def gather(shard: Array, storage: Storage) -> Array:
+        weight = storage.to_stage(storage.cast(shard, dtype))
         storage = replace(storage, gathers=()) if storage.gather_per_layer else storage
-        return materialize_weight(shard, storage, dtype, gather=mappings.all_gather_invariant)
+        return materialize_weight(weight, storage, dtype, gather=mappings.all_gather_invariant)
 
     return jax.tree.map(gather, model, plan)
 
@@ -306,6 +345,7 @@ def reduce_gradients(gradients, model, plan):
         if not storage.gather_per_layer:
             for names, dim in reversed(storage.gathers):
                 gradient = mappings.reduce_scatter(gradient, names, dim)
+        gradient = storage.from_stage(gradient, shard)
         return mappings.psum(gradient, mappings.varying_axes(gradient) - mappings.varying_axes(shard))
 
     return jax.tree.map(reduce, gradients, model, plan)

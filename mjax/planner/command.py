@@ -193,7 +193,10 @@ def _cost(candidate: Candidate) -> tuple[float, float]:
 
 
 # Values of columns that are left out if all rows have them.
-USUAL = {"pipe": 1, "replicate": 1, "expert": 1, "context": "1", "schedule": "-", "loss chunks": "-", "host GiB": "-"}
+USUAL = {
+    "pipe": 1, "replicate": 1, "expert": 1, "context": "1", "schedule": "-", "stage layers": "-", "loss chunks": "-",
+    "host GiB": "-",
+}  # fmt: skip
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
@@ -209,10 +212,13 @@ def _cells(candidate: Candidate) -> dict[str, Any]:
     days, hours = _cost(candidate)
     stages = f" × {mesh.virtual_stages}" if mesh.virtual_stages > 1 else ""
     context = f" ({config.context_attention})" if config.context_attention else ""
+    exchanged = mesh.expert > 1 and config.model.moe_token_dispatcher == "alltoall"
     return {
-        "pipe": mesh.pipe, "data": mesh.data, "replicate": mesh.replicate, "expert": mesh.expert,
+        "pipe": mesh.pipe, "data": mesh.data, "replicate": mesh.replicate,
+        "expert": f"{mesh.expert} (alltoall)" if exchanged else mesh.expert,
         "context": f"{mesh.context}{context}", "model": mesh.model,
-        "schedule": f"{mesh.schedule}{stages}" if mesh.pipe > 1 else "-", "micro-batch": train.micro_batch,
+        "schedule": f"{mesh.schedule}{stages}" if mesh.pipe > 1 else "-",
+        "stage layers": " ".join(map(str, mesh.stage_layers)) or "-", "micro-batch": train.micro_batch,
         "recompute": train.recompute, "SP": "yes" if mesh.splits_tokens else "-", "ZeRO": mesh.zero or "-",
         "loss chunks": train.loss_chunks if train.loss_chunks > 1 else "-", "s/step": f"{time.mean:.3g}",
         "TFLOP/s/GPU": f"{time.model_tflops:.0f}", "MFU": f"{time.mfu:.1%}",

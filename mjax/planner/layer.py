@@ -56,8 +56,9 @@ from mjax.cluster.hardware import find_gpu
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.config.kernels import FUSED, with_moe_kernel
 from mjax.config.model import ModelConfig
-from mjax.config.pattern import layer_stacks
+from mjax.config.pattern import StackRows, layer_stacks, stack_rows
 from mjax.config.plain_values import to_tuples
+from mjax.errors import UsageError
 from mjax.models.parts.flash import FLASH_STAND_IN
 from mjax.models.stack import layer_runs, run_blocks
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
@@ -149,9 +150,14 @@ class Head(NamedTuple):
     trained: bool
 
     @property
+    def logit_products(self) -> list[Product]:
+        """The matmuls of the vocabulary scores, of equal shape: the last one of all tokens, or several."""
+        return [product for product in self.products if product == self.products[-1]]
+
+    @property
     def logits(self) -> int:
-        """Elements of the vocabulary scores: of the last matmul of all tokens; 0 if there is none."""
-        return self.products[-1].m * self.products[-1].n if self.products else 0
+        """Elements of the vocabulary scores; 0 if there are none."""
+        return sum(product.m * product.n for product in self.logit_products)
 
     @classmethod
     def from_json(cls, products: tuple, *values) -> Head:
@@ -212,11 +218,17 @@ class TraceSpec:
 
 
 def expert_rows(spec: TraceSpec, samples: int) -> int:
-    """Rows of the tiles of a layer's experts for a micro-batch, enough for any distribution; 0 without experts."""
-    if not (experts := spec.model.experts):
+    """Rows of the tiles of a layer's experts for a micro-batch, or for one round of it, enough for any distribution; 0
+    without experts."""
+    model, mesh = spec.model, spec.mesh
+    if not model.experts:
         return 0
-    tokens = spec.mesh.expert * samples * spec.model.sequence // spec.mesh.context
-    tiles = max_tiles(spec.model.experts_per_token * tokens, experts // spec.mesh.expert, TILE_ROWS["pallas"], tokens)
+    tokens = samples * model.sequence // mesh.context
+    assignments, max_rows = model.experts_per_token * mesh.expert * tokens, mesh.expert * tokens
+    if model.token_dispatcher(mesh.expert) == "alltoall":
+        parts = mesh.model if mesh.sequence_parallel else 1
+        assignments = max_rows = mesh.expert * parts * model.dispatch_capacity(tokens // parts, mesh.expert)
+    tiles = max_tiles(assignments, model.experts // mesh.expert, TILE_ROWS["pallas"], max_rows)
     return tiles * TILE_ROWS["pallas"]
 
 
@@ -232,12 +244,11 @@ def _drop_dropout_and_barriers(model: ModelConfig) -> ModelConfig:
     return model if len(layer_stacks(model)) > 1 else replace(model, layers=1)
 
 
-def layer_kinds(config: Config) -> list[tuple[int, TraceSpec]]:
-    """List, for each stack in order, its number of layers and the trace spec of one of them."""
-    spec, stacks = TraceSpec.from_config(config), layer_stacks(config.model)
-    if len(stacks) == 1:
-        return [(config.model.layers, spec)]
-    return [(len(stack.numbers), replace(spec, kind=number)) for number, stack in enumerate(stacks)]
+def layer_kinds(config: Config) -> list[tuple[StackRows, TraceSpec]]:
+    """List, for each stack in order, its layers on each stage and the trace spec of one of them."""
+    spec, rows = TraceSpec.from_config(config), stack_rows(config.model, config.mesh)
+    kinds = range(len(rows)) if len(rows) > 1 else [None]
+    return [(layers, replace(spec, kind=kind)) for layers, kind in zip(rows, kinds, strict=True)]
 
 
 def layer_forward(spec: TraceSpec) -> Layer:
@@ -265,6 +276,18 @@ def head(spec: TraceSpec) -> Head:
     """The trace of the head, which follows the last layer."""
     mesh = replace(spec.mesh, data=1, expert=1, context_attention="auto")
     return _record(replace(spec, kind=None, mesh=mesh), Head)
+
+
+@lru_cache(maxsize=64)
+def scores_in_chunks(config: Config) -> bool:
+    """True if the model's loss supports `train.loss_chunks`."""
+    spec = TraceSpec.from_config(replace(config, mesh=MeshConfig()))
+    whole = spec.config("xla", "none")
+    try:
+        chunked = _trace(spec, replace(whole, train=replace(whole.train, loss_chunks=2)), _head)
+    except UsageError:
+        return False
+    return chunked.products != head(spec).products
 
 
 @lru_cache(maxsize=4096)
@@ -492,14 +515,14 @@ def hardware_flops(config: Config, causal: bool = False) -> float:
     train, (weights, _, attention) = config.train, _layers(config, causal)
     repeated = {"none": 0.0, "selective": attention}.get(train.recompute, weights + attention)
     if train.loss_chunks > 1:
-        repeated += _whole_head(config).products[-1].flops
+        repeated += sum(product.flops for product in _whole_head(config).logit_products)
     return model_flops(config, causal) + train.global_batch * repeated
 
 
 def _layers(config: Config, causal: bool) -> tuple[float, float, float]:
     """Forward FLOPs of the layers per sample: of all weights, of frozen weights, and of scores and weighted sums."""
     whole = replace(config, mesh=MeshConfig())
-    layers = [(count, layer_forward(spec)) for count, spec in layer_kinds(whole)]
+    layers = [(rows.slots, layer_forward(spec)) for rows, spec in layer_kinds(whole)]
     products = [(count, product) for count, layer in layers for product in layer.weight_products]
     frozen = sum(count * product.flops for count, product in products if not product.trained)
     attention = sum(count * product.flops for count, layer in layers for product in layer.activation_products)

@@ -3,8 +3,8 @@
 The step is one `shard_map` in which all communication is written by hand, so its jaxpr lists every collective: none is
 added by a partitioner. The body of a scan counts once per iteration. A conditional of the pipeline counts by the
 schedule's table, stage by stage. Unused results are left out, as in XLA: the pipeline's backward pass traces the
-embedding once more, but needs only its derivative. A loop of unknown length with a
-collective in it is an error.
+embedding once more, but needs only its derivative. All-to-alls to experts count for one round, as with a balanced
+router. Any other loop of unknown length with a collective in it is an error.
 
 The source of a collective is read from the names that the step puts on its equations (`parallel/named_scopes.py`),
 which JAX carries through differentiation. `find_source` reads it from a name in the metadata of a compiled program.
@@ -29,6 +29,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from mjax.config import Config
 from mjax.config.axes import NAMES
+from mjax.config.pattern import stage_kinds
 from mjax.parallel import named_scopes
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.pipeline_schedules import PipelineSchedule, find_schedule
@@ -177,18 +178,22 @@ def ledger(config: Config) -> Ledger:
             program = build_program(config, abstract_mesh(config.mesh))
             step = program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr
         schedule = find_schedule(config) if config.mesh.pipe > 1 else None
-        return [astuple(record) for record in read_collectives(step, schedule)]
+        kinds = stage_kinds(config.model, config.mesh)
+        return [astuple(record) for record in read_collectives(step, schedule, kinds)]
 
     records = trace_once(("ledger", config), config.model, trace, lambda *records: records)
     return Ledger(tuple(Collective(*record) for record in records))
 
 
-def read_collectives(jaxpr, schedule: PipelineSchedule | None = None) -> tuple[Collective, ...]:
+def read_collectives(
+    jaxpr, schedule: PipelineSchedule | None = None, kinds: tuple[int, ...] = ()
+) -> tuple[Collective, ...]:
     """The collectives of a traced program over more than one rank; equal ones are counted together.
 
     Args:
       jaxpr: of a function that contains a `shard_map`.
       schedule: the table that its pipeline runs, if there is one.
+      kinds: of its virtual stages (`pattern.stage_kinds`).
 
     Raises:
       ValueError: a collective is in a loop of unknown length, or in a conditional that is not the pipeline's, or is of
@@ -196,7 +201,7 @@ def read_collectives(jaxpr, schedule: PipelineSchedule | None = None) -> tuple[C
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    runs, stages = ({}, 1) if schedule is None else (schedule.runs(), schedule.stages)
+    runs, stages = ({}, 1) if schedule is None else (schedule.runs(kinds), schedule.stages)
     merged: dict[Collective, Collective] = {}
     for record in _read(used, runs, _ProgramPosition("", {}, np.ones(stages, np.int64), 1)):
         if record.ranks > 1:
@@ -247,7 +252,7 @@ class _ProgramPosition:
 
 
 def _read(jaxpr, runs: dict[str, np.ndarray], start: _ProgramPosition) -> Iterator[Collective]:
-    """The collectives of a program at `start`; `runs` has the schedule's count of each conditional."""
+    """The collectives of a program at `start`; `runs` has the schedule's counts of each branch of a conditional."""
     for equation in jaxpr.eqns:
         name, inner = equation.primitive.name, list(inner_jaxprs(equation))
         position = replace(start, stack=f"{start.stack}/{equation.source_info.name_stack}")
@@ -257,7 +262,8 @@ def _read(jaxpr, runs: dict[str, np.ndarray], start: _ProgramPosition) -> Iterat
             if name not in NO_COMMUNICATION and collective_axes(equation):
                 raise ValueError(f"{name} over {collective_axes(equation)} is not a known collective")
         elif name == "while":
-            if any(True for body in inner for _ in _read(body, runs, position)):
+            counted = named_scopes.ROUNDS not in position.stack
+            if counted and any(True for body in inner for _ in _read(body, runs, position)):
                 raise ValueError(f"a collective is in a loop of unknown length, at {position.stack}")
         elif name == "cond":
             yield from _conditional(equation, inner, runs, position)
@@ -276,11 +282,12 @@ def _conditional(equation, branches: list, runs: dict, position: _ProgramPositio
     """A conditional of the pipeline counts by the schedule's table; all branches of any other must be equal."""
     name = str(equation.source_info.name_stack).rsplit("/", 1)[-1]
     if name in runs:
-        position = replace(position, counts=position.outside * runs[name])
+        for kind, branch in enumerate(branches[1:]):  # the first does nothing
+            runs_of_kind = {name: counts[kind : kind + 1] for name, counts in runs.items()}
+            yield from _read(branch, runs_of_kind, replace(position, counts=position.outside * runs[name][kind]))
+        return
     records = [list(_read(branch, runs, position)) for branch in branches]
-    if name in runs:
-        yield from (record for branch in records for record in branch)
-    elif all(branch == records[0] for branch in records):
+    if all(branch == records[0] for branch in records):
         yield from records[0]
     else:
         raise ValueError(f"a collective is in a conditional that runs an unknown number of times: {position.stack}")

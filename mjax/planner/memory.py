@@ -34,28 +34,32 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
-from typing import NamedTuple
+from operator import attrgetter, itemgetter, mul
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, MeshConfig, axes
 from mjax.config.axes import copies, shards
 from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu, is_unrolled
 from mjax.config.model import ModelConfig
-from mjax.config.pattern import find_stack, layer_stacks
-from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, weight_dims
+from mjax.config.pattern import StackRows, find_rows, find_stack, layer_stacks, stack_rows
+from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, trace_model, weight_dims
+from mjax.models.stack import layer_runs
 from mjax.parallel.chunked_cross_entropy import split_rows
+from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.muon_resharding import MatrixLayout
-from mjax.parallel.weights import LAYER, OUT, TOKEN, Dims
+from mjax.parallel.weights import OUT, TOKEN, Dims
 from mjax.parallel.zero import Storage, compute_spec, plan_weight_storage
 from mjax.planner import layer as trace
 from mjax.planner.layer import trace_once
 from mjax.planner.program import Product, Program
 from mjax.step.muon import ITERATE_IN, newton_schulz
+from mjax.step.precision import COMPUTE_TYPES
 
 # Bytes per element of each dtype.
 DTYPE_BYTES = {"fp8": 2, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -150,8 +154,9 @@ class _Sizes:
       weights, trained: all weights and the trained weights of a device.
       width: bytes of the compute dtype.
       master: bytes of a master weight and of a gradient accumulator.
-      layers: of a virtual stage, by kind.
+      layers: by kind.
       stream: this rank's rows of the residual stream.
+      largest_chunk: the share of a stage's layers in its largest virtual stage.
       saved: activations of a virtual stage's layers on the device.
       host: the same in host memory.
       work: temporaries of a layer's backward pass, without its weights; of the kind that needs most.
@@ -171,19 +176,21 @@ class _Sizes:
         self.width = DTYPE_BYTES[config.precision.compute]
         self.master = max(4, self.width)
         self.layers = []
-        for count, spec in trace.layer_kinds(config):
+        for rows, spec in trace.layer_kinds(config):
             weights = (device_weights(model, mesh, spec.kind, trained) for trained in (False, True))
             sample = _measure_sizes(spec, kernel, recompute, train.micro_batch)
-            layers = count // (mesh.pipe * mesh.virtual_stages)
-            self.layers.append(_LayerGroup(spec.kind, layers, mesh.virtual_stages, *weights, sample))
+            self.layers.append(_LayerGroup(rows, *weights, sample))
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it during one of them, so its probabilities exist twice.
         twice = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and shards(mesh) > 1))
         masks = (config.model.attention_dropout > 0) + self.width * twice
         sample = max((kind.sample for kind in self.layers), key=lambda sample: sample.work + masks * sample.scores)
         self.stream = sample.stream
-        self.saved = sum(kind.layers * self._layer_bytes(kind) for kind in self.layers)
-        self.host = sum(kind.layers * kind.sample.offloaded for kind in self.layers)
+        counts = list(zip(*(kind.rows.counts for kind in self.layers), strict=True))  # of each virtual stage
+        self.largest_chunk = max(map(sum, counts)) / sum(kind.rows.slots for kind in self.layers)
+        layer_bytes = list(map(self._layer_bytes, self.layers))
+        self.saved = max(sum(map(mul, layers, layer_bytes)) for layers in counts)
+        self.host = sum(kind.rows.slots * kind.sample.offloaded for kind in self.layers)
         self.work = sample.work + masks * sample.scores
         rows = config.model.padded_vocabulary // mesh.model
         self.logits = sample.logits * split_rows(rows, config.train.loss_chunks)[0].stop / rows
@@ -211,7 +218,7 @@ class _Sizes:
         if mesh.splits_tokens and train.recompute != "none":
             saved += kind.sample.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
         # Without a loop the shards of a layer that are gathered again are saved by the forward pass.
-        saved += self.bytes_in_storage(kind.weights.gathered_shards, kind.trained.gathered_shards) / kind.device_layers
+        saved += self.bytes_in_storage(kind.weights.gathered_shards, kind.trained.gathered_shards) / kind.rows.slots
         if mesh.zero == 0 and mesh.model == 1 and copies(mesh) > 1:
             # XLA computes the gradients of weights after those of all streams, during the all-reduces over `data`.
             saved = max(saved, kind.sample.factors)
@@ -223,20 +230,13 @@ class _Sizes:
 
 
 class _LayerGroup(NamedTuple):
-    """Layers of one kind (`trace.layer_kinds`) on a device: number in a virtual stage, weights of all, trained weights,
-    sizes of one layer."""
+    """Layers of one kind (`trace.layer_kinds`) on a device: those of each stage, weights of all, trained weights, sizes
+    of one layer."""
 
-    kind: int | None
-    layers: int
-    chunks: int
+    rows: StackRows
     weights: DeviceWeights
     trained: DeviceWeights
     sample: _PerSample
-
-    @property
-    def device_layers(self) -> int:
-        """Layers in all virtual stages."""
-        return self.layers * self.chunks
 
 
 class _PerSample(NamedTuple):
@@ -287,7 +287,7 @@ def _measure_sizes(spec: trace.TraceSpec, kernel: str, recompute: str, samples: 
 def layer_residual_bytes(config: Config) -> float:
     """Mean bytes per layer of the saved activations of one micro-batch on the device."""
     sizes = _Sizes(config, attention_on_gpu(config))
-    return sizes.saved / sum(kind.layers for kind in sizes.layers)
+    return sizes.saved / (sizes.largest_chunk * sum(kind.rows.slots for kind in sizes.layers))
 
 
 def _chunks_in_flight(config: Config) -> int:
@@ -313,27 +313,30 @@ def _compute_copies(sizes: _Sizes) -> tuple[float, float]:
     # recomputed, whose slices of the stacks XLA writes before them and leaves alive.
     if (mesh.zero and shards(mesh) > 1) or (sizes.unrolled and sizes.config.train.recompute != "none"):
         layers += weights.layers - weights.gathered - (trained.layers - trained.gathered)
-    return sizes.width * layers, sizes.width * (weights.shared if sizes.sharded else trained.shared)
+    exchanged = sizes.master * weights.exchanged if mesh.zero == 3 else 0.0  # gathered later, so in float32
+    return sizes.width * layers + exchanged, sizes.width * (weights.shared if sizes.sharded else trained.shared)
 
 
 def _layer_gradients(sizes: _Sizes) -> float:
     """Bytes of the gradients that one backward pass through a virtual stage stacks."""
-    weights, chunks = sizes.trained, sizes.config.mesh.virtual_stages
+    weights = sizes.trained
     if sizes.unrolled and weights.gathered:  # of the last layer
-        return sizes.master * sizes.layers[0].trained.gathered_shards / sizes.layers[0].device_layers
-    return (sizes.width * (weights.layers - weights.gathered) + sizes.master * weights.gathered_shards) / chunks
+        return sizes.master * sizes.layers[0].trained.gathered_shards / sizes.layers[0].rows.slots
+    stacked = sizes.width * (weights.layers - weights.gathered) + sizes.master * weights.gathered_shards
+    return stacked * sizes.largest_chunk
 
 
 def _live_weights(sizes: _Sizes) -> float:
     """Bytes of the weights that an iteration of a scan has sliced from the stack, or gathered, and of their gradients;
-    and of the copy of a virtual stage's weights, if a rank has several."""
-    chunks, loops = sizes.config.mesh.virtual_stages, Counter()
+    and of the copy of a virtual stage's weights, if it does not use all rows of a rank."""
+    loops = Counter()
     for kind, stack in zip(sizes.layers, layer_stacks(sizes.config.model), strict=True):
         # Reduce-scatter of float32 gradients whose shards are not contiguous: a copy in another order.
         weights = sizes.width * (kind.weights.layers + kind.weights.gathered)
         gradients = sizes.master * (kind.trained.gathered + kind.trained.transposed)
-        loops[stack.run] += (weights + gradients) / kind.device_layers
-    return max(loops.values()) + (sizes.width * sizes.weights.layers / chunks if chunks > 1 else 0.0)
+        loops[stack.run] += (weights + gradients) / kind.rows.slots
+    copied = sizes.largest_chunk if any({kind.rows.slots} != {*kind.rows.counts} for kind in sizes.layers) else 0
+    return max(loops.values()) + copied * sizes.width * sizes.weights.layers
 
 
 def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **kinds: float) -> Memory:
@@ -351,7 +354,7 @@ def _backward(sizes: _Sizes) -> Memory:
     stacked = _layer_gradients(sizes)
     if sizes.unrolled and copies(sizes.config.mesh) == 1 and not sizes.accumulates:
         # Not stacked: the gradients of a layer take less than its saved activations, which are free then.
-        stacked = sizes.width * max(kind.trained.layers / kind.device_layers for kind in sizes.layers)
+        stacked = sizes.width * max(kind.trained.layers / kind.rows.slots for kind in sizes.layers)
     gradients = stacked + sizes.sums + waiting
     work = sizes.work + _live_weights(sizes) + sizes.messages + sizes.batch
     computed = layers + (shared if sizes.accumulates else 0.0)  # the next micro-batch needs the embedding
@@ -399,10 +402,11 @@ class DeviceWeights:
       stored: master weights between steps, of layers and everything else; as many float32 gradients.
       matrices: of `stored`, the matrices, for which Muon has one moment rather than two.
       layers: weights of its layers, as used in the computation: split over `model`, and experts over `expert`.
+      exchanged: of `layers`, the weights that stages send each other, before they are gathered from replicas.
       experts: of `layers`, the weights that `expert` splits, which are shared by fewer replicas than all others.
       shared: all other weights, as used in the computation.
       gathered: of `layers`, the weights gathered layer by layer inside the loop (ZeRO-3), never all at the same time.
-      gathered_shards: of `stored`, their shards.
+      gathered_shards: their shards, of the layers of the stage.
       table: of `shared`, the embedding of the tokens.
       largest: of `layers`, the largest weight.
       transposed: of `gathered`, the largest weight whose shards are not contiguous: gathering it, and scattering its
@@ -412,6 +416,7 @@ class DeviceWeights:
     stored: int = 0
     matrices: int = 0
     layers: int = 0
+    exchanged: int = 0
     experts: int = 0
     shared: int = 0
     gathered: int = 0
@@ -426,20 +431,26 @@ def device_weights(
 ) -> DeviceWeights:
     """Elements of `model` that one device of `mesh` holds, or of those that are `trained`; with `kind`
     (`trace.layer_kinds`) of the layers of that kind alone."""
-    return _elements(model, STORAGE_FIELDS(mesh), kind, trained and _has_frozen(model))
+    return _elements(model, _storage_fields(model, mesh), kind, trained and _has_frozen(model))
 
 
 def muon_matrices(model: ModelConfig, mesh: MeshConfig) -> tuple[MatrixLayout, ...]:
     """The matrices of `model` on `mesh`, one entry a weight."""
-    return _matrices(model, STORAGE_FIELDS(mesh))
+    return _matrices(model, _storage_fields(model, mesh))
 
 
-# The fields of a mesh that the storage of weights depends on, except for the shape that virtual stages give them.
-STORAGE_FIELDS = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replicate")
+# The fields of a mesh that the storage of weights depends on.
+STORAGE_FIELDS = "pipe", "data", "model", "expert", "context", "zero", "replicate", "virtual_stages", "stage_layers"
 
 
-def _mesh(pipe: int, data: int, model: int, expert: int, context: int, zero: int, replicate: int) -> MeshConfig:
-    return MeshConfig(pipe, data, model, expert, context, zero=zero, replicate=replicate)
+def _storage_fields(model: ModelConfig, mesh: MeshConfig) -> tuple:
+    """The values of `STORAGE_FIELDS`, equal for all virtual stages if they are even."""
+    fields = attrgetter(*STORAGE_FIELDS)(mesh)
+    return (*fields[:-2], 1, ()) if all(rows.even for rows in stack_rows(model, mesh)) else fields
+
+
+def _mesh(storage: tuple) -> MeshConfig:
+    return MeshConfig(**dict(zip(STORAGE_FIELDS, storage, strict=True)))
 
 
 class Weight(NamedTuple):
@@ -453,9 +464,12 @@ class Weight(NamedTuple):
     matrix: tuple[tuple[int, ...], tuple[int, ...]] | None
     trained: bool
 
-    def storage(self, mesh: MeshConfig) -> Storage:
-        """The storage of the weight on a mesh."""
-        return plan_weight_storage(LAYER in self.dims, self.shape, P(*self.spec), mesh)
+    def storage(self, model: ModelConfig, mesh: MeshConfig) -> Storage:
+        """The storage of the weight of a model on a mesh, except for the shape that virtual stages give it."""
+        rows = find_rows(model, mesh, self.name)
+        if rows and rows.even:
+            rows = StackRows((rows.slots,) * rows.stages, rows.stages)
+        return plan_weight_storage(rows, self.shape, P(*self.spec), mesh)
 
 
 @lru_cache(maxsize=64)
@@ -482,29 +496,53 @@ def count_weights(model: ModelConfig) -> int:
     return sum(math.prod(weight.shape) for weight in measure_weights(model))
 
 
+def cache_bytes(config: Config) -> tuple[int, int] | None:
+    """Bytes of the cache for generation, of all layers on one device: of each token, and of each sequence whatever its
+    length, such as a recurrent state; None if the model does not generate."""
+    weights = trace_model(config.model)
+    stacks = [stack for stacks in layer_runs(weights.blocks) for stack in stacks]
+    if not (config.model.causal and all(hasattr(stack, "empty_cache") for stack in stacks)):
+        return None
+
+    def measure(stack: nnx.Module, slots: int) -> int:
+        def empty_cache(stack: nnx.Module) -> Any:
+            layer = jax.tree.map(itemgetter(0), stack)
+            return layer.empty_cache(1, slots, COMPUTE_TYPES[config.precision.compute])
+
+        on_mesh = jax.shard_map(empty_cache, mesh=abstract_mesh(MeshConfig()), in_specs=P(), out_specs=P())
+        arrays = jax.tree.leaves(jax.eval_shape(on_mesh, stack))
+        return len(jax.tree.leaves(stack)[0]) * sum(array.size * array.dtype.itemsize for array in arrays)
+
+    with jax.enable_x64(config.precision.compute == "fp64"):
+        empty, one = (sum(measure(stack, slots) for stack in stacks) for slots in (0, 1))
+    return one - empty, empty
+
+
 @lru_cache(maxsize=8192)
-def _elements(model: ModelConfig, storage: tuple[int, ...], kind: int | None, trained: bool) -> DeviceWeights:
-    mesh = _mesh(*storage)
+def _elements(model: ModelConfig, storage: tuple, kind: int | None, trained: bool) -> DeviceWeights:
+    mesh = _mesh(storage)
     total: Counter[str] = Counter()
     for weight in measure_weights(model):
         is_other = kind is not None and find_stack(model, weight.name) != layer_stacks(model)[kind]
         if is_other or (trained and not weight.trained):
             continue
-        storage, computed_as = weight.storage(mesh), compute_spec(weight.shape, P(*weight.spec), mesh)
+        storage, computed_as = weight.storage(model, mesh), compute_spec(weight.shape, P(*weight.spec), mesh)
         stored, computed = _local(weight.shape, storage.spec, mesh), _local(weight.shape, computed_as, mesh)
         total["stored"] += stored
         total["matrices"] += stored if weight.matrix else 0
-        if not storage.stacked:
+        if (rows := storage.rows) is None:
             total["shared"] += computed
             total["table"] = computed if weight.dims == (TOKEN, OUT) else total["table"]
             continue
-        computed //= mesh.pipe
+        computed = computed // weight.shape[0] * rows.slots
         total["layers"] += computed
+        shard = computed // _count_replicas(storage, mesh)
+        total["exchanged"] += 0 if rows.even else shard
         total["experts"] += computed if axes.EXPERT in computed_as else 0
         total["largest"] = max(total["largest"], computed)
         if storage.gather_per_layer:
             total["gathered"] += computed
-            total["gathered_shards"] += stored
+            total["gathered_shards"] += shard
             ((_, dim),) = storage.gathers
             if _local(weight.shape[1:dim], P(*computed_as[1:dim]), mesh) > 1:
                 total["transposed"] = max(total["transposed"], computed)
@@ -512,10 +550,17 @@ def _elements(model: ModelConfig, storage: tuple[int, ...], kind: int | None, tr
 
 
 @lru_cache(maxsize=4096)
-def _matrices(model: ModelConfig, storage: tuple[int, ...]) -> tuple[MatrixLayout, ...]:
-    mesh = _mesh(*storage)
+def _matrices(model: ModelConfig, storage: tuple) -> tuple[MatrixLayout, ...]:
+    mesh = _mesh(storage)
     weights = [weight for weight in measure_weights(model) if weight.matrix]
-    return tuple(MatrixLayout(weight.shape, weight.storage(mesh).spec, *weight.matrix, mesh) for weight in weights)
+    return tuple(
+        MatrixLayout(weight.shape, weight.storage(model, mesh).spec, *weight.matrix, mesh) for weight in weights
+    )
+
+
+def _count_replicas(storage: Storage, mesh: MeshConfig) -> int:
+    """The devices from which a weight is gathered."""
+    return math.prod(axes.sizes(mesh)[axis] for names, _ in storage.gathers for axis in names)
 
 
 def _local(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> int:

@@ -45,11 +45,11 @@ from mjax.config.checks import can_run_layers, clip_warmup, divisors, validate
 from mjax.config.kernels import context_attention_choices, is_unrolled
 from mjax.config.marks import fields_with
 from mjax.config.model import ModelConfig
-from mjax.config.pattern import stage_unit
+from mjax.config.pattern import count_groups
 from mjax.config.run import Recompute
 from mjax.errors import UsageError
-from mjax.models.build import mixing_class, scores_in_chunks
-from mjax.planner.layer import model_flops
+from mjax.models.build import mixing_class
+from mjax.planner.layer import model_flops, scores_in_chunks
 from mjax.planner.memory import HEADROOM, Memory, count_weights, predict_memory
 from mjax.planner.time import Calibration, StepTime, TimePredictor
 from mjax.utils.figures import GIB
@@ -95,6 +95,8 @@ def candidates(config: Config, devices: int, fix: Collection[str] = ()) -> Itera
             for *sizes, micro_batch, recompute, chunks in product(*options):
                 mesh = mesh_of(*sizes)
                 are_whole = mesh.data // mesh.expert % mesh.replicate == 0
+                if mesh.stage_layers and len(mesh.stage_layers) != mesh.pipe * mesh.virtual_stages:
+                    continue
                 if mesh.replicate == 1 or (mesh.zero in zeros and are_whole and shards(mesh) > 1):
                     train = train_of(micro_batch=micro_batch, recompute=recompute, loss_chunks=chunks)
                     yield replace(config, mesh=mesh, train=train)
@@ -137,9 +139,10 @@ def _possible_values(
             "mesh.context_attention": across,
             "mesh.sequence_parallel": [splits and fixed.get("mesh.sequence_parallel", True)],
             "mesh.schedule": [config.mesh.schedule],
-            "mesh.virtual_stages": divisors(model.layers // stage_unit(model) // pipe) if in_groups else [1],
+            "mesh.virtual_stages": _virtual_stages(count_groups(model), pipe) if in_groups else [1],
             "mesh.zero": [0, 1, 3] if data * context > 1 else [0],
             "mesh.replicate": groups,
+            "mesh.stage_layers": [fixed.get("mesh.stage_layers", ())],
             "train.micro_batch": [micro_batch],
             "train.loss_chunks": sorted({1, config.train.loss_chunks}),
         } | {name: [fixed[name]] for name in ("mesh.zero", "mesh.replicate") if name in fixed}
@@ -152,11 +155,17 @@ def meshes(config: Config, devices: int, context: int | None = None) -> Iterator
     model, unit, limit = config.model, batch_unit(config), max(SERVER_GPUS, config.mesh.model)
     matrices = math.gcd(*model.columns().values())
     for tensor in (n for n in divisors(math.gcd(devices, matrices)) if n <= limit and model.splits(n)):
-        for pipe in divisors(math.gcd(devices // tensor, model.layers // stage_unit(model))):
+        for pipe in (n for n in divisors(devices // tensor) if n <= count_groups(model)):
             rest = devices // (tensor * pipe)
             for part in _sequence_splits(model) if context is None else [context]:
                 if rest % part == 0 and unit % (rest // part) == 0 and model.sequence % part == 0:
                     yield pipe, rest // part, part, tensor
+
+
+def _virtual_stages(groups: int, pipe: int) -> list[int]:
+    """Possible numbers of virtual stages: the smallest for each number of groups of the largest one."""
+    smallest = {-(-groups // (pipe * chunks)): chunks for chunks in range(groups // pipe, 0, -1)}
+    return sorted(smallest.values())
 
 
 def _sequence_splits(model: ModelConfig) -> Iterator[int]:
@@ -168,9 +177,17 @@ def _sequence_splits(model: ModelConfig) -> Iterator[int]:
 
 def with_loss_chunks(config: Config, memory: Memory) -> list[Config]:
     """`config` with the loss in CHUNKS chunks, if its memory peaks with the logits and the model supports chunks."""
-    if memory.moment != "head" or config.train.loss_chunks > 1 or not scores_in_chunks(config.model):
+    if memory.moment != "head" or config.train.loss_chunks > 1 or not scores_in_chunks(config):
         return []
     return [replace(config, train=replace(config.train, loss_chunks=LOSS_CHUNKS))]
+
+
+def with_alltoall(config: Config) -> list[Config]:
+    """`config` with all-to-alls to experts, if auto gathers all tokens, which needs more memory."""
+    model, ranks = config.model, config.mesh.expert
+    if ranks == 1 or model.moe_token_dispatcher != "auto" or model.token_dispatcher(ranks) == "alltoall":
+        return []
+    return [with_values(config, {"model.moe_token_dispatcher": "alltoall"})]
 
 
 def batch_unit(config: Config) -> int:
@@ -223,6 +240,7 @@ def search(
     top: int = 10,
     among: Collection[Config] | None = None,
     mean_of: Callable[[Config], float] | None = None,
+    balance: Callable[[Config], Config] = lambda config: config,
 ) -> SearchResult:
     """Rank the candidates that fit: at least the `top` fastest, and all within `MAX_SLOWDOWN` times the fastest.
 
@@ -237,6 +255,7 @@ def search(
       top: number of candidates to rank at least.
       among: the candidates; by default all.
       mean_of: the mean of `time_of` alone, which is called for all candidates.
+      balance: moves layers between the stages of a pipeline, so that the slowest is faster.
     """
     mean_of, timed = mean_of or (lambda config: time_of(config).mean), []
     among = list(candidates(config, devices, fix) if among is None else among)
@@ -250,9 +269,15 @@ def search(
         if len(fastest) >= top and mean > max(MAX_SLOWDOWN * fastest[0], 1.001 * fastest[top - 1]):
             break
         tried, options = tried + 1, [(candidate, memory_of(candidate))]
-        if not options[0][1].fits(capacity) and "train.loss_chunks" not in fix:
-            options += [(chunked, memory_of(chunked)) for chunked in with_loss_chunks(*options[0])]
+        if not options[0][1].fits(capacity):
+            smaller = with_alltoall(candidate)
+            smaller += with_loss_chunks(*options[0]) if "train.loss_chunks" not in fix else []
+            options += [(option, memory_of(option)) for option in smaller]
         for option, memory in options:
+            if memory.fits(capacity, host) and "mesh.stage_layers" not in fix:
+                balanced = balance(option)
+                if (needed := memory_of(balanced)).fits(capacity, host):
+                    option, memory = balanced, needed
             if memory.fits(capacity, host):
                 ranked.append(Candidate(option, memory, time_of(option)))
                 insort(fastest, ranked[-1].time.mean)
@@ -273,7 +298,8 @@ def search_and_time(
     """`search` with the planner's predictions of memory and time."""
     memory_of, time_of = make_predictors(gpu, calibration)
     usable, host = gpu.usable_bytes, gpu.host_bytes
-    return search(config, devices, memory_of, time_of, usable, fix, host, among=among, mean_of=time_of.mean)
+    functions = {"mean_of": time_of.mean, "balance": time_of.balance}
+    return search(config, devices, memory_of, time_of, usable, fix, host, among=among, **functions)
 
 
 @lru_cache(maxsize=4)
@@ -308,6 +334,7 @@ PRICES = {
     "train.loss_chunks": {1: 0, LOSS_CHUNKS: 3},
     "train.recompute": {"none": 0, "selective": 4, "full": 16, "offload": 20},
     "train.unroll": {"auto": 0, "on": 0, "off": 6},
+    "model.moe_token_dispatcher": {"auto": 0, "alltoall": 5},
 }
 MICRO_BATCH_PRICE, OTHER_MESH_PRICE, MORE_GPUS_PRICE = 8, 32, 128
 FACTORS = (1, 2, 4, 8, 16, 32, 64)  # times as many GPUs
@@ -351,6 +378,7 @@ def changes_that_fit(config: Config, usable: float, count: int = 3, host: float 
     proposed: list[Change] = []
     unused = set() if with_loss_chunks(config, predict_memory(config)) else {"train.loss_chunks"}
     unused |= set() if is_unrolled(config, on_gpu=True) else {"train.unroll"}
+    unused |= set() if with_alltoall(config) else {"model.moe_token_dispatcher"}
     for factor in FACTORS:
         for price, values in sorted(_changes(config, factor, unused), key=itemgetter(0)):
             changed = with_values(config, values)
@@ -444,7 +472,7 @@ def longest_sequence(
         batch_history=(),
         recompute=recompute,
         unroll="off" if recompute == "offload" else config.train.unroll,
-        loss_chunks=max(LOSS_CHUNKS, config.train.loss_chunks) if scores_in_chunks(config.model) else 1,
+        loss_chunks=max(LOSS_CHUNKS, config.train.loss_chunks) if scores_in_chunks(config) else 1,
     )
 
     def make_config(steps: int, mesh: MeshConfig) -> Config:
@@ -665,6 +693,7 @@ def describe(config: Config) -> str:
     words = (
         axes.describe_mesh(mesh, axes.PIPE),
         f"{mesh.schedule}{stages}" * (mesh.pipe > 1),
+        f"stages of {' '.join(map(str, mesh.stage_layers))} layers" * bool(mesh.stage_layers),
         f"micro-batches of {train.micro_batch}",
         f"{train.recompute.replace('none', 'no')} recomputation",
         "sequence parallelism" if mesh.splits_tokens else "",

@@ -41,11 +41,13 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
-from operator import attrgetter
+from itertools import accumulate, pairwise
+from operator import attrgetter, mul
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -58,6 +60,7 @@ from mjax.config.axes import CONTEXT, EXPERT, MODEL, copies, shards
 from mjax.config.batch_size import BatchSizes
 from mjax.config.bounds import Bounds, check_bounds
 from mjax.config.kernels import FUSED, attention_on_gpu, is_unrolled
+from mjax.config.pattern import layer_stacks, stack_rows
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, either
 from mjax.parallel.grouped import TILE_ROWS
@@ -275,6 +278,17 @@ class Rates:
             return 0.0
         sent = (ranks - 1) / ranks * whole
         return sent / self._bandwidth(ranks, stride) + self._steps(ranks, stride) + self.calibration.collective
+
+    def exchange(self, ranks: int, stride: int, whole: float) -> float:
+        """All-to-all of `whole` bytes of every device. A link carries what one device sends, for no other one as in a
+        ring, and all devices of a server share its network cards."""
+        if ranks == 1:
+            return 0.0
+        gpu, calibration = self.gpu, self.calibration
+        in_server = max(1, min(ranks, gpu.gpus_per_node // stride))
+        node = (in_server - 1) / (gpu.node_bandwidth * calibration.node)
+        network = (ranks - in_server) * gpu.gpus_per_node / (gpu.network_bandwidth_per_node * calibration.network)
+        return whole / ranks * max(node, network) + self._steps(ranks, stride) + calibration.collective
 
     def sum(self, ranks: int, stride: int, whole: float) -> float:
         """All-reduce of `whole` bytes: a reduce-scatter and an all-gather in one kernel."""
@@ -505,16 +519,21 @@ class LayerTime:
     def __init__(self, run: _MicroBatch, layers: int, spec: trace.TraceSpec):
         self.run, self.config, self.rates, self.software = run, run.config, run.rates, run.software
         self.samples, self.layer = run.samples, trace.layer_forward(spec)
-        mesh, of_stage = run.config.mesh, layers / run.config.mesh.pipe
+        mesh = replace(run.config.mesh, pipe=1, virtual_stages=1, stage_layers=())
         weights = device_weights(run.config.model, mesh, spec.kind)
-        self.weights, self.experts = weights.layers / of_stage, weights.experts / of_stage
-        self.trained = device_weights(run.config.model, mesh, spec.kind, trained=True).layers / of_stage
+        self.weights, self.experts = weights.layers / layers, weights.experts / layers
+        self.trained = device_weights(run.config.model, mesh, spec.kind, trained=True).layers / layers
 
     @cached_property
     def passes(self) -> list[dict[str, float]]:
         """The parts: the forward pass, and the halves of the backward pass: inputs, weights."""
         weight_gradients = {"matmul": self._weight_gradients(self.layer.trained_products)}
         return [self._forward(), self._backward_inputs(), weight_gradients]
+
+    @cached_property
+    def seconds(self) -> float:
+        """All passes."""
+        return sum(sum(parts.values()) for parts in self.passes)
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -529,7 +548,7 @@ class LayerTime:
         }
         forward = {
             **work,
-            "model": len(self.layer.branches) * self.run.layer_sum,
+            "model": len(self.layer.branches) * self.run.layer_sum + self._more_rows,
             "context": sum(self._context_collectives),
             "expert": sum(self._expert_collectives),
             "data": self.run.expose_zero(self._data_collectives(self.run.gathered), sum(work.values())),
@@ -567,7 +586,7 @@ class LayerTime:
         (before, after), (gathers, scatters) = self._context_collectives, self._expert_collectives
         return {
             **work,
-            "model": self._exposed_backward + repeated,
+            "model": self._exposed_backward + repeated + (1 + whole) * self._more_rows,
             "context": before + after + attention * before + whole * after,
             "expert": gathers + scatters + attention * gathers,
             "data": run.expose_zero(zero, overlapped),
@@ -593,13 +612,21 @@ class LayerTime:
         return (TILE * math.ceil(rows / TILE), product.batch) if product.grouped else (rows, 1)
 
     @cached_property
+    def _more_rows(self) -> float:
+        """The collectives over `model` of the rows that experts have in addition to those of the rank's stream."""
+        if not self.experts:
+            return 0.0
+        largest = max((whole for axis, _, whole in self.layer.collectives if axis == MODEL), default=0)
+        return max(0.0, largest / (self.run.element * self.layer.elements) - 1) * self.run.layer_sum
+
+    @cached_property
     def _expert_collectives(self) -> tuple[float, float]:
-        """A layer's all-gathers over `expert` in its forward pass, and its reduce-scatters; the backward pass has the
-        transpose of each, and recomputation repeats the all-gathers."""
+        """A layer's collectives over `expert` in its forward pass, before the experts and after them; the backward pass
+        has the transpose of each, and recomputation repeats the first. All-to-alls count for one round."""
         mesh = self.config.mesh
         timed = self._time_collectives(EXPERT, mesh.expert, mesh.model * mesh.context)
-        gathers, scatters = (sum(s for name, s in timed if name == kind) for kind in ("all_gather", "reduce_scatter"))
-        return gathers, scatters
+        *before, after = [0.0, *(seconds for name, seconds in timed if name != "pmax")]
+        return sum(before), after
 
     @cached_property
     def _context_collectives(self) -> tuple[float, float]:
@@ -611,18 +638,21 @@ class LayerTime:
 
     def _time_collectives(self, axis: str, ranks: int, stride: int) -> list[tuple[str, float]]:
         """The name and the seconds of a layer's collectives over this axis alone."""
+        rates = {"all_to_all": self.rates.exchange}
         collectives = [(name, whole) for over, name, whole in self.layer.collectives if over == axis]
-        return [(name, self.rates.gather(ranks, stride, self.samples * whole)) for name, whole in collectives]
+        return [(name, rates.get(name, self.rates.gather)(ranks, stride, self.samples * x)) for name, x in collectives]
 
     def _attention(self, backward: bool) -> float:
         """Scores, softmax and weighted sums. A flash kernel has five matmuls backward for two forward, because it
-        recomputes the scores (arXiv 2307.08691)."""
+        recomputes the scores (arXiv 2307.08691), all as wide as the widest."""
         products, model = self.layer.activation_products, self.config.model
         if not products:
             return 0.0
         if self.run.flash:
-            flops = self.samples * sum(product.flops for product in products) / (2 if model.causal else 1)
-            return self.rates.flash((2.5 if backward else 1) * flops, products[0].k, model.sequence, backward)
+            flops = self.samples * len(products) * max(product.flops for product in products)
+            flops *= (2.5 if backward else 1) / (2 if model.causal else 1)
+            width = max(model.head_size, model.value_size)
+            return self.rates.flash(flops, width, model.sequence, backward)
         written = self.traffic.scores_backward if backward else self.traffic.scores
         matmuls = sum(self.rates.product(p.m, p.n, p.k, p.batch * self.samples) for p in products)
         return (2 if backward else 1) * matmuls + self.rates.traffic(*written)
@@ -736,6 +766,8 @@ def predict_time(
     return TimePredictor(gpu, calibration, software)(config)
 
 
+# The share of a step that other layers for each stage must save, for a plan to propose them.
+MIN_SAVED = 0.01
 # The fields that the work of a micro-batch depends on, without FSDP.
 WORK = attrgetter(
     "model", "data", "precision.compute", "mesh.pipe", "mesh.model", "mesh.expert", "mesh.context",
@@ -753,6 +785,18 @@ class TimePredictor:
     def mean(self, config: Config) -> float:
         """Seconds of a step of `config`, mean over the run: `StepTime.mean`, for a search."""
         return self._step(config).mean_over_run()
+
+    def balance(self, config: Config) -> Config:
+        """`config` with the layers of its pipeline stages that make the slowest as fast as possible, if that saves
+        `MIN_SAVED` of a step."""
+        mesh, runs = config.mesh, config.model.pattern.runs(config.model.layers)
+        if mesh.pipe == 1:
+            return config
+        step, sizes = self._step(config), [len(kinds) for kinds, count in runs for _ in range(count)]
+        ends = [0, *balance_stages(step.group_times(), mesh.pipe * mesh.virtual_stages, step.work.head_seconds)]
+        layers = tuple(sum(sizes[first:end]) for first, end in pairwise(ends))
+        balanced = replace(config, mesh=replace(mesh, stage_layers=layers))
+        return balanced if self.mean(balanced) < (1 - MIN_SAVED) * self.mean(config) else config
 
     def _step(self, config: Config) -> _StepTime:
         """The step, with the work of a micro-batch, which configs share."""
@@ -793,7 +837,7 @@ class _MicroBatch:
       stream: elements of a micro-batch's stream on all ranks of `model`.
       looped: whether the layers run in a loop.
       end: the head.
-      layers: of a stage, and one of them, for each kind.
+      layers: one of each kind.
     """
 
     def __init__(self, config: Config, rates: Rates, software: FrameworkModel):
@@ -817,34 +861,16 @@ class _MicroBatch:
         self.layer_sum = self.layer_scatter + self.layer_gather
         if not mesh.splits_tokens:
             self.layer_sum = rates.sum(mesh.model, 1, self.element * self.stream)
-        self.layers = [(n // mesh.pipe, LayerTime(self, n, spec)) for n, spec in kinds]
+        self.layers = [LayerTime(self, sum(rows.counts), spec) for rows, spec in kinds]
 
     def expose_zero(self, seconds: float, work: float) -> float:
         """Exposed seconds of ZeRO's collectives that take `seconds` and overlap `work`."""
         return seconds - min(self.overlap.weights * seconds, work)
 
-    @cached_property
-    def passes(self) -> list[Counter[str]]:
-        """`LayerTime.passes`, summed over the layers of a stage."""
-        passes = [Counter(), Counter(), Counter()]
-        for number, layer in self.layers:
-            for total, parts in zip(passes, layer.passes, strict=True):
-                for part, seconds in parts.items():
-                    total[part] += number * seconds
-        return passes
-
-    @cached_property
-    def pass_times(self) -> list[float]:
-        """The seconds of each of `passes`."""
-        return [sum(parts.values()) for parts in self.passes]
-
-    @cached_property
-    def seconds(self) -> dict[str, float]:
-        """Seconds that a micro-batch adds to a step, by part, without send/recv of stages."""
-        seconds = {part: sum(spent[part] for spent in self.passes) for part in NAMES}
-        seconds["head"] += self.head()
-        seconds["model"] += self.head_sums()
-        return seconds
+    @property
+    def head_seconds(self) -> float:
+        """The seconds of the embedding and the head, with their collectives."""
+        return self.head() + self.head_sums()
 
     # --- Embedding and head -------------------------------------------------------------------------------------------
 
@@ -853,11 +879,12 @@ class _MicroBatch:
         embedding = self.rates.traffic(9 * self.element * self.stream, 3)
         if not self.end.products:
             return embedding
-        moved = self.rates.traffic(*self.layers[0][1].traffic.head)
+        moved = self.rates.traffic(*self.layers[0].traffic.head)
         products = [self.rates.product(self.tokens, product.n, product.k) for product in self.end.products]
         seconds = embedding + moved + (3 if self.end.trained else 2) * sum(products)
         if (chunks := self.config.train.loss_chunks) > 1:  # as many bytes, and the logits once more
-            seconds += products[-1] + self.rates.traffic(0, CHUNK_LAUNCHES * chunks)
+            losses = len(self.end.logit_products)
+            seconds += losses * (products[-1] + self.rates.traffic(0, CHUNK_LAUNCHES * chunks))
         return seconds
 
     def head_sums(self) -> float:
@@ -882,11 +909,37 @@ class _StepTime:
         self.element, self.gathered = work.element, work.gathered
         self.weights = device_weights(config.model, config.mesh)
         self.trained = device_weights(config.model, config.mesh, trained=True)
+        self.rows = stack_rows(config.model, config.mesh)
+
+    @cached_property
+    def passes(self) -> list[Counter[str]]:
+        """`LayerTime.passes`, summed over the layers of the last stage."""
+        passes, last = [Counter(), Counter(), Counter()], self.config.mesh.pipe - 1
+        for rows, layer in zip(self.rows, self.work.layers, strict=True):
+            for total, parts in zip(passes, layer.passes, strict=True):
+                for part, seconds in parts.items():
+                    total[part] += sum(rows.counts[last :: last + 1]) * seconds
+        return passes
+
+    def chunk_times(self) -> list[float]:
+        """The seconds of the passes of each virtual stage, without the head."""
+        layers = [layer.seconds for layer in self.work.layers]
+        return [sum(map(mul, numbers, layers)) for numbers in zip(*(rows.counts for rows in self.rows), strict=True)]
+
+    def group_times(self) -> list[float]:
+        """The seconds of the passes of each group of layers, which stages cannot split."""
+        model, seconds = self.config.model, Counter()
+        for stack, layer in zip(layer_stacks(model), self.work.layers, strict=True):
+            seconds[stack.run] += len(stack.kinds) * layer.seconds
+        runs = model.pattern.runs(model.layers)
+        return [seconds[run] for run, (_, count) in enumerate(runs) for _ in range(count)]
 
     def seconds(self, m: int) -> dict[str, float]:
         """The parts of a step of `m` micro-batches on each replica."""
         mesh, work = self.config.mesh, self.work
-        seconds = {part: m * spent for part, spent in work.seconds.items()}
+        seconds = {part: m * sum(spent[part] for spent in self.passes) for part in NAMES}
+        seconds["head"] += m * work.head()
+        seconds["model"] += m * work.head_sums()
         seconds["data"] += self._sums_over_data(m)
         seconds["optimizer"] += self.optimizer(m)
         if self.config.optimizer.name == "muon":
@@ -895,8 +948,9 @@ class _StepTime:
         if mesh.pipe > 1:
             message = self._message()
             # One activation and one gradient of each chunk; and two for each stage to fill.
-            seconds["pipe"] = m * (work.seconds["pipe"] + 2 * mesh.virtual_stages * message)
-            seconds["bubble"] += bubble(mesh, sum(work.pass_times) / mesh.virtual_stages + 2 * message)
+            seconds["pipe"] += m * 2 * mesh.virtual_stages * message
+            seconds["bubble"] += idle_seconds(mesh, m, self.chunk_times(), work.head_seconds)
+            seconds["bubble"] += (mesh.pipe - 1) * 2 * message
         return seconds
 
     def mean_over_run(self) -> float:
@@ -929,6 +983,7 @@ class _StepTime:
             return self.element * weights + software.gradient_bytes * gradients
 
         seconds = rates.gather(mesh.pipe, stage, sent_bytes(self.weights.shared, trained.shared))
+        seconds += rates.gather(mesh.pipe, stage, sent_bytes(self.weights.exchanged, trained.exchanged))
         shared, trained_shared = self.weights.shared / mesh.pipe, trained.shared / mesh.pipe
         weights = shared if mesh.zero == 3 else self.weights.layers + shared
         gradients = trained_shared if mesh.zero == 3 else trained.layers + trained_shared
@@ -940,7 +995,7 @@ class _StepTime:
             # It all-reduces each stack as one array; the last of them and the embedding overlap nothing.
             last = (trained_shared + trained.largest) * software.sums_stacks
             exposed = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
-            return seconds + max(exposed, whole - sum(self.work.pass_times[1:]))
+            return seconds + max(exposed, whole - sum(sum(parts.values()) for parts in self.passes[1:]))
         narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
         seconds += rates.sum(mesh.replicate, stage // mesh.replicate, software.gradient_bytes * trained.stored)
         experts = 0.0 if mesh.zero == 3 else sent_bytes(self.weights.experts, trained.experts)
@@ -992,9 +1047,47 @@ def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
     return seconds
 
 
-def bubble(mesh: MeshConfig, layer_passes: float) -> float:
-    """Return the last stage's idle seconds in a step: `PipelineSchedule.makespan` in closed form."""
-    return (mesh.pipe - 1) * layer_passes
+def idle_seconds(mesh: MeshConfig, m: int, chunks: Sequence[float], head: float) -> float:
+    """Return the last stage's idle seconds in a step, with these seconds of each virtual stage and of the head.
+
+    In lock-step every tick takes as long as its slowest stage. Of m V + p − 1 ticks m have the head. Equal stages give
+    `PipelineSchedule.makespan` in closed form.
+    """
+    slowest, busy = max(chunks), sum(chunks[mesh.pipe - 1 :: mesh.pipe]) + head
+    ticks = m * max(slowest, chunks[-1] + head) + (m * (mesh.virtual_stages - 1) + mesh.pipe - 1) * slowest
+    return ticks - m * busy
+
+
+def balance_stages(costs: Sequence[float], stages: int, head: float) -> list[int]:
+    """Divide groups of layers among stages, so that the slowest takes as little time as possible.
+
+    Args:
+      costs: seconds of each group.
+      stages: virtual stages.
+      head: seconds of the head, which the last stage runs too.
+
+    Returns:
+      For each stage the end of its groups, near its share of all seconds.
+    """
+    before = [0.0, *accumulate(costs)]
+    low, high = head, before[-1] + head
+
+    def earliest_ends(limit: float) -> list[int]:
+        """The end of each stage if later stages take as many groups as the limit allows."""
+        ends = [len(costs)]
+        for room in (limit - head, *[limit] * (stages - 2)):
+            ends.append(bisect_left(before, before[ends[-1]] - room - 1e-9 * limit))
+        return ends[::-1]
+
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (low, middle) if before[earliest_ends(middle)[0]] <= middle else (middle, high)
+    ends, start = earliest_ends(high), 0
+    for stage, earliest in enumerate(ends[:-1]):
+        share = (stage + 1) / stages * (before[-1] + head)
+        latest = bisect_right(before, before[start] + (1 + 1e-9) * high)
+        ends[stage] = start = min(range(max(start, earliest), latest), key=lambda end: abs(before[end] - share))
+    return ends
 
 
 # --- The time section of a plan ---------------------------------------------------------------------------------------

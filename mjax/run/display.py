@@ -237,6 +237,7 @@ def announce_start(display: Display, config: Config, data: TrainingData, folder:
     choices = ", unrolled layers" if train.unroll == "on" else ""
     choices += f", context attention {config.context_attention}" if config.context_attention else ""
     choices += f", expert matmuls {model.moe_kernel}" if model.moe_kernel else ""
+    choices += f", {model.token_dispatcher(mesh.expert)} to experts" if mesh.expert > 1 else ""
     choices += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""
     trained = count_parameters(model, trained=True)
     choices += "" if trained == parameters else f"; {trained:,} trainable ({trained / parameters:.2%})"

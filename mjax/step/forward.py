@@ -12,9 +12,12 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mjax.config import Config
+from mjax.config.pattern import layers_of_stages, stage_kinds
 from mjax.errors import UsageError
 from mjax.models.block import Sums
 from mjax.models.protocol import ForwardContext, Model
@@ -23,6 +26,7 @@ from mjax.parallel import named_scopes
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums, vary_over_pipe
 from mjax.parallel.pipeline_schedules import find_schedule, forward_schedule
 from mjax.parallel.random import DropoutKey
+from mjax.parallel.reductions import add_means
 from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.weights import are_stacked, combine, partition_trainable
 from mjax.parallel.zero import layer_gather
@@ -58,7 +62,7 @@ class Forward:
         x = self.embed(weights, micro_batch)
         x, aux = self.layers(weights.blocks, x, micro_batch)
         sums = self.loss(weights, x, micro_batch)
-        return sums if self.head else sums | aux
+        return sums if self.head else add_means(sums, aux)
 
     @jax.named_scope(named_scopes.EMBEDDING)
     def embed(self, weights: Model, micro_batch: MicroBatch) -> Float[Array, "t h"]:
@@ -83,8 +87,8 @@ class Forward:
         context = self.context(micro_batch)
         if self.head is not None:
             return self.head(weights, x, micro_batch, context)
-        if context.loss_chunks > 1:
-            self._check_loss_chunks(weights, context.loss_chunks)
+        tokens = replace(context.tokens, loss_chunks=self.config.train.loss_chunks)
+        context = replace(context, tokens=tokens)
         if self.loss_fn is None:
             return self._parts(weights.loss(x, micro_batch, context))
         sums = self.loss_fn(weights, x, micro_batch, context)
@@ -102,22 +106,13 @@ class Forward:
         tokens, documents = token_layout(self.config), micro_batch.get("documents")
         if documents is not None:
             documents = tokens.gather_positions(documents)
-        positions, chunks = micro_batch.get("positions"), self.config.train.loss_chunks
-        return ForwardContext(tokens, key, positions, documents, loss_chunks=chunks)
+        return ForwardContext(tokens, key, micro_batch.get("positions"), documents)
 
     def layer_context(self, micro_batch: MicroBatch) -> ForwardContext:
         """The context of a micro-batch inside the layers, which use float8 in training if the config sets it."""
         context = self.context(micro_batch)
         float8 = self.step is not None and uses_float8(self.config.precision)
         return replace(context, tokens=replace(context.tokens, float8=float8))
-
-    def _check_loss_chunks(self, weights: Model, chunks: int) -> None:
-        if self.loss_fn is not None:
-            raise UsageError(f"--train.loss-chunks {chunks} is for the model's loss, not for a function; remove it")
-        if not weights.scores_in_chunks():
-            custom = f"which {type(weights).__name__} overrides; remove it"
-            needs = "needs the `loss` and `logits` of mjax (mjax/models/causal.py)"
-            raise UsageError(f"--train.loss-chunks {chunks} {needs}, {custom}")
 
     def _parts(self, sums: Sums) -> dict[str, Array]:
         return {name: total * self.factors[name] for name, total in sums.items()}
@@ -142,10 +137,10 @@ def stage_program(forward: Forward, weights: dict[str, float], frozen: Model | N
       frozen: the part of the embedding's and the head's weights that is not differentiated.
     """
     config, frozen = forward.config, vary_over_pipe(frozen)
-    layers_in_chunk = config.model.layers // (config.mesh.pipe * config.mesh.virtual_stages)
+    before = np.cumsum([0, *layers_of_stages(config.model, config.mesh)], dtype=np.int32)
 
     def layers(blocks, x, micro_batch, virtual_stage):
-        return forward.layers(blocks, x, micro_batch, virtual_stage * layers_in_chunk + 1)
+        return forward.layers(blocks, x, micro_batch, jnp.asarray(before)[virtual_stage] + 1)
 
     def merge_frozen(function: Callable) -> Callable:
         if frozen is None:
@@ -153,7 +148,12 @@ def stage_program(forward: Forward, weights: dict[str, float], frozen: Model | N
         return lambda trainable, *arguments: function(combine(trainable, frozen), *arguments)
 
     return StageProgram(
-        embed=merge_frozen(forward.embed), layers=layers, head=merge_frozen(forward.loss), loss_weights=weights
+        embed=merge_frozen(forward.embed),
+        layers=layers,
+        head=merge_frozen(forward.loss),
+        loss_weights=weights,
+        kinds=stage_kinds(config.model, config.mesh),
+        rows=jax.tree.map(lambda storage: storage.rows, forward.plan.blocks),
     )
 
 

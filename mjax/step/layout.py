@@ -15,7 +15,6 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 
 from mjax.config import Config, kernels
-from mjax.config.pattern import check_stages
 from mjax.errors import UsageError
 from mjax.models.build import mixing_class
 from mjax.models.protocol import Model, build_model
@@ -80,7 +79,6 @@ def build_layout(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
       UsageError: the config has a pipeline, which cannot split the pattern of the layers; or it splits positions, and
         a class of the model may mix them.
     """
-    check_stages(config.model, config.mesh)
     if config.mesh.context > 1 and (name := mixing_class(config.model)):
         mixes = f"splits the positions of a sequence, and {name} of {config.model.title} may mix them"
         fix = "remove it, or set mixes_positions = False in the class if it computes token by token"
@@ -131,7 +129,8 @@ class TrainState:
       loss_scale: fp16's loss scale.
       step: int32 [], steps taken, including skipped ones; it numbers batches and dropout masks. Fine-tuning starts each
         seed at another number, for different masks.
-      samples: int32 [], samples that have trained the model, skipped steps excluded; the learning rate follows it.
+      samples: int32 [], samples that have trained the model, skipped steps excluded, modulo 2³²; the learning rate
+        follows it.
     """
 
     model: Model

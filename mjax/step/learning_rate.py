@@ -28,7 +28,8 @@ def learning_rate(config: Config, samples: Any, xp: ModuleType) -> Any:
     """
     optimizer, batches = config.optimizer, BatchSizes.from_config(config)
     peak, floor = optimizer.learning_rate, optimizer.min_learning_rate
-    warmup, end = batches.samples_before(optimizer.warmup_steps), batches.samples_before(decay_end(config))
+    # Floats: a whole number of 2³¹ samples or more would be above JAX's default integers.
+    warmup, end = (float(batches.samples_before(steps)) for steps in (optimizer.warmup_steps, decay_end(config)))
     now = xp.asarray(samples).astype(xp.float32)
 
     progress = xp.clip((now - warmup) / max(end - warmup, 1), 0.0, 1.0)

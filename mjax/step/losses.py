@@ -35,10 +35,13 @@ def global_counts(model: Model, batch: Batch) -> Counts:
 
 def mean_scales(counts: Counts, scale: Array | float = 1.0) -> dict[str, Array | float]:
     """The factor that turns each sum into its part of `scale` times the mean. A count of 0 gives a mean of 0."""
-    return {
-        name: scale / (count if isinstance(count, (int, np.ndarray)) else jnp.maximum(count, 1))
-        for name, count in counts.items()
-    }
+
+    def to_divisor(count: Count) -> Array | np.ndarray | float:
+        if isinstance(count, int):  # tokens × layers may exceed int32
+            return float(count)
+        return count if isinstance(count, np.ndarray) else jnp.maximum(count, 1)
+
+    return {name: scale / to_divisor(count) for name, count in counts.items()}
 
 
 def select_loss(weights: dict[str, float], means: dict[str, Array] | dict[str, float]) -> Array | float:

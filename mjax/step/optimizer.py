@@ -19,8 +19,8 @@ from mjax.models.block import Block
 from mjax.parallel import named_scopes
 from mjax.parallel.mappings import psum, rank, varying_axes
 from mjax.parallel.reductions import accumulation_dtype
-from mjax.parallel.weights import are_stacked, has_weight_decay, leaf_name, read_dims
-from mjax.parallel.zero import num_layer_dims
+from mjax.parallel.weights import has_weight_decay, leaf_name, read_dims
+from mjax.parallel.zero import layer_rows, num_layer_dims
 from mjax.step.layout import Layout
 from mjax.step.muon import ITERATE_IN, collect_matrices, scale_by_muon
 from mjax.step.precision import COMPUTE_TYPES
@@ -160,12 +160,12 @@ def reduce_per_parameter(trees: list, mesh: MeshConfig) -> Array:
       trees: with the model's structure and equal sharding; all but the first may lack some weights (`is_masked`).
     """
 
-    def sum_local(stacked, *leaves):
-        layers = num_layer_dims(mesh) if stacked else 0
-        sums = sum(leaf.sum(range(layers, leaf.ndim)) for leaf in leaves if not is_masked(leaf))
-        return _place_local_layers(sums, mesh) if layers and mesh.pipe > 1 else sums.reshape(-1)
+    def sum_local(rows, *leaves):
+        sums = sum(leaf.sum(range(num_layer_dims(rows), leaf.ndim)) for leaf in leaves if not is_masked(leaf))
+        return _place_local_layers(sums, mesh) if rows and rows.even and mesh.pipe > 1 else sums.reshape(-1)
 
-    parts = list(map(sum_local, are_stacked(trees[0]), *(jax.tree.leaves(tree, is_leaf=is_masked) for tree in trees)))
+    leaves = (jax.tree.leaves(tree, is_leaf=is_masked) for tree in trees)
+    parts = list(map(sum_local, layer_rows(trees[0], mesh), *leaves))
     totals = {}
     for axes in dict.fromkeys(map(varying_axes, parts)):
         indices = [i for i, sums in enumerate(parts) if varying_axes(sums) == axes]

@@ -232,12 +232,12 @@ def _train_step(
         if config.optimizer.clip_norm > 0:
             coefficient = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
             gradients = jax.tree.map(lambda g: g * coefficient, gradients)
-        rate = rate_after(state.samples)
+        rate = rate_after(state.samples.astype(jnp.uint32))
         updates, optimizer = transform.update(gradients, state.optimizer, weights)
         model = jax.tree.map(lambda p, u: p - rate * u, weights, updates)
         # With adapters no rule changes a weight of the base: their checkpoints do not contain it.
         adjustments = {} if config.model.lora_rank else state.model.adjustments(sums)
-        model = add_to_shards(model, adjustments, trainable_only(plan), config.mesh)
+        model = add_to_shards(model, adjustments, trainable_only(plan))
         new_state = TrainState(
             model=combine(select(model, weights), frozen),
             optimizer=select(optimizer, state.optimizer),

@@ -58,12 +58,49 @@ GEMMA_3_270M = {
 }  # fmt: skip
 
 
+# Moonlight-16B-A3B, DeepSeek-V3 and Kimi-K2-Base as they are on the Hub, without their code and token ids.
+MOONLIGHT = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001, "ep_size": 1,
+    "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 11264, "kv_lora_rank": 512, "max_position_embeddings": 8192, "model_type": "deepseek_v3",
+    "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+    "norm_topk_prob": True, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
+    "num_key_value_heads": 16, "num_nextn_predict_layers": 0, "pretraining_tp": 1, "q_lora_rank": None,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.446, "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False,
+    "topk_group": 1, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.46.3",
+    "use_cache": True, "v_head_dim": 128, "vocab_size": 163840,
+}  # fmt: skip
+FLOAT8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+LARGE = MOONLIGHT | {
+    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "q_lora_rank": 1536, "rms_norm_eps": 1e-06,
+    "quantization_config": FLOAT8,
+}  # fmt: skip
+LONG = {"type": "yarn", "original_max_position_embeddings": 4096, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+DEEPSEEK_V3 = LARGE | {
+    "first_k_dense_replace": 3, "max_position_embeddings": 163840, "n_group": 8, "n_routed_experts": 256,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "rope_theta": 10000,
+    "rope_scaling": LONG | {"beta_fast": 32, "factor": 40}, "routed_scaling_factor": 2.5, "topk_group": 4,
+    "vocab_size": 129280,
+}  # fmt: skip
+KIMI_K2 = LARGE | {
+    "max_position_embeddings": 131072, "model_type": "kimi_k2", "n_routed_experts": 384, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "rope_scaling": LONG | {"beta_fast": 1.0, "factor": 32.0},
+    "routed_scaling_factor": 2.827,
+}  # fmt: skip
+
+
 def read(values):
     return model_config(find_family(values, "config.json"), values, "config.json", 128)
 
 
 SCALED = {"sequence": 131072, "rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_length": 8192}
 NO_LOSSES = {"aux_loss_coef": 0.0, "z_loss": 0.0}
+BEFORE_TRAINING = {"aux_loss_coef": 0.0, "router_bias_update_rate": 0.0}
+ALL_GROUPS = BEFORE_TRAINING | {"router_topk_groups": 1}
+EXTENDED = {"rope_scaling": "yarn", "rope_original_length": 4096}
 
 
 @pytest.mark.parametrize(
@@ -71,12 +108,27 @@ NO_LOSSES = {"aux_loss_coef": 0.0, "z_loss": 0.0}
     [
         (LLAMA_31, "llama3_8b", SCALED),
         (GEMMA_3_270M, "gemma3_270m", {"sequence": 32768}),
+        (MOONLIGHT, "moonlight_16b_a3b", ALL_GROUPS),
+        (
+            DEEPSEEK_V3,
+            "deepseek_v3",
+            BEFORE_TRAINING | EXTENDED | {"sequence": 163840, "rope_factor": 40.0, "init_std": 0.02},
+        ),
+        (
+            KIMI_K2,
+            "kimi_k2",
+            ALL_GROUPS | EXTENDED | {"sequence": 131072, "rope_factor": 32.0, "rope_beta_fast": 1.0},
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_published_config_matches_ours(values, name, more):
     expected = replace(load_config(name).model, **more)
-    assert read(values) == replace(expected, max_position_embeddings=expected.sequence)
+    model = read(values)
+    assert model == replace(expected, max_position_embeddings=expected.sequence)
+    family = export_family(model)
+    given = {} if model.kind == "deepseek" else {"head_dim": model.head_size}
+    assert read({**config_values(family, model), "model_type": family.model_type}) == replace(model, **given)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -32,6 +32,11 @@ QWEN = OTHERS | {"model_type": "qwen3"}
 MIXTURE = OTHERS | {"model_type": "qwen3_moe"}
 GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 2, "max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 257,
+    "intermediate_size": 24, "max_position_embeddings": 16,
+}  # fmt: skip
+MSCALES = {"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7}
 SETTINGS = [
     # Fields with one supported value.
     (CONFIG, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
@@ -58,6 +63,13 @@ SETTINGS = [
     (GEMMA, {"layer_types": ["full_attention", "sliding_attention"]}, "does not repeat for each of num_hidden_layers"),
     (GEMMA, {"rope_parameters": {"sliding_attention": LLAMA3}}, "rope_type of sliding_attention is 'llama3'"),
     (GEMMA, {"rope_parameters": LLAMA3}, "rope_parameters must have"),
+    (DEEPSEEK, {"rope_scaling": MSCALES}, "mscale 1.0, mscale_all_dim 0.7, beta_fast 0; mjax"),
+    (DEEPSEEK, {"rope_scaling": MSCALES | {"mscale": 0.7, "beta_fast": "32"}}, "beta_fast '32'; mjax needs"),
+    (DEEPSEEK, {"rope_scaling": 4}, "rope_parameters and rope_scaling must be objects"),
+    (DEEPSEEK, {"quantization_config": {"quant_method": "awq"}}, "mjax reads {'quant_method': 'fp8'"),
+    (DEEPSEEK, {"n_shared_experts": None}, "n_shared_experts is None, not a whole number"),
+    (DEEPSEEK, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2, and mjax supports 0 and 1"),
+    (DEEPSEEK | {"model_type": "deepseek_v2"}, {"topk_method": "group_limited_greedy"}, "supports only 'greedy'"),
     (MIXTURE, {"mlp_only_layers": [1]}, "mlp_only_layers is [1] and decoder_sparse_step 1; mjax"),
     (MIXTURE, {"mlp_only_layers": 5}, "mlp_only_layers is 5 and"),
     (MIXTURE, {"mlp_only_layers": [0], "decoder_sparse_step": 2}, "but not both"),

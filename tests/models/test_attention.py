@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mjax.config import Config, DataConfig, GPTConfig, MeshConfig, PrecisionConfig, load_config
-from mjax.config.kernels import choose_kernel
+from mjax.config.kernels import BLOCK, FLASH_INTERPRETED, choose_kernel
 from mjax.errors import UsageError
 from mjax.models.parts.attention_kernels import attend
 from mjax.models.parts.mask import AttentionMask
@@ -59,22 +59,34 @@ def test_kernels_equal_textbook_formula(kernel, positions, packed, causal, windo
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("kernel", ["xla", "xla_blocks"])
-def test_values_may_have_another_width_and_scores_a_scale(kernel):
-    q, k, v = inputs()
-    wide = jnp.concatenate([v, 2 * v[..., :4]], axis=-1)
-    plain = AttentionMask(scale=0.5, window=5)
-    found = attend(q, k, wide, plain, kernel)
-    np.testing.assert_allclose(found[..., :8], attend(q / 2, k, v, AttentionMask(window=5), kernel), atol=1e-6)
-    np.testing.assert_allclose(found[..., 8:], 2 * found[..., :4], atol=1e-6)
-    for fused in ("cudnn", "flash"):
-        with pytest.raises(UsageError, match=f"{fused} is not supported with values of another width; use"):
-            attend(q, k, wide, plain, fused)
+@pytest.mark.parametrize(
+    ("kernel", "size", "values"),
+    [("xla", 24, 16), ("xla_blocks", 16, 24), ("cudnn", 24, 16), ("cudnn", 16, 24), (FLASH_INTERPRETED, 24, 16)],
+)
+def test_values_may_have_another_width_and_scores_a_scale(kernel, size, values, monkeypatch):
+    """The formula and its gradients, in every kernel, with sizes such as those of a latent attention."""
+    positions, right = 2 * BLOCK, jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda *arrays, **options: right(*arrays, **options | {"implementation": None})
+    )
+    shapes = [(1, positions, 2, width) for width in (size, size, values, values)]
+    q, k, v, upstream = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+
+    def formula(q, k, v):
+        scores = 0.3 * jnp.einsum("bqnd,bknd->bnqk", q, k)
+        visible = jnp.tril(jnp.ones((positions, positions), bool))
+        return jnp.einsum("bnqk,bkne->bqne", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)), v)
+
+    expected, expected_gradients = jax.vjp(formula, q, k, v)
+    found, gradients = jax.vjp(lambda *arrays: attend(*arrays, AttentionMask(scale=0.3), kernel), q, k, v)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    for one, other in zip(gradients(upstream), expected_gradients(upstream), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 def test_kernel_without_dropout_refuses_it():
     key = DropoutKey.make(0, jnp.int32(1), jnp.arange(2))
-    with pytest.raises(UsageError, match="cudnn is not supported with dropout; use"):
+    with pytest.raises(UsageError, match=r"cudnn is not supported here \(it has no dropout .* 0.1\); use"):
         attend(*inputs(), AttentionMask(rate=0.1, key=key), "cudnn")
 
 
@@ -108,10 +120,10 @@ def test_cudnn_gets_window_as_jax_counts_it(monkeypatch):
         ({"attention": "xla"}, "bf16", "9.0", "xla", None),
         (DROPOUT, "bf16", "9.0", "xla", "--model.attention-dropout is 0.1"),
         ({}, "fp32", "9.0", "xla", "--precision.compute is fp32"),
-        ({"hidden": 36}, "bf16", "9.0", "xla", "hidden / heads is 9"),
+        ({"hidden": 36}, "bf16", "9.0", "xla", "and heads have 9"),
         ({}, "bf16", "7.0", "xla", "it needs compute capability 8.0 (A100) or more, and the GPU has 7.0"),
-        ({"hidden": 640}, "bf16", "8.0", "xla", "up to 128 on GPUs before H100 and hidden / heads is 160"),
-        ({"hidden": 1056}, "bf16", "10.0", "xla", "a multiple of 8 up to 256 and hidden / heads is 264"),
+        ({"hidden": 640}, "bf16", "8.0", "xla", "up to 128 on GPUs before H100, and heads have 160"),
+        ({"hidden": 1056}, "bf16", "10.0", "xla", "a multiple of 8 up to 256, and heads have 264"),
     ],
 )
 def test_auto_announces_why_it_avoids_cudnn(monkeypatch, changes, compute, capability, expected, why):
@@ -140,7 +152,7 @@ GPT_1B = {"hidden": 1536, "heads": 16, "sequence": 1024, "attention": "flash"}
         (GPT_1B, "bf16", "cpu", False, "it needs an NVIDIA GPU and this process runs on cpu"),
         (GPT_1B, "fp32", "gpu", False, "it computes in bf16 or fp16 and --precision.compute is fp32"),
         (GPT_1B | {"sequence": 1000}, "bf16", "gpu", False, "it needs a multiple of 64 positions"),
-        (GPT_1B | {"heads": 8}, "bf16", "gpu", False, "it needs a head size from 16 to 128 and hidden / heads is 192"),
+        (GPT_1B | {"heads": 8}, "bf16", "gpu", False, "it needs a head size from 16 to 128, and heads have 192"),
     ],
 )
 def test_kernel_asked_for_is_refused(changes, compute, platform, documents, why):
@@ -151,11 +163,20 @@ def test_kernel_asked_for_is_refused(changes, compute, platform, documents, why)
         choose_kernel(config, platform)
 
 
-def test_fused_kernels_are_avoided_for_values_of_another_width(monkeypatch):
-    monkeypatch.setattr(GPTConfig, "value_size", 4)
-    for mesh in (MeshConfig(), MeshConfig(context=2, context_attention="allgather")):
-        kernel, why = choose_kernel(Config(MODEL, mesh=mesh), "gpu")
-        assert (kernel, why) == ("xla", "it needs values as wide as keys, and those of a GPT have 4 numbers a head")
+def test_cudnn_is_refused_for_fewer_queries_than_keys():
+    mesh = MeshConfig(context=2, context_attention="allgather")
+    with pytest.raises(UsageError, match=r"as many queries as keys, as with .* ulysses\); change"):
+        choose_kernel(Config(replace(MODEL, attention="cudnn"), mesh=mesh), "gpu")
+
+
+def test_wider_of_keys_and_values_decides(monkeypatch):
+    monkeypatch.setattr(GPTConfig, "value_size", 12)
+    kernel, why = choose_kernel(Config(MODEL), "gpu")
+    assert (kernel, why) == ("xla", "it needs a head size that is a multiple of 8 up to 256, and heads have 12")
+    monkeypatch.setattr(GPTConfig, "value_size", 192)
+    assert choose_kernel(Config(MODEL), "gpu") == ("cudnn", None)
+    kernel, why = choose_kernel(Config(MODEL, mesh=MeshConfig(context=2, context_attention="allgather")), "gpu")
+    assert (kernel, why) == ("xla", "it needs a head size from 16 to 128, and heads have 192")
 
 
 def test_flash_is_chosen_where_it_can_be():

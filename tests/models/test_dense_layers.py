@@ -123,6 +123,8 @@ def test_parameters_flops_memory_and_time_are_those_of_layers_added():
         (FIRST, {}),
         ({**THIRD, "window": 3, "global_attention_interval": 2}, {}),
         ({**SECOND, "layers": 8}, {"pipe": 2, "virtual_stages": 2}),
+        ({"layers": 5, "first_dense_layers": 2, "feed_forward": 40}, {"pipe": 3}),
+        ({**FIRST, "layers": 5}, {"pipe": 2, "virtual_stages": 2, "data": 2, "zero": 3}),
         ({"layers": 2, "experts": 8}, {"data": 4, "expert": 4, "model": 2}),
     ],
     ids=str,
@@ -154,16 +156,24 @@ def test_greedy_text_is_that_of_whole_forward_passes(changes, mesh):
             r"--model\.first-dense-layers 4 and .* leave no layer of --model\.layers 4 with",
         ),
         (
-            {"layers": 4, "first_dense_layers": 1, "mesh": {"pipe": 2}},
-            r"--mesh\.pipe 2 cannot split a mixture of experts, which has several stacks of layers: 1, then 3;",
+            {"layers": 4, "first_dense_layers": 1, "mesh": {"pipe": 2, "virtual_stages": 3}},
+            r"--mesh\.pipe 2 × --mesh\.virtual-stages 3 is more than a mixture of experts can fill with 4 layers;",
         ),
-        ({"layers": 4, "moe_layer_freq": 2, "mesh": {"pipe": 4}}, "repeat every 2, which does not divide the 1 "),
         (
             {"layers": 24, "moe_layer_freq": 4, "window": 4, "global_attention_interval": 3, "mesh": {"pipe": 4}},
-            "repeat every 12, which does not divide the 6 layers",
+            "with 24 layers in 2 groups, which stages cannot split; use at most 2 stages",
         ),
+        (
+            {"layers": 5, "moe_layer_freq": 2, "mesh": {"pipe": 2, "stage_layers": (3, 2)}},
+            r"--mesh\.stage-layers 3 2 splits a group of layers, and .* 2 × 2, 1 × 1; move the border",
+        ),
+        (
+            {"layers": 5, "mesh": {"pipe": 2, "stage_layers": (4, 2)}},
+            r"--mesh\.stage-layers 4 2 does not fit: .* needs 2 numbers with sum 5",
+        ),
+        ({"layers": 5, "mesh": {"stage_layers": (5,)}}, r"--mesh\.stage-layers needs a pipeline; set --mesh.pipe too"),
     ],
-)  # fmt: skip
+)
 def test_impossible_pattern_is_refused(changes, message):
     with pytest.raises(UsageError, match=message):
         validate(config_of(micro_batch=1, **changes), "a test")

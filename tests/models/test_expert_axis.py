@@ -2,10 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from mjax.checkpoint import arrays
+from mjax.config import MeshConfig
 from mjax.errors import UnhealthyError
+from mjax.models.build import build_model
 from mjax.parallel import named_scopes
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.planner.ledger import ledger
@@ -50,21 +55,45 @@ def test_flipped_bit_of_an_expert_is_found():
         replicas.check(3, model)
 
 
-def test_ledger_has_what_the_docstring_of_experts_says():
-    """A layer gathers rows and routing and scatters results; the backward pass has their transposes."""
-    config = small_config(8, 1, 1, compute="bf16", mesh={"expert": 4}, **{**MIXTURE, "layers": 3, "sequence": 16})
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_ledger_has_what_the_docstring_of_experts_says(dispatcher):
+    """A layer sends rows and routing and gets results back; the backward pass has their transposes. Of the rounds of an
+    all-to-all one counts, with 1.25 times the rows of equal shares, each with a weight and an expert."""
+    changes = {**MIXTURE, "layers": 3, "sequence": 16, "moe_token_dispatcher": dispatcher}
+    config = small_config(8, 1, 1, compute="bf16", mesh={"expert": 4}, **changes)
     found = ledger(config).filter_axes("expert").group_by("part")[named_scopes.LAYER]
-    rows, routing = 16 * 32 * 2, 16 * 2 * 2 * 4  # bytes of this rank: [t, h] in bf16, [t, 2 k] in float32
     totals = {key: (part.count, part.sent) for key, part in found.group_by("operation", "dtype").items()}
-    assert totals == {
-        ("all-gather", "bfloat16"): (2 * 3, 2 * 3 * 3 * rows),  # x, and the gradient of y
-        ("all-gather", "float32"): (3, 3 * 3 * routing),
-        ("reduce-scatter", "bfloat16"): (2 * 3, 2 * 3 * 3 * rows),
-        ("reduce-scatter", "float32"): (3, 3 * 3 * routing),
+    rows, routing = 16 * 32 * 2, 16 * 2 * 2 * 4  # bytes of this rank: [t, h] in bf16, [t, 2 k] in float32
+    slots = 4 * 10  # 16 · 2 / 4 = 8 of equal shares
+    expected = {
+        "allgather": {
+            ("all-gather", "bfloat16"): (2 * 3, 2 * 3 * 3 * rows),  # x, and the gradient of y
+            ("all-gather", "float32"): (3, 3 * 3 * routing),
+            ("reduce-scatter", "bfloat16"): (2 * 3, 2 * 3 * 3 * rows),
+            ("reduce-scatter", "float32"): (3, 3 * 3 * routing),
+        },
+        "alltoall": {
+            ("all-reduce", "int32"): (3, 3 * 2 * 3 / 4 * 4),  # the number of rounds
+            ("all-to-all", "bfloat16"): (4 * 3, 4 * 3 * 3 / 4 * slots * 32 * 2),
+            ("all-to-all", "float32"): (2 * 3, 2 * 3 * 3 / 4 * slots * 2 * 4),
+        },
     }
+    assert totals == expected[dispatcher]
     gradients = ledger(config).group_by("axes", "part")  # those of experts are summed over `data`
     assert gradients[("data",), named_scopes.GRADIENT].sent == pytest.approx(2 * (2 - 1) / 2 * 4 * 3 * (3 * 32 * 24))
     assert ("expert",) not in {axes for axes, part in gradients if part == named_scopes.GRADIENT}
 
 
-# --- Steps and runs ---------------------------------------------------------------------------------------------------
+def test_called_model_is_the_same_on_every_mesh():
+    """Whole sequences on all ranks of `expert`, as in generation."""
+    config = small_config(dropout=0.0, **{**MIXTURE, "layers": 2, "sequence": 16})
+    model, ids = build_model(0, config.model), jnp.arange(32).reshape(2, 16)
+
+    def logits(**sizes):
+        specs, out = nnx.get_partition_spec(model), P(None, None, "model")
+        mesh = make_mesh(MeshConfig(**sizes))
+        return jax.jit(jax.shard_map(lambda m, i: m(i), mesh=mesh, in_specs=(specs, P()), out_specs=out))(model, ids)
+
+    one = logits()
+    for sizes in ({"data": 4, "expert": 4}, {"model": 2}):
+        np.testing.assert_allclose(logits(**sizes), one, atol=1e-6)

@@ -12,10 +12,11 @@ from mjax.generation.generate import Generator, Sampling
 from mjax.models.build import build_model
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import split_into_virtual_stages
+from mjax.planner.layer import scores_in_chunks
+from mjax.planner.memory import predict_memory
 from tests.models.own_models import hybrid, mla
 from tests.small import batch_of, gradient_program
-
-WITHOUT_FIRST = replace(mla.config, model=replace(mla.config.model, layers=2, first_dense_layers=0))
+from tests.traced import equations, traced_step
 
 
 def means_of(config, **mesh):
@@ -31,10 +32,11 @@ def means_of(config, **mesh):
     ("config", "meshes"),
     [
         (mla.config, [{"data": 2, "model": 2, "sequence_parallel": True, "zero": 3}, {"data": 2, "expert": 2}]),
-        (WITHOUT_FIRST, [{"pipe": 2}]),
+        (mla.config, [{"context": 2, "context_attention": way} for way in ("ulysses", "allgather")]),
+        (mla.config, [{"pipe": 2}, {"pipe": 3, "data": 2, "zero": 1}]),
         (hybrid.config, [{"data": 2, "model": 2, "sequence_parallel": True}, {"pipe": 2, "zero": 1}]),
     ],
-    ids=["latent attention", "latent attention in a pipeline", "hybrid"],
+    ids=["latent attention", "latent attention over context", "latent attention in a pipeline", "hybrid"],
 )
 def test_means_are_those_of_one_device(config, meshes):
     expected = means_of(config)
@@ -42,14 +44,31 @@ def test_means_are_those_of_one_device(config, meshes):
         np.testing.assert_allclose(means_of(config, **mesh), expected, rtol=1e-12, err_msg=str(mesh))
 
 
+def test_all_losses_of_a_model_are_in_chunks():
+    model = replace(mla.config.model, vocabulary=100, vocabulary_multiple=8)
+    config = replace(mla.config, model=model, precision=replace(mla.config.precision, compute="fp32"))
+    whole, chunked = (replace(config, train=replace(config.train, loss_chunks=chunks)) for chunks in (1, 3))
+    np.testing.assert_allclose(means_of(chunked), means_of(whole), rtol=1e-6)
+    logits = (config.train.micro_batch * config.model.sequence, config.model.padded_vocabulary)
+
+    def count_logits(config):
+        return sum(v.aval.shape == logits for e in equations(traced_step(config)[1]) for v in e.outvars)
+
+    assert count_logits(whole) > 0 == count_logits(chunked)
+    assert scores_in_chunks(config)
+    one, two = (replace(config.model, predict=predict) for predict in (0, 1))
+    assert predict_memory(replace(config, model=two)).logits == 2 * predict_memory(replace(config, model=one)).logits
+
+
 @pytest.mark.parametrize(
     ("config", "mesh"),
     [
         (hybrid.config, {"model": 2}),
         pytest.param(hybrid.config, {"pipe": 2}, marks=pytest.mark.ci),
-        pytest.param(mla.config, {"model": 2}, marks=pytest.mark.ci),
+        pytest.param(mla.config, {"model": 2, "context": 2}, marks=pytest.mark.ci),
+        pytest.param(mla.config, {"pipe": 2}, marks=pytest.mark.ci),
     ],
-    ids=["state", "state in a pipeline", "latent"],
+    ids=["state", "state in a pipeline", "latent", "latent in a pipeline"],
 )
 def test_text_from_own_cache_is_that_of_whole_forward_passes(config, mesh):
     prompts, new = [[1, 2, 3], [4], [5, 6, 7, 8, 9]], 6

@@ -1,5 +1,6 @@
 """Cross entropy over a split vocabulary against log_softmax in float64; with logits in memory, and in chunks."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -66,7 +67,7 @@ def loss_and_gradients(ways, chunks, split, biased, given):
         if chunks == 1:
             losses = vocab_parallel_cross_entropy(embedding.logits(x, tokens, bias), labels)
         else:
-            losses = chunked_cross_entropy(x, embedding, bias, labels, tokens, chunks)
+            losses = chunked_cross_entropy(x, embedding, bias, labels, replace(tokens, loss_chunks=chunks))
         return (losses * weights).sum()
 
     of_stream = P(MODEL) if split else P()
@@ -114,7 +115,7 @@ def test_chunked_bf16_gradients_are_as_exact():
 
 def test_chunked_loss_holds_no_row_of_logits():
     embedding, x, bias, labels, _ = output_layer()
-    loss = partial(chunked_cross_entropy, bias=bias, tokens=TokenLayout(2, TOKENS // 2), chunks=4)
+    loss = partial(chunked_cross_entropy, bias=bias, tokens=TokenLayout(2, TOKENS // 2, loss_chunks=4))
 
     def gradients(embedding, x, labels):
         return jax.grad(lambda embedding, x: loss(x, embedding, labels=labels).sum(), (0, 1))(embedding, x)

@@ -8,7 +8,8 @@ from functools import cache
 import jax.numpy as jnp
 import pytest
 
-from mjax.parallel.pipeline_schedules import build_schedule
+from mjax.parallel import pipeline
+from mjax.parallel.pipeline_schedules import build_schedule, find_schedule
 from mjax.planner.ledger import ledger
 from tests.small import batch_of, gradient_program, small_config
 from tests.traced import equations, traced_step
@@ -45,14 +46,18 @@ def test_memory_of_1f1b_does_not_grow_with_micro_batches():
 
 @cache
 def _residuals(config):
-    """Shapes and types of the residuals of one forward pass: of the buffers that the loop over ticks carries."""
-    mesh = config.mesh
-    schedule = build_schedule(mesh.schedule, mesh.pipe, config.micro_batches, mesh.virtual_stages)
-    loops = [e for e in equations(traced_step(config)[1], "scan") if e.params["length"] == schedule.ticks]
-    (loop,) = loops
+    """Shapes and types of the residuals of one forward pass, as many as the loop over ticks carries in its buffers."""
+    held, trace = [], pipeline._LayerTrace
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "_LayerTrace", lambda kept, *rest: held.extend(kept) or trace(kept, *rest))
+        jaxpr = traced_step(config)[1]
+    schedule = find_schedule(config)
+    (loop,) = (e for e in equations(jaxpr, "scan") if e.params["length"] == schedule.ticks)
     carried = [variable.aval for variable in loop.outvars]
-    held = [aval for aval in carried if aval.shape[:1] == (schedule.residual_slots,)]
-    return Counter((aval.shape[1:], str(aval.dtype)) for aval in held)
+    slots, lanes = schedule.residual_slots, pipeline.LANES
+    rows = sum(aval.shape[1] for aval in carried if aval.shape[::2] == (slots, lanes))
+    assert rows == sum(-(-like.size // lanes) for like in held)
+    return Counter((like.shape, str(like.dtype)) for like in held)
 
 
 def test_full_recomputation_keeps_only_inputs_of_layers():

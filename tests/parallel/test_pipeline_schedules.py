@@ -1,6 +1,7 @@
 """Pipeline schedules: each table is run tick by tick, as the interpreter of the pipeline would, with labels as data."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -117,6 +118,8 @@ def test_tick_costs_its_slowest_stage():
     """Its longest forward and its longest backward."""
     assert forward_schedule(2, 3).makespan(1.5, 9.0) == 4 * 1.5
     assert build_schedule("1f1b", 2, 1).makespan(1.0, 2.0) == 1 + (1 + 2) + 2
+    uneven = replace(forward_schedule(2, 3), layers=(1, 3))  # a tick of one layer, and three of three; a mean of two
+    assert uneven.makespan(1.0, 9.0) == (1 + 3 * 3) / 2
 
 
 @pytest.mark.parametrize(

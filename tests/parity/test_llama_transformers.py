@@ -1,6 +1,7 @@
 """GPT-2, BLOOM, Llama, Mistral, Qwen, OLMo, Gemma and mixtures of `transformers` with random weights, through `mjax
 convert`: in float64 logits, loss and gradients on meshes, runs of AdamW and Muon, and auxiliary losses; and exports."""
 
+import json
 from dataclasses import replace
 
 import jax
@@ -11,18 +12,26 @@ from jax.sharding import PartitionSpec as P
 
 import mjax
 from mjax.checkpoint.arrays import leaves_by_path
-from mjax.config import Config, DataConfig, MeshConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from mjax.commands import cli
+from mjax.config import Config, DataConfig, MeshConfig, OptimizerConfig, PrecisionConfig, TrainConfig, read_config
 from mjax.config.axes import MODEL
 from mjax.data.conversations import ConversationDataset
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
+from mjax.generation.generate import Generator, Sampling
 from mjax.interop.convert import export_family
+from mjax.interop.tensor_files import TensorInfo, open_tensors
 from mjax.models.parts.positions import alibi_slopes
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import plan_storage
+from tests.interop.folders import read_folder
+from tests.interop.whole_weights import assert_same
 from tests.small import gradient_program
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # noqa: E402
+from transformers.modeling_layers import MtpModel  # noqa: E402
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor  # noqa: E402
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # noqa: E402
 
@@ -32,10 +41,11 @@ from tests.parity.outputs import (  # noqa: E402
     exported,
     gradients_of,
     in_float64,
+    in_tree,
     weights_of,
     with_noise,
 )
-from tests.parity.peers import imported  # noqa: E402
+from tests.parity.peers import imported, opened  # noqa: E402
 from tests.parity.trajectory import losses_of_both  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -57,6 +67,13 @@ QWEN3_MOE = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True, "head_dim": 10,
     "experts_implementation": "eager",
 }  # fmt: skip
+DEEPSEEK = {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12,
+    "num_hidden_layers": 3, "first_k_dense_replace": 1, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4, "v_head_dim": 7, "n_shared_experts": 2, "experts_implementation": "eager",
+}  # fmt: skip
+V3 = {**DEEPSEEK, "n_group": 4, "topk_group": 2, "q_lora_rank": 14, "num_mtp_layers": 0}
+MSCALE = {"mscale": 0.7, "mscale_all_dim": 0.7, "original_max_position_embeddings": 24}
 GEMMA = {"sliding_window_pattern": 2, "sliding_window": 6, "query_pre_attn_scalar": 20, "head_dim": 10}
 FSDP = {"data": 2, "model": 2, "zero": 3}
 SP = {"model": 4, "sequence_parallel": True}
@@ -92,6 +109,19 @@ FAMILIES = {  # the class of transformers, extra fields of its config, and our m
         {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2},
         {"pipe": 2},
     ),
+    "deepseek 3": ("DeepseekV3", {**V3, "rope_parameters": {**YARN, **MSCALE}}, FSDP),
+    "deepseek 3, experts in all layers": ("DeepseekV3", {**V3, "first_k_dense_replace": 0}, {"context": 2, "model": 2}),
+    "kimi k2": (
+        "DeepseekV3",
+        {**V3, "n_group": 1, "topk_group": 1, "rope_parameters": {**YARN, **MSCALE, "beta_fast": 1.0}},
+        {"data": 2, "expert": 2},
+    ),
+    "moonlight": ("DeepseekV3", {**V3, "q_lora_rank": None, "n_group": 1, "topk_group": 1}, SP),
+    "deepseek 2 lite": (
+        "DeepseekV2",
+        {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": {**YARN, **MSCALE}},
+        {"data": 2, "model": 2},
+    ),
 }
 
 
@@ -110,18 +140,35 @@ class Wide:
 
 @pytest.fixture(autouse=True)
 def wide_modules(monkeypatch):
-    for kind in ("bloom", "llama", "mistral", "qwen2", "qwen3", "olmo2", "mixtral", "qwen3_moe", "olmoe", "gemma3"):
+    for kind in (
+        "bloom",
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "olmo2",
+        "mixtral",
+        "qwen3_moe",
+        "olmoe",
+        "gemma3",
+        "deepseek_v2",
+        "deepseek_v3",
+    ):
         monkeypatch.setattr(f"transformers.models.{kind}.modeling_{kind}.torch", Wide())
     monkeypatch.setattr("transformers.modeling_rope_utils.torch", Wide())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
-def peer_of(name):
+def peer_of(name, **more):
     kind, settings, _ = FAMILIES[name]
+    settings = {**settings, **more}
     torch.manual_seed(0)
     cls = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")
     config = cls.config_class(**(settings if kind in ("GPT2", "Bloom") else SMALL | settings))
-    return with_noise(cls(config).eval())
+    peer = with_noise(cls(config).eval())
+    for weight in peer.state_dict(keep_vars=True).values():  # some classes ask for float32
+        weight.data = weight.data.to(torch.float32)
+    return peer
 
 
 def both(name, folder):
@@ -169,7 +216,7 @@ def outputs_of(peer, batch, **options):
 
 def names_of(model):
     """The means that our model reports."""
-    if model.kind != "mixture":
+    if not model.experts:
         return None
     return ("loss", "router_entropy", *(["balance_loss"] if model.aux_loss_coef else []), "expert_load")
 
@@ -195,6 +242,125 @@ def test_model_equals_transformers(family, tmp_path):
         assert_gradients(gradients, gradients_of(peer, gradients, table_of(model), model), atol)
     again = exported(peer, tmp_path)
     assert torch.equal(outputs_of(again, batch)[0].logits, found.logits)
+
+
+def published(mtp, layer, tensors):
+    """Tensors of the layer of multi-token prediction by the names of DeepSeek's files."""
+    found = {}
+    for name, tensor in zip(mtp.layers[0].state_dict(), tensors, strict=True):
+        name = f"model.layers.{layer}.{name.removeprefix('mtp_block.').replace('post_norm', 'shared_head.norm')}"
+        if ".experts." not in name:
+            found[name] = tensor
+            continue
+        parts = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+        for part, matrices in zip(parts, tensor.chunk(len(parts), 1), strict=True):
+            prefix = name[: name.index("experts.")]
+            found |= {f"{prefix}experts.{i}.{part}.weight": matrix for i, matrix in enumerate(matrices)}
+    return found
+
+
+def prediction_loss(peer, mtp, batch):
+    """The mean loss of the tokens two after each, from transformers' modules for drafts of text."""
+    ids, labels = (torch.tensor(batch[name], dtype=torch.long) for name in ("tokens", "labels"))
+    states, positions = peer.model(ids).last_hidden_state, torch.arange(ids.shape[1])[None]
+    y = mtp.forward_layer(0, states, positions, None, input_ids=labels)
+    return torch.nn.functional.cross_entropy(peer.lm_head(y)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_multi_token_prediction_equals_transformers(tmp_path, monkeypatch):
+    """Loss and gradients on meshes, from a folder as DeepSeek publishes it; and the export, as both classes open it."""
+    with jax.enable_x64(True):
+        peer = peer_of("deepseek 3")
+        peer.config.num_mtp_layers, layer = 1, peer.config.num_hidden_layers
+        peer.save_pretrained(tmp_path / "hf")
+        mtp = MtpModel(peer, 1).eval()
+        weights = mtp.layers[0].state_dict(keep_vars=True).values()
+        for weight in weights:
+            weight.data = 0.1 * torch.randn(weight.shape) + (weight.ndim == 1)
+        file = tmp_path / "hf" / "model.safetensors"
+        tensors = load_file(file) | published(mtp, layer, [weight.detach() for weight in weights])
+        copy = {f"model.layers.{layer}.embed_tokens.weight": tensors["model.embed_tokens.weight"]}
+        save_file({name: tensor.clone() for name, tensor in {**tensors, **copy}.items()}, file, {"format": "pt"})
+        assert cli.main(["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+        config, ours = opened(tmp_path / "run", global_batch=4, micro_batch=2)
+        peer, mtp, model, ours = peer.double(), mtp.double(), config.model, in_float64(ours)
+        batch = batch_of(model)
+        loss, further = outputs_of(peer, batch)[1], prediction_loss(peer, mtp, batch)
+        (loss + model.mtp_loss_coef * further).backward()
+        expected = {name: np.zeros(tensor.shape) for name, tensor in peer.named_buffers()}
+        expected |= {name: tensor.grad.numpy() for name, tensor in peer.named_parameters()}
+        weights = mtp.layers[0].state_dict(keep_vars=True).values()
+        grads = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
+        expected |= {name: gradient.numpy() for name, gradient in published(mtp, layer, grads).items()}
+        for mesh in ({}, FSDP, {"context": 2, "model": 2, "sequence_parallel": True}, {"data": 2, "expert": 2}):
+            names = "loss", "mtp_loss", "router_entropy", "expert_load"
+            program, _ = gradient_program(config_of(model, **mesh), names)
+            means, gradients = program(ours, batch, 0, 1.0)
+            assert abs(float(means[0]) - loss.item()) < 1e-12, mesh
+            assert abs(float(means[1]) - further.item()) < 1e-12, mesh
+            assert_gradients(gradients, in_tree(expected, gradients, table_of(model), model))
+    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert_same(read_folder(tmp_path / "out"), {name: tensor.numpy() for name, tensor in tensors.items()})
+    monkeypatch.setattr(type(peer), "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{layer}.*"])
+    again = MtpModel.from_pretrained(type(peer).from_pretrained(tmp_path / "out"))
+    for name, weight in mtp.layers.state_dict().items():
+        assert torch.equal(again.layers.state_dict()[name].double(), weight), name
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("deepseek 3", {}),
+        ("deepseek 3", {"model": 2, "context": 2}),
+        pytest.param("moonlight", {"data": 2, "model": 2}, marks=pytest.mark.all),
+        pytest.param("deepseek 2 lite", {}, marks=pytest.mark.all),
+    ],
+)
+def test_text_from_latents_equals_transformers(family, mesh, tmp_path):
+    """64 tokens after prompts of several lengths, by the absorbed matrices here, from keys and values there."""
+    peer = peer_of(family, max_position_embeddings=96)
+    config, weights = imported(peer, tmp_path)
+    peer, config = peer.double(), replace(config, mesh=MeshConfig(**mesh))
+    generator = Generator(config, make_mesh(config.mesh))
+    weights = jax.tree.map(lambda ours, there: jax.device_put(ours, there.sharding), weights, generator.abstract_model)
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10] * 12]
+    texts = generator.generate(weights, prompts, Sampling(tokens=64, temperature=0), eod=-1)
+    for prompt, text in zip(prompts, texts, strict=True):
+        scores = peer(torch.tensor([prompt + text.tokens])).logits[0, len(prompt) - 1 : -1]
+        chosen = scores[torch.arange(64), torch.tensor(text.tokens)]
+        assert (chosen > scores.amax(-1) - 1e-5).all()
+
+
+def test_float8_weights_equal_transformers(tmp_path):
+    """Blocks of 128 × 128 with a scale each, as DeepSeek publishes V3, and smaller ones at the ends of 200 × 130."""
+    dequantize, file = Fp8Dequantize(None)._dequantize_one, tmp_path / "model.safetensors"
+    values = torch.randn(256, 256).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 2)
+    parts = {"whole": values, "cut": values[:200, :130].contiguous()}
+    save_file({**parts, **{f"{name}_scale_inv": scales.clone() for name in parts}}, file)
+    tensors, expected = open_tensors(tmp_path), dequantize(values, scales, torch.bfloat16).float().numpy()
+    for name, part in parts.items():
+        assert tensors.infos[name] == TensorInfo("BF16", tuple(part.shape))
+        np.testing.assert_array_equal(tensors.read(name).astype(np.float32), expected[: len(part), : part.shape[1]])
+
+    peer = peer_of("deepseek 3")
+    peer.to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    matrices = [name for name, tensor in tensors.items() if "_proj" in name and tensor.ndim == 2]
+    for name in matrices:
+        quantized, scale = tensors[name].to(torch.float8_e4m3fn), torch.rand(1, 1)
+        tensors |= {name: quantized, f"{name}_scale_inv": scale}
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    settings = json.loads((tmp_path / "hf" / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(settings))
+    assert cli.main(["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+    assert read_config(tmp_path / "run" / "config.json").precision.compute == "bf16"
+    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert len(matrices) > 50
+    for name in matrices:
+        assert torch.equal(exported[name], dequantize(tensors[name], tensors[f"{name}_scale_inv"], torch.bfloat16))
 
 
 INSIDE = ("gpt 2", "bloom", "llama 3.1", "mistral", "qwen 3", "olmo 2", "gemma 3", "olmoe")

@@ -4,17 +4,23 @@ import json
 import math
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from mjax.cluster.hardware import gpu_named
-from mjax.config import from_dict, load_config, to_dict
+from mjax.config import PrecisionConfig, from_dict, load_config, to_dict
 from mjax.config.axes import copies
+from mjax.generation.generate import Generator
+from mjax.parallel.mesh import make_mesh
 from mjax.parallel.pipeline_schedules import build_schedule
 from mjax.planner.command import memory_section
-from mjax.planner.memory import _chunks_in_flight, device_weights, layer_residual_bytes, predict_memory
+from mjax.planner.memory import _chunks_in_flight, cache_bytes, device_weights, layer_residual_bytes, predict_memory
 from mjax.planner.search import LOSS_CHUNKS, changes_that_fit, with_loss_chunks
 from tests.conftest import ROOT
+from tests.models.own_models import hybrid, mla
 from tests.planner.configs import changed
 
 H100 = gpu_named("h100")
@@ -128,3 +134,19 @@ def test_chunks_are_proposed_where_logits_are_peak():
     assert f"--train.loss-chunks {LOSS_CHUNKS}" in {change.flags for change in changes}
     assert with_loss_chunks(chunked, memory) == []
     assert with_loss_chunks(config, memory._replace(moment="backward")) == []
+
+
+@pytest.mark.parametrize("config", [mla.config, hybrid.config], ids=["latent", "hybrid"])
+def test_cache_has_the_bytes_of_generation(config):
+    config, sequences, slots = replace(config, precision=PrecisionConfig("bf16")), 3, 16
+    generator = Generator(config, make_mesh(config.mesh))
+    weights = jax.eval_shape(generator._weights, generator.abstract_model)
+    ids = jnp.zeros((sequences, slots), int), jnp.full(sequences, 2)
+    caches = jax.tree.leaves(jax.eval_shape(partial(generator._read, slots), weights, *ids).cached.layers)
+    per_token, per_sequence = cache_bytes(config)
+    assert sum(array.size * array.dtype.itemsize for array in caches) == sequences * (slots * per_token + per_sequence)
+
+
+def test_cache_of_llama3_8b_is_128_kib_per_token():
+    assert cache_bytes(load_config("llama3_8b")) == (128 * 1024, 0)
+    assert cache_bytes(load_config("bert_demo")) is None

@@ -54,6 +54,20 @@ def test_plan_has_numbers_of_schedule(capsys):
     assert expected.items() <= printed.items()
 
 
+def test_plan_compares_both_ways_to_experts(capsys):
+    """An all-gather over 8 ranks sends 7 rows for each token, an all-to-all to two experts 2.5 · 7 / 8."""
+    argv = ["plan", "--config", "mixtral_8x7b", "--gpu", "h100", "--mesh.expert", "8", "--json"]
+    assert cli.main(argv) == 0
+    printed = json.loads(capsys.readouterr().out)
+    gathered, exchanged = (printed["dispatch"][way] for way in ("allgather", "alltoall"))
+    assert printed["dispatch"]["chosen"] == "alltoall"
+    assert exchanged["bytes"] / gathered["bytes"] == pytest.approx(2.5 / 8, rel=1e-2)
+    assert printed["communication"]["bytes_by_axis"]["expert"] == exchanged["bytes"]
+    assert (printed["time"]["seconds"], printed["memory"]["total"]) == (exchanged["seconds"], exchanged["memory"])
+    assert exchanged["seconds"] < gathered["seconds"]
+    assert exchanged["memory"] < gathered["memory"]
+
+
 @pytest.mark.ci
 def test_plan_leaves_accelerators_alone():
     argv = ["plan", "--config", "gpt_demo", "--gpu", "h100"]
@@ -79,7 +93,7 @@ REFUSALS = {
     "--mesh.pipe 4 --schedule-figure plan.doc": "use a name that ends in .png, .pdf or .svg",
     # Flags without effect, and configs that cannot run
     "--log.interval 3": "has no --log.interval; no result depends on log: remove it",
-    "--mesh.pipe 5": "--mesh.pipe 5 does not divide 72 layers",
+    "--mesh.pipe 80": "--mesh.pipe 80 is more than a GPT can fill with 72 layers; use at most 72 stages",
     "--gpu v100 --model.attention cudnn --model.attention-dropout 0": "needs compute capability 8.0 (A100) or more",
     # The GPU
     "--gpu h10": "--gpu h10 is not known; did you mean h100?",

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import combinations_with_replacement, pairwise
 
 import jax
 import numpy as np
@@ -40,7 +41,8 @@ from mjax.planner.time import (
     Overlap,
     Rates,
     TimePredictor,
-    bubble,
+    balance_stages,
+    idle_seconds,
     predict_time,
     run_tokens,
     time_section,
@@ -251,6 +253,20 @@ def test_experts_compute_whole_tiles(monkeypatch):
     assert products(1) == products(64) < products(128) < products(256)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_rows_of_other_ranks_are_summed_over_model(split):
+    """An all-gather over 4 ranks brings 4 rows for each token, an all-to-all to two experts 2.5."""
+    model = MixtureConfig(layers=2, hidden=4096, heads=32, experts=8, experts_per_token=2, sequence=8192)
+    mesh = MeshConfig(data=4, model=2, expert=4, sequence_parallel=split)
+    config = Config(model=model, train=TrainConfig(global_batch=4, micro_batch=1), mesh=mesh)
+    gathered, exchanged = (
+        predict_time(replace(config, model=replace(model, moe_token_dispatcher=way)), H100).parts["model"]
+        for way in ("allgather", "alltoall")
+    )
+    once = Rates(H100, H100_RATES, "bf16").sum(2, 1, 2 * 8192 * 4096)
+    assert gathered - exchanged == pytest.approx(2 * 2 * 1.5 * once, rel=0.1)  # two layers, forward and backward
+
+
 def test_ring_outside_server_shares_network_cards():
     rates = Rates(H100, H100_RATES, "bf16")
     size = 1e12  # so large that latencies do not count
@@ -261,6 +277,15 @@ def test_ring_outside_server_shares_network_cards():
     assert beside == pytest.approx(7 / 8 * size / (network / 8), rel=1e-3)
     assert rates.sum(8, 8, size) == pytest.approx(2 * beside, rel=1e-6)
     assert rates.gather(1, 1, size) == rates.sum(1, 1, size) == 0.0
+
+
+def test_all_to_all_between_servers_waits_for_the_network():
+    """Inside a server it takes the time of a ring. Of 16 ranks each sends half of its bytes over a card of 50 GB/s."""
+    rates, size = Rates(H100, H100_RATES, "bf16"), 1e12
+    assert rates.exchange(8, 1, size) == pytest.approx(rates.gather(8, 1, size))
+    assert rates.exchange(16, 1, size) == pytest.approx(size / 2 / (50e9 * H100_RATES.network), rel=1e-3)
+    assert rates.exchange(2, 8, size) == pytest.approx(size / 2 / (50e9 * H100_RATES.network), rel=1e-3)
+    assert rates.exchange(1, 1, size) == 0.0
 
 
 def test_ring_latency_is_a_message_per_rank():
@@ -324,8 +349,26 @@ def test_bubble_is_that_of_schedule(name):
     for stages, micro_batches, chunks in ((2, 2, 1), (8, 3, 1), (4, 8, 2), (2, 4, 3)):
         mesh = MeshConfig(pipe=stages, virtual_stages=chunks, schedule=name)
         schedule = build_schedule(name, stages, micro_batches, chunks)
-        found = micro_batches * chunks * (f + b + w) + bubble(mesh, f + b + w)
+        work = [f + b + w] * stages * chunks
+        found = micro_batches * chunks * (f + b + w) + idle_seconds(mesh, micro_batches, work, 0)
         assert found == pytest.approx(schedule.makespan(f, b + w))
+
+
+def test_stages_wait_for_the_slowest_and_for_the_head():
+    """Ticks of 3 stages, of whom the second takes 2 s and the last 1 s and the head 4 s, for 5 micro-batches."""
+    idle = idle_seconds(MeshConfig(pipe=3), 5, [1.0, 2.0, 1.0], 4.0)
+    assert idle == (5 * 5.0 + 2 * 2.0) - 5 * 5.0
+
+
+@pytest.mark.parametrize(("costs", "stages", "head"), [([1] * 9, 4, 2), ([3, 3, 1, 1, 1, 2], 3, 0.5), ([1] * 4, 2, 9)])
+def test_slowest_of_balanced_stages_is_the_fastest_possible(costs, stages, head):
+    def slowest(ends):
+        work = [sum(costs[first:end]) for first, end in pairwise((0, *ends))]
+        return max(*work[:-1], work[-1] + head)
+
+    every = combinations_with_replacement(range(len(costs) + 1), stages - 1)
+    found = balance_stages(costs, stages, head)
+    assert slowest(found) == pytest.approx(min(slowest((*ends, len(costs))) for ends in every))
 
 
 def test_mean_of_run_counts_each_batch_size():

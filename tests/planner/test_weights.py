@@ -22,22 +22,28 @@ def counted(config):
     layout = build_layout(config, abstract_mesh(config.mesh))
     plan = [storage for _, storage in jax.tree_util.tree_leaves_with_path(layout.plan)]
     matrices = collect_matrices(layout, config.mesh)
-    layers = num_layer_dims(config.mesh)
     found = dict.fromkeys((field.name for field in dataclasses.fields(DeviceWeights)), 0)
     for (path, leaf), storage in zip(jax.tree_util.tree_leaves_with_path(layout.abstract_model), plan, strict=True):
         name = leaf_name(path)
         stored = math.prod(leaf.sharding.shard_shape(leaf.shape))
-        computed = stored * math.prod(axes.sizes(config.mesh)[axis] for names, _ in storage.gathers for axis in names)
+        shard = stored
+        if storage.rows and not storage.rows.even:  # every stage gets its layers of all shards
+            shard = (
+                stored // leaf.shape[0] * storage.rows.slots * (config.mesh.pipe if "pipe" in str(storage.spec) else 1)
+            )
+            found["exchanged"] += shard
+        computed = shard * math.prod(axes.sizes(config.mesh)[axis] for names, _ in storage.gathers for axis in names)
         found["stored"] += stored
         found["matrices"] += stored * (name in matrices)
         found["layers" if name.startswith("blocks.") else "shared"] += computed
         found["largest"] = max(found["largest"], computed * name.startswith("blocks."))
         found["table"] += computed * (name == "embedding.table")
         found["gathered"] += computed * storage.gather_per_layer
-        found["gathered_shards"] += stored * storage.gather_per_layer
+        found["gathered_shards"] += shard * storage.gather_per_layer
         if (
             storage.gather_per_layer
-            and math.prod(leaf.sharding.shard_shape(leaf.shape)[layers : storage.gathers[0][1]]) > 1
+            and math.prod(leaf.sharding.shard_shape(leaf.shape)[num_layer_dims(storage.rows) : storage.gathers[0][1]])
+            > 1
         ):
             found["transposed"] = max(found["transposed"], computed)
         found["experts"] += computed * ("expert" in str(leaf.sharding.spec) and name.startswith("blocks.mlp."))
@@ -60,6 +66,9 @@ def test_held_weights_are_those_of_layout(name):
         ("bloom_560m", {"pipe": 2, "virtual_stages": 2, "data": 4, "zero": 1}),
         ("bert_demo", {"pipe": 4, "model": 2, "sequence_parallel": True, "data": 5, "zero": 3}),
         ("qwen3_30b_a3b", {"data": 4, "expert": 4, "zero": 0}),
+        ("gpt_demo", {"pipe": 3, "data": 2, "zero": 1, "model": 2}),
+        ("llama_demo", {"pipe": 3, "data": 2, "zero": 3, "model": 2}),
+        ("qwen3_30b_a3b", {"pipe": 3, "virtual_stages": 2, "data": 4, "expert": 4, "zero": 0}),
     ],
     ids=str,
 )

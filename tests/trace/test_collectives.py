@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.published import whole_rows
 from mjax.config import MeshConfig, load_config
+from mjax.config.pattern import stage_kinds
 from mjax.parallel import mappings, named_scopes
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.pipeline_schedules import build_schedule, find_schedule
@@ -241,7 +242,11 @@ def test_reader_rejects_what_it_cannot_count(monkeypatch):
 def test_ledger_is_that_of_step_with_dropout(recompute, mesh):
     config = small_config(2, 2, layers=4, micro_batch=2, global_batch=16, recompute=recompute, mesh=mesh)
     assert config.model.hidden_dropout == config.model.attention_dropout == 0.1
-    whole = read_collectives(traced_step(config)[1], find_schedule(config) if config.mesh.pipe > 1 else None)
+    whole = read_collectives(
+        traced_step(config)[1],
+        find_schedule(config) if config.mesh.pipe > 1 else None,
+        stage_kinds(config.model, config.mesh),
+    )
     assert Counter(whole) == Counter(ledger(config).records)
     assert {record.part for record in whole} <= set(named_scopes.PARTS)
     assert ("layer recomputation" in {record.source for record in whole}) == (recompute != "none")

@@ -53,7 +53,7 @@ FREE = {  # written out, so that a field that becomes free is a change here
     "model": {"attention"},
     "mesh": {
         "pipe", "data", "replicate", "model", "expert", "context", "context_attention", "sequence_parallel", "schedule",
-        "virtual_stages", "zero",
+        "virtual_stages", "stage_layers", "zero",
     },
     "data": {"cache"},
     "train": {"steps", "tokens", "micro_batch", "recompute", "unroll", "loss_chunks", "eval_interval", "eval_batches"},
@@ -62,7 +62,7 @@ FREE = {  # written out, so that a field that becomes free is a change here
     "log": {"interval", "tensorboard", "wandb", "trackio", "prompt", "sample_prompts", "sample_tokens"},
 }  # fmt: skip
 TUNED = {"activation", "window", "hidden_dropout", "attention_dropout", "layernorm_epsilon", "init_std", "lora_dropout"}
-SPECIAL = {"batch_rampup": (256, 256, 10_000), "schedule": "linear", "wsd_decay": "minus_sqrt"}
+SPECIAL = {"batch_rampup": (256, 256, 10_000), "stage_layers": (2, 2), "schedule": "linear", "wsd_decay": "minus_sqrt"}
 
 
 def another(knob, value):

@@ -80,6 +80,7 @@ def test_broken_weight_of_a_pipeline_is_named(interleaved):
     "mesh",
     [
         {"data": 4, "model": 2, "zero": 3},
+        {"pipe": 3, "data": 2, "zero": 1},
         pytest.param({}, marks=pytest.mark.ci),
         pytest.param({"pipe": 4, "model": 2, "sequence_parallel": True}, marks=pytest.mark.ci),
         pytest.param({"pipe": 2, "data": 2, "model": 2, "virtual_stages": 1, "zero": 1}, marks=pytest.mark.ci),

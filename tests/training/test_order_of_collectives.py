@@ -12,6 +12,7 @@ import pytest
 from mjax.config import MeshConfig
 from mjax.parallel.mesh import make_mesh
 from mjax.step.step import build_program
+from tests.models.test_mixture import MIXTURE
 from tests.small import small_config
 
 COLLECTIVES = r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
@@ -47,13 +48,22 @@ def unordered(text):
                         yield loop, name
 
 
+ROUNDS = {**MIXTURE, "experts": 8, "sequence": 16, "moe_token_dispatcher": "alltoall"}
+
+
 @pytest.mark.parametrize(
-    "axes",
-    [{"data": 4, "zero": 3}, {"data": 2, "model": 2, "zero": 3, "sequence_parallel": True}, {"data": 4}],
+    ("axes", "changes"),
+    [
+        ({"data": 4, "zero": 3}, {}),
+        ({"data": 2, "model": 2, "zero": 3, "sequence_parallel": True}, {}),
+        ({"data": 4}, {}),
+        ({"data": 4, "expert": 2, "zero": 3}, ROUNDS),
+        ({"data": 2, "expert": 2, "model": 2, "sequence_parallel": True}, ROUNDS | {"shared_expert_ffn_hidden": 16}),
+    ],
     ids=str,
 )
-def test_collectives_wait_for_loops_before_them(axes):
-    config = replace(small_config(micro_batch=2), mesh=MeshConfig(**axes))
+def test_collectives_wait_for_loops_before_them(axes, changes):
+    config = replace(small_config(micro_batch=2, **changes), mesh=MeshConfig(**axes))
     config = replace(config, model=replace(config.model, layers=4))
     program = build_program(config, make_mesh(config.mesh))
     step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile().as_text()

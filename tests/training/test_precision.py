@@ -17,6 +17,7 @@ from mjax.models.gemma3 import model as gemma3
 from mjax.models.llama import model as llama
 from mjax.models.parts import experts, mlp
 from mjax.parallel.mesh import abstract_mesh
+from mjax.parallel.weights import are_stacked
 from mjax.planner.program import inner_jaxprs
 from tests.small import BLOOM, small_config
 from tests.traced import carried, equations, traced_step, writer
@@ -24,26 +25,25 @@ from tests.traced import carried, equations, traced_step, writer
 CALLS = "checkpoint closed_call cond custom_jvp_call custom_vjp_call jit pjit remat2 scan shard_map while"
 MOVES = """all_gather all_gather_invariant all_to_all bitcast_convert_type broadcast_in_dim concatenate copy copy_p
     dynamic_slice dynamic_update_slice gather name optimization_barrier pad ppermute psum psum_invariant pvary
-    reduce_precision reduce_scatter reshape rev scatter select_n slice squeeze stack stop_gradient tile transpose
-    unstack"""
+    reduce_precision reduce_scatter reshape rev scatter select_n slice split squeeze stack stop_gradient tile
+    transpose unstack"""
 """Operations that compute nothing on a device; sums over devices are counted in `trace/test_collectives.py`."""
 IN_16_BITS = {
     "matmul": """Encoder.embed VocabParallelEmbedding.logits _attend_block _chunk_logits _matmul _vocab_logits_forward
-        attend_cached chunked_cross_entropy apply_column_parallel ColumnAdapter.__call__ _kernel_gradient linear""",
+        attend_cached chunked_cross_entropy apply_column_parallel ColumnAdapter.__call__ _kernel_gradient linear
+        LatentAttention.decode""",
     # With a float32 result: scores of attention, matmuls of experts before they are rounded, the loss in chunks.
     "wide matmul": """_attend_block attend_cached chunked_cross_entropy grouped_matmul
         grouped_matmul_loop.multiply_group.multiply_tile""",
     # The residual stream, and biases.
     "add": """Block.__call__ ColumnAdapter.__call__ Encoder.embed Experts.__call__ GPT.embed
-        OutputNormBlock.__call__ PostNormBlock.__call__ SandwichBlock.__call__ _vocab_logits_forward add_bias
+        OutputNormBlock.__call__ PostNormBlock.__call__ _vocab_logits_forward add_bias
         add_bias.add apply_column_parallel RowParallelLinear.__call__""",
     # Gradients of a value that is used twice.
     "add_any": """ColumnAdapter.__call__ Encoder.pool Router.__call__ _scan_groups.body _norm _sum_squares
         _zero_centered_rms_norm apply_column_parallel apply_gate all_gather_tokens column_parallel_input
-        copy_to_region linear lookup""",
-    "mul": """AttentionMask.scale_queries ColumnAdapter.__call__ Encoder.pool Gemma3.embed RowAdapter.__call__
-        apply_gate""",
-    "div": "_attend_block attend_cached",  # queries by √d
+        copy_to_region linear lookup NeighborRotary.apply_to_qk VocabParallelEmbedding.logits""",
+    "mul": "ColumnAdapter.__call__ Encoder.pool Gemma3.embed RowAdapter.__call__ apply_gate",
     "tanh": "Encoder.pool",
     "sub": "Encoder.pool",  # of its gradient, with one name from jax 0.12 on
     "one_minus_square": "Encoder.pool",
@@ -52,9 +52,9 @@ IN_16_BITS = {
     "round": """BERT.loss CausalModel.loss Experts.__call__ Output.cross_entropy Router.__call__
         VocabParallelEmbedding.logits _attend_block _attend_in_blocks _dropout _dropout.mask _gather_layer _norm
         _norm.forward _rotate _rotate_by scale_rows _sum_rows _sum_squares _zero_centered_rms_norm _apply_weights
-        _wide activate add_bias materialize_weight attend_cached chunked_cross_entropy apply_column_parallel combine
-        ColumnAdapter.__call__ dispatch _repeat_to_query_heads grouped_matmul lookup position_embeddings
-        grouped_matmul_loop.multiply_group.multiply_tile tile_rows""",
+        _wide activate add_bias attend_cached chunked_cross_entropy apply_column_parallel combine
+        ColumnAdapter.__call__ dispatch repeat_heads grouped_matmul lookup position_embeddings
+        grouped_matmul_loop.multiply_group.multiply_tile tile_rows Storage.cast""",
     "round integers": "Encoder.embed VocabParallelEmbedding.__call__",  # 0 and 1
 }
 
@@ -105,8 +105,8 @@ def traced_generation(config):
 
 def carried_in_16_bits(program, jaxpr):
     """Return 16-bit carries of loops in the shape of the matrices of layers: sums over micro-batches."""
-    leaves = jax.tree.leaves(program.abstract_state.model)
-    matrices = {leaf.sharding.shard_shape(leaf.shape) for leaf in leaves if leaf.ndim > 2}
+    leaves = zip(jax.tree.leaves(program.abstract_state.model), are_stacked(program.abstract_state.model), strict=True)
+    matrices = {leaf.sharding.shard_shape(leaf.shape) for leaf, stacked in leaves if stacked and leaf.ndim > 2}
     for loop in equations(jaxpr, "scan"):
         yield from (str(x) for x in carried(loop) if x.dtype.itemsize == 2 and x.shape in matrices)
 
@@ -121,6 +121,11 @@ MIXTURE = {
     "kind": "mixture", "moe_kernel": "xla", "experts": 4, "moe_ffn_hidden": 24, "kv_heads": 4, "aux_loss_coef": 0.1,
     "z_loss": 0.01, "router_bias_update_rate": 0.01, "router": "sigmoid", "shared_expert_ffn_hidden": 16,
 }  # fmt: skip
+DEEPSEEK = {
+    **MIXTURE, "kind": "deepseek", "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "mtp_layers": 1,
+}  # fmt: skip
+del DEEPSEEK["kv_heads"]
 PACKED = {"samples": {"reset_positions": True, "reset_attention": True, "eod": 0}}
 SPLIT = {"data": 2, "model": 2, "mesh": {"sequence_parallel": True}}
 ci = partial(pytest.param, marks=pytest.mark.ci)
@@ -145,6 +150,7 @@ ci = partial(pytest.param, marks=pytest.mark.ci)
         ci({"kind": "bert", "head": "multiple_choice", "num_labels": 4}),
         ci({**LLAMA, "qk_norm": "head", "qkv_bias": True, "lora_rank": 2, "lora_dropout": 0.1}),
         ci({**MIXTURE, "data": 2, "mesh": {"expert": 2, "zero": 3}}),
+        ci({**DEEPSEEK, **SPLIT}),
     ],
     ids=str,
 )

@@ -62,6 +62,10 @@ YARN = {
     "rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 1024, "rope_theta": 50.0, "head_dim": 16,
     "rotary_percent": 0.5,
 }  # fmt: skip
+YARN_3 = {
+    "rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 64, "rope_theta": 50.0, "rope_mscale": 0.7,
+    "rope_beta_fast": 8.0,
+}  # fmt: skip
 GEMMA_3 = {
     "kind": "gemma3", "kv_heads": 4, "feed_forward": 24, "head_dim": 6, "window": 3, "rope_theta": 50.0,
     "local_rope_theta": 5.0, "rope_scaling": "linear", "rope_factor": 2.0, "query_pre_attn_scalar": 5,
@@ -92,6 +96,16 @@ ARCHITECTURES = {
     "first-dense": {**MIXTURE, "first_dense_layers": 1, "feed_forward": 40},
     "every-second": {**MIXTURE, "moe_layer_freq": 2, "feed_forward": 40},
 }
+LATENT = {
+    **MIXTURE, "kind": "deepseek", "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "experts": 8, "experts_per_token": 3, "shared_expert_ffn_hidden": 20, "init_std": 0.1,
+}  # fmt: skip
+ARCHITECTURES |= {
+    "deepseek-2": {**LATENT, "first_dense_layers": 1, "feed_forward": 40, "router_normalized": False},
+    "deepseek-3": {
+        **LATENT, **DEEPSEEK, **YARN_3, "q_lora_rank": 14, "mtp_layers": 1, "mtp_loss_coef": 0.5,
+    },
+}  # fmt: skip
 CHOICES = Case(
     architecture=tuple(ARCHITECTURES),
     data=(1, 2, 4),
@@ -138,6 +152,8 @@ def config_of(case):
     lora = dict(LORA[case.lora])
     if case.lora == "some" and case.architecture == "mixtral":
         lora["lora_targets"] = ("q", "v")  # all its MLPs are experts
+    if case.lora == "some" and changes.get("kind") == "deepseek":
+        lora["lora_targets"] = ("kv_up", "down")
     return small_config(
         case.data,
         case.model,
@@ -151,13 +167,13 @@ def config_of(case):
         unroll="off" if case.layers == "loop" else "on",
         loss_chunks=case.loss_chunks,
         attention=case.kernel,
-        layers=max(2, period * case.pipe * case.virtual_stages),
+        layers=max(2, period * case.pipe * case.virtual_stages + (case.architecture == "first-dense")),
         **changes,
         **lora,
     )
 
 
-ROWS_OF_TEST, ROWS_OF_CI = 23, 104
+ROWS_OF_TEST, ROWS_OF_CI = 23, 108
 
 
 def tier_of(row):

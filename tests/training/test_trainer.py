@@ -159,8 +159,14 @@ def test_loss_replaces_the_models(tmp_path, whole):
     assert mjax.Trainer(CONFIG, tmp_path, data=batch, loss=twice).train().exit_code == 0
     assert losses(tmp_path)[0] == pytest.approx(2 * losses(whole)[0], rel=1e-6)
     in_chunks = replace(CONFIG, train=replace(CONFIG.train, loss_chunks=2))
-    with pytest.raises(UsageError, match=r"train.loss_chunks 2 is for the model's loss, not for a function"):
-        mjax.Trainer(in_chunks, tmp_path / "chunks", data=batch, loss=twice).train()
+    assert mjax.Trainer(in_chunks, tmp_path / "chunks", data=batch, loss=twice).train().exit_code == 0
+    assert losses(tmp_path / "chunks") == pytest.approx(losses(tmp_path), rel=1e-5)
+
+    def whole_logits(model, x, batch, context):
+        return {"loss": model.logits(x, context.tokens).sum()}
+
+    with pytest.raises(UsageError, match=r"train.loss_chunks 2 needs a loss that computes no logits; call self.output"):
+        mjax.Trainer(in_chunks, tmp_path / "whole", data=batch, loss=whole_logits).train()
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,11 @@ LACKS = {
     "gemma3": ", and GPTModel lacks its post-LayerNorms, two RoPE bases and scaled embedding (Megatron-Bridge has them)"
 }
 """Why a kind is none of megatron-core's models; the class of Megatron-Bridge 0.6.2 is Gemma3ModelProvider."""
-UNCOMPARED = {"vocabulary", "vocabulary_multiple", "sequence", "max_position_embeddings", "attention", "moe_kernel"}
-"""Fields without a counterpart: sizes of samples and padding, and kernels."""
+UNCOMPARED = {
+    *("vocabulary", "vocabulary_multiple", "sequence", "max_position_embeddings"),
+    *("attention", "moe_kernel", "moe_token_dispatcher"),
+}
+"""Fields without a counterpart: sizes of samples and padding, kernels, and communication."""
 
 
 def _check_represented(model: ModelConfig, kind: Architecture, arguments: dict[str, Any], run: str) -> None:

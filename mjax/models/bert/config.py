@@ -103,6 +103,11 @@ class BERTTaskConfig(EncoderConfig):
     families: ClassVar[str] = "mjax.models.bert.huggingface:OF_TASKS"
     samples: ClassVar[None] = None
 
+    def check(self, config) -> None:
+        super().check(config)
+        if (chunks := config.train.loss_chunks) > 1:
+            raise UsageError(f"--train.loss-chunks {chunks} does nothing for {self.title}; remove it")
+
     @property
     def sequences(self) -> int:
         return self.num_labels if self.head == "multiple_choice" else 1

@@ -171,10 +171,6 @@ class BERT(Encoder):
         """The scores of the original token at each position, from the result of `head_input`."""
         return self.mlm(x, self.embedding)
 
-    @classmethod
-    def scores_in_chunks(cls) -> bool:
-        return cls.loss is BERT.loss
-
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
         """The number of masked tokens, and of sequences."""
         sequences = mappings.mask_count_to_first_context_rank(len(batch["sentence_order"]))

@@ -14,7 +14,6 @@ embedding is multiplied by √h in the compute type (√640 = 25.298 is 25.25 in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -23,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from mjax.models.block import Block
 from mjax.models.gemma3.config import Gemma3Config
@@ -33,26 +31,9 @@ from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.positions import Positions
 from mjax.models.parts.rotary import Rotary
 from mjax.models.protocol import ForwardContext
-from mjax.parallel import random
 from mjax.parallel.autodiff import rematerialize
 from mjax.parallel.reductions import accumulation_dtype
 from mjax.parallel.weights import make_param
-
-
-class SandwichBlock(Block):
-    """One layer whose attention and MLP are normed before and after. Shapes: x [b·s, h] → [b·s, h]."""
-
-    def __init__(self, attention_out_norm: nnx.Module, mlp_out_norm: nnx.Module, **parts):
-        super().__init__(**parts)
-        self.attention_out_norm, self.mlp_out_norm = attention_out_norm, mlp_out_norm
-
-    def __call__(self, x: Array, context: ForwardContext, attention: Callable | None = None) -> Array:
-        y = (attention or self.attention)(self.attention_norm(x), context)
-        y = self.attention_out_norm(checkpoint_name(y, "residual"))
-        x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
-        y = self.mlp(self.mlp_norm(x), context)
-        y = self.mlp_out_norm(checkpoint_name(y, "residual"))
-        return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
 
 
 class ZeroCenteredRMSNorm(nnx.Module):
@@ -86,10 +67,10 @@ class LocalGlobalRotary(Positions):
         return rotary.apply_to_qk(q, k, context)
 
 
-def _layer(key: Array, config: Gemma3Config, dtype) -> SandwichBlock:
+def _layer(key: Array, config: Gemma3Config, dtype) -> Block:
     attention, mlp = jax.random.split(key)
     norm = partial(ZeroCenteredRMSNorm, epsilon=config.norm_epsilon, dtype=dtype)
-    return SandwichBlock(
+    return Block(
         attention_norm=norm(config.hidden),
         attention=Attention(
             attention,
@@ -98,7 +79,7 @@ def _layer(key: Array, config: Gemma3Config, dtype) -> SandwichBlock:
             LocalGlobalRotary(config),
             config.groups,
             bias=False,
-            scale=math.sqrt(config.head_size / config.query_pre_attn_scalar),
+            scale=1 / math.sqrt(config.query_pre_attn_scalar),
             qk_norm=lambda heads: norm(config.head_size, of_heads=True),
         ),
         attention_out_norm=norm(config.hidden),

@@ -31,7 +31,8 @@ class Family:
     Attributes:
       model: name in messages, such as GPT2LMHeadModel.
       names: for each of our modules its name in the files, in the order of writing; {0} stands for the layer number and
-        {1} for the next one, {2} for the number of an expert. Three names are queries, keys and values.
+        {1} for the next one, {2} for the number of an expert, {3} for the number of layers. Three names are queries,
+        keys and values. A name that ends with `_bias` is complete; others continue with .weight or .bias.
       fused: rows that replace those of `names` where files have these tensors: all experts in one.
       transposed: True if matrices are [out, in], as in `torch.nn.Linear`; else they are [in, out].
       qkv: the order of fused queries, keys and values along out: c the three of them, n heads, d head size.
@@ -40,6 +41,7 @@ class Family:
       ignored: names of tensors that are not weights, such as stored masks.
       heads: heads that may be initialized at random if the files have none of their tensors: prefix of our weights'
         names, and a description.
+      optional: fields that are 0 if the files have no tensor whose name begins with this.
       renamed: (expression, replacement) that turn names of old versions into the current `names`.
       described_by: source of the expected shapes, for messages.
       padded: True if the files have more rows than tokens.
@@ -73,6 +75,7 @@ class Family:
     copies: Mapping[str, str] = field(default_factory=dict)
     ignored: str = "(?!)"  # matches nothing
     heads: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
     described_by: str = "config.json"
     padded: bool = False

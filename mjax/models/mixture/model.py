@@ -16,6 +16,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from mjax.config.axes import EXPERT
 from mjax.config.pattern import layer_stacks
 from mjax.models.llama.model import Llama, llama_layer
 from mjax.models.mixture.config import MixtureConfig
@@ -38,17 +39,19 @@ class Mixture(Llama):
         super().__init__(key, config, dtype)
         weights = {"balance_loss": config.aux_loss_coef, "z_loss": config.z_loss}
         self.loss_weights = {"loss": 1.0} | {
-            name: weight * config.expert_layers for name, weight in weights.items() if weight
+            name: weight * config.routers for name, weight in weights.items() if weight
         }
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
-        layers = self.config.expert_layers
+        layers = self.config.routers
         sequences = mappings.mask_count_to_first_context_rank(batch["tokens"].shape[0])
         tokens = batch["tokens"].size * layers
         counts = {"router_entropy": tokens, "z_loss": tokens, "balance_loss": sequences * layers}
         # Numbers of tokens, not a mean; exact in float32 up to 2²⁴: dividing them would round.
         counts["expert_load"] = jnp.ones((layers, self.config.experts), jnp.int32)
-        used = {"router_entropy", "expert_load"} | self.loss_weights.keys()
+        if self.config.token_dispatcher(mappings.size(EXPERT)) == "alltoall":
+            counts["dispatch_rounds"] = tokens
+        used = {"router_entropy", "expert_load", "dispatch_rounds"} | self.loss_weights.keys()
         return super().counts(batch) | {name: count for name, count in counts.items() if name in used}
 
     def summary(self, means: dict[str, Array]) -> dict[str, Array]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import MODEL
 from mjax.config.model import ModelConfig
-from mjax.models.decoding import KeyValues, attend_cached
+from mjax.models.decoding import KeyValues, attend_cached, write_cache
 from mjax.models.parts.attention_kernels import attend_over_context
 from mjax.models.parts.mask import AttentionMask
 from mjax.models.parts.positions import NO_POSITIONS, Positions
@@ -35,7 +35,7 @@ class Attention(nnx.Module):
         kv_heads: int | None = None,
         bias: bool = True,
         out_bias: bool | None = None,
-        scale: float = 1.0,
+        scale: float | None = None,
         qk_norm: Callable[[int], nnx.Module | None] = lambda heads: None,
     ):
         """Initialize the weights.
@@ -99,11 +99,11 @@ class Attention(nnx.Module):
         outputs = apply_column_parallel(x, context.tokens, *self._projections(), whole=True)
         parts = [part for y in outputs for part in (y[None] if y.ndim == 3 else y.swapaxes(0, 1))]
         (q, k, v), mask = self._split_heads(parts, context), self._mask(context)
+        cached = write_cache(cached, KeyValues(k, v), lengths, context.slots)
         if context.slots is None:
             attended = attend_over_context(q, k, v, mask, self.config.attention, context.tokens)
-            cached = cached.fill(k, v)
         else:
-            attended, cached = attend_cached(q, k, v, cached, lengths, context.slots, mask)
+            attended = attend_cached(q, *cached, lengths, context.slots, mask)
         return self.out(attended.reshape(context.tokens.num_tokens, *attended.shape[2:]), context.tokens), cached
 
     def _mask(self, context: ForwardContext) -> AttentionMask:

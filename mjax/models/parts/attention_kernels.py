@@ -55,12 +55,12 @@ def attend(
     assert mask.slopes is None or mask.causal, "ALiBi needs causal attention"
     assert mask.window is None or mask.causal, "a window needs causal attention"
     axes = mappings.varying_axes(q)
-    q, mask = mask.scale_queries(q), jax.tree.map(lambda x: mappings.vary(x, axes), mask)
+    mask = jax.tree.map(lambda x: mappings.vary(x, axes), replace(mask, scale=mask.scale_for(q)))
     if mask.window is not None and mask.window >= k.shape[1]:
         mask = replace(mask, window=None)  # no effect
     if not kernel.startswith("xla"):
         return attend_fused(q, k, v, mask, kernel)
-    k, v = (_repeat_to_query_heads(x, q.shape[2]) for x in (k, v))
+    k, v = (repeat_heads(x, q.shape[2]) for x in (k, v))
     if mask.slopes is not None:
         # A barrier in this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every
         # layer reads it from memory, although it is free to compute.
@@ -71,8 +71,8 @@ def attend(
     return _attend_in_blocks(q, k, v, mask)
 
 
-def _repeat_to_query_heads(x: Float[Array, "b s k d"], heads: int) -> Float[Array, "b s n d"]:
-    """Keys or values repeated to one head per query head."""
+def repeat_heads(x: Float[Array, "b s k d"], heads: int) -> Float[Array, "b s n d"]:
+    """Keys or values with each head repeated, to so many."""
     if (count := heads // x.shape[2]) == 1:
         return x
 
@@ -117,7 +117,7 @@ def _attend_block(
     documents, rows = mask.documents, mask.position_ids
     queries, keys = ("bnqd", "bnkd") if heads_first else ("bqnd", "bknd")
     wide = accumulation_dtype(q.dtype)
-    scores = jnp.einsum(f"{queries},{keys}->bnqk", q / math.sqrt(q.shape[-1]), k, preferred_element_type=wide)
+    scores = mask.scale * jnp.einsum(f"{queries},{keys}->bnqk", q, k, preferred_element_type=wide)
     visible = True
     if mask.causal:
         # Computed on the device: a NumPy array would be a residual of every layer that recomputes its scores.
@@ -187,17 +187,12 @@ def attend_over_context(
         if slopes is not None:
             slopes = jax.lax.dynamic_slice_in_dim(slopes, first, local)
         first = mappings.rank(MODEL) * q.shape[HEADS] + first
-        q, k, v = (mappings.all_to_all(x, CONTEXT, HEADS, POSITIONS) for x in (q, *map(_repeat_kv_heads, (k, v))))
+        kv_heads = math.lcm(k.shape[HEADS], mappings.size(CONTEXT))
+        k, v = (repeat_heads(x, kv_heads) for x in (k, v))
+        q, k, v = (mappings.all_to_all(x, CONTEXT, HEADS, POSITIONS) for x in (q, k, v))
         attended = attend(q, k, v, replace(mask, slopes=slopes, first_head=first), kernel)
         return mappings.all_to_all(attended, CONTEXT, POSITIONS, HEADS)
     if tokens.context_attention == "allgather":
         mask = replace(mask, position_ids=tokens.position_ids())
         k, v = tokens.gather_positions(k), tokens.gather_positions(v)
     return attend(q, k, v, mask, kernel)
-
-
-def _repeat_kv_heads(x: Float[Array, "b s k d"]) -> Float[Array, "b s _ d"]:
-    """Key-value heads repeated until `context` divides their number."""
-    heads, ranks = x.shape[HEADS], mappings.size(CONTEXT)
-    copies = math.lcm(heads, ranks) // heads
-    return jnp.repeat(x, copies, axis=HEADS) if copies > 1 else x

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from mjax.config.bounds import Bounds, Count, CountOrZero, Positive
-from mjax.config.marks import FILE_ONLY, NEW_RUN, TUNING, By, Synonyms
+from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, NEW_RUN, TUNING, By, Synonyms
 from mjax.config.model import AttentionDropout, FeedForward, Gelu, ModelConfig, Tuned
 from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError, either
@@ -15,6 +15,8 @@ from mjax.errors import UsageError, either
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 EXPERTS = "experts"
 """Name of the weights of layers with experts; other layers have one MLP."""
+CAPACITY = 1.25
+"""Rows that a rank can send to each other rank in one round of the all-to-all of experts, relative to equal shares."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,12 @@ class ExpertsConfig(GatedMLPConfig):
     moe_kernel: Annotated[Literal["auto", "pallas", "xla"], Synonyms("moe-grouped-gemm")] = "auto"
     """Kernel of the grouped matmuls of experts. auto: pallas on an NVIDIA GPU, elsewhere xla, which runs one matmul
     after the other."""
+    moe_token_dispatcher: Annotated[
+        Literal["auto", "allgather", "alltoall"], FREE, NEW_RUN, ANY_FAMILY, Synonyms("moe-token-dispatcher-type")
+    ] = "auto"
+    """How tokens reach the experts of other ranks of mesh.expert. allgather: every rank gathers all tokens. alltoall:
+    only to the ranks of their experts, in as many rounds as the router's choice needs; no token is dropped. auto: the
+    one that sends less if experts are balanced."""
     router: Annotated[Literal["softmax", "sigmoid"], Synonyms("moe-router-score-function")] = "softmax"
     """Weights of the experts: the softmax of the router's scores, or their sigmoid (DeepSeek-V3, arXiv 2412.19437)."""
     router_normalized: bool = True
@@ -188,6 +196,28 @@ class ExpertsConfig(GatedMLPConfig):
     def expert_layers(self) -> int:
         """Layers with experts."""
         return (self.layers - self.first_dense_layers) // self.moe_layer_freq
+
+    def token_dispatcher(self, ranks: int) -> Literal["local", "allgather", "alltoall"]:
+        """`moe_token_dispatcher` with auto resolved, for `ranks` ranks of `expert`; `local` if one rank has all."""
+        if ranks == 1:
+            return "local"
+        if self.moe_token_dispatcher != "auto":
+            return self.moe_token_dispatcher
+        return "alltoall" if ranks > CAPACITY * self.experts_per_token else "allgather"
+
+    def dispatch_capacity(self, tokens: int, ranks: int) -> int:
+        """Rows that a rank with these tokens can send to each rank of `expert` in one round."""
+        return math.ceil(CAPACITY * self.experts_per_token * tokens / ranks)
+
+    @property
+    def routers(self) -> int:
+        """Routers of the model, one for each layer with experts."""
+        return self.expert_layers
+
+    @property
+    def has_router_bias(self) -> bool:
+        """True if routers have a bias, by which experts are chosen."""
+        return self.router_bias_update_rate > 0
 
     @property
     def pattern(self) -> Pattern:

@@ -2,7 +2,7 @@
 
     x [b·s, h] ── router ── K experts and weights of each token
        │
-     gather         every rank of `expert` has the tokens of all ranks, and a part of the experts
+     gather         every rank of `expert` has the tokens of all ranks, or only of its experts, and a part of these
        │
        f            every rank of `model` has all tokens, and a part of every expert's columns
        │
@@ -14,21 +14,24 @@
        │
        g            the sum over ranks of `model`
        │
-     scatter        the sum over ranks of `expert`, each with its part of the tokens
+     scatter        the sum over ranks of `expert`, each with its part of the tokens, or an all-to-all back
        ▼
     y [b·s, h]
 
 The weight multiplies before C_e, as in megatron-core, which is the same sum, and the rows after it need not be saved.
 
-**Experts on several devices** (`--mesh.expert`). An all-to-all would send a token only to the ranks that hold one of
-its K experts, but in the worst case one rank receives all tokens of all ranks. A buffer for this case is as large as
-the gathered tokens, and a smaller one drops tokens. So tokens are gathered, and their results are summed by a
-reduce-scatter: both are exact, and a token is sent to all other ranks of `expert`, rather than to K at most. Where
-experts fit on a device, leave `expert` at 1: only weights and their gradients are sent then.
+**Experts on several devices** (`--mesh.expert`). Gathered tokens reach all ranks of `expert`. An all-to-all sends a
+token only to the ranks of its experts, but in the worst case one rank receives all tokens of all ranks. A buffer for
+this case is as large as the gathered tokens, and a smaller one drops tokens. So the all-to-all has rounds, each with
+`ExpertsConfig.dispatch_capacity` rows for each rank, as many as the fullest rank needs: exact, with the same memory for
+every router, and one round if it is balanced. Where experts fit on a device, leave `expert` at 1: only weights and
+their gradients are sent then. Megatron's names (core/transformer/moe/token_dispatcher.py, 0.19), whose all-to-all has
+buffers for the worst case.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,7 +39,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mjax.config import axes
 from mjax.models.parts.config import ExpertsConfig
@@ -44,7 +47,7 @@ from mjax.models.parts.mlp import GatedMLP, apply_gate
 from mjax.models.parts.router import Router, RouterOutput, Sums
 from mjax.models.protocol import ForwardContext
 from mjax.parallel import mappings
-from mjax.parallel.autodiff import linear_call, optimization_barrier, rematerialize
+from mjax.parallel.autodiff import linear_call, match_varying_axes, optimization_barrier, rematerialize, sum_rounds
 from mjax.parallel.grouped import TILE_ROWS, Groups, assign_rows, grouped_matmul
 from mjax.parallel.layers import normal_init
 from mjax.parallel.reductions import accumulation_dtype
@@ -68,32 +71,84 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Float[Array, "t h"], context: ForwardContext) -> tuple[Float[Array, "t h"], Sums]:
         """The sum of the experts' results for this rank's rows, and the router's sums of losses and metrics."""
-        local, tokens = self.up[...].shape[0], context.tokens
-        region = ExpertRegion(tokens, self.config.experts // local, axes.EXPERT in mappings.varying_axes(x))
-        routing = self.router(x)
-        rows, weights, experts = _gather_routed(x, routing, region)
-        tile = TILE_ROWS.get(self.kernel, TILE_ROWS["pallas"])
-        local_experts = experts.reshape(-1) - region.rank * local
-        groups, rows_of = assign_rows(local_experts, local, tile, max_group_rows=region.num_tokens)
-        order = TokenPermutation(rows_of.reshape(experts.shape), _sources(rows_of, len(groups.of_tile) * groups.rows))
-        outputs = self._apply_experts(dispatch(rows, order), row_weights(weights, order), groups)
-        y = region.reduce_rows(combine(outputs, order))
+        kernels, tokens = (self.up[...], self.down[...]), context.tokens
+        ranks, routing = self.config.experts // len(kernels[0]), self.router(x)
+        way = self.config.token_dispatcher(ranks) if axes.EXPERT in mappings.varying_axes(x) else "replicated"
+        region = ExpertRegion(tokens, ranks, way)
+        sums = self.router.aux_loss_sums(routing, tokens)
+        if way == "alltoall":
+            y, rounds = self._compute_in_rounds(kernels, x, routing, region)
+            sums["dispatch_rounds"] = (rounds * len(x)).astype(routing.weights.dtype)
+        else:
+            y = self._compute(kernels, x, routing.weights, routing.experts, region)
         if self.config.shared_expert_ffn_hidden:
             y, x = sequence_collectives(y, x, tokens.sequence_parallel)
             y = y + self.shared(x, context)
-        sums = self.router.aux_loss_sums(routing, tokens)
         y, sums = sequence_collectives(y, sums, tokens.sequence_parallel)
         return y, self.router.layer_sums(sums, context)
 
+    def _compute_in_rounds(
+        self, kernels: tuple[Array, Array], x: Float[Array, "t h"], routing: RouterOutput, region: ExpertRegion
+    ) -> tuple[Float[Array, "t h"], Int[Array, ""]]:
+        """The sum of the experts' results, with at most `dispatch_capacity` rows for each rank in a round; and the
+        number of rounds."""
+        experts, capacity = routing.experts, self.config.dispatch_capacity(len(x), region.ranks)
+        rank_of = experts // len(kernels[0])
+        slots, slot = assign_rows(rank_of.reshape(-1), region.ranks, capacity)  # for each rank a tile in each round
+        slot = slot.reshape(experts.shape) - slots.first[rank_of] * capacity
+        round_of, row = slot // capacity, rank_of * capacity + slot % capacity
+        ranks_in_step = tuple(sorted({axes.EXPERT, axes.MODEL} & mappings.varying_axes(x)))
+        rounds = mappings.pmax(slots.tiles.max(), ranks_in_step)
+        x, rounds = optimization_barrier(match_varying_axes(x, rounds))
+
+        def compute_round(number, differentiable, constants):
+            (kernels, x, weights), (experts, round_of, row) = differentiable, constants
+            order = TokenPermutation.from_rows(row, region.ranks * capacity, round_of == number)
+            chosen = experts.reshape(-1).at[order.sources].get(mode="fill", fill_value=-1)
+            rows = dispatch(x, order), row_weights(weights, order)[:, None], chosen[:, None]
+            return combine(self._compute(kernels, *rows, region), order)
+
+        return sum_rounds(compute_round, (kernels, x, routing.weights), (experts, round_of, row), rounds), rounds
+
+    def _compute(
+        self,
+        kernels: tuple[Array, Array],
+        x: Float[Array, "t h"],
+        weights: Float[Array, "t k"],
+        experts: Int[Array, "t k"],
+        region: ExpertRegion,
+    ) -> Float[Array, "t h"]:
+        """The sum of the results of `experts` for each row, times `weights`; of no expert if its number is negative."""
+        local = len(kernels[0])
+        packed = jnp.concatenate([weights, experts.astype(weights.dtype)], axis=-1)
+        x, packed = region.gather_rows(x, packed)
+        weights, experts = jnp.split(packed, 2, axis=-1)
+        first = mappings.rank(axes.EXPERT) * local if region.ranks > 1 else 0
+        experts = experts.astype(jnp.int32) - first
+        tile = TILE_ROWS.get(self.kernel, TILE_ROWS["pallas"])
+        groups, rows_of = assign_rows(experts.reshape(-1), local, tile, max_group_rows=len(x))
+        order = TokenPermutation.from_rows(rows_of.reshape(experts.shape), len(groups.of_tile) * groups.rows)
+        outputs = self._apply_experts(kernels, dispatch(x, order), row_weights(weights, order), groups)
+        return region.reduce_rows(combine(outputs, order))
+
     def _apply_experts(
-        self, x: Float[Array, "r h"], weights: Float[Array, " r"], groups: Groups
+        self, kernels: tuple[Array, Array], x: Float[Array, "r h"], weights: Float[Array, " r"], groups: Groups
     ) -> Float[Array, "r h"]:
         """The result of each row's expert times the row's weight: this rank's part of a sum."""
-        up = self.up[...]
+        up, down = kernels
         gate_up = grouped_matmul(x, up.reshape(*up.shape[:2], -1), groups, self.kernel)
         gate_up = checkpoint_name(gate_up, "mlp_up").reshape(len(x), 2, -1)
         weighted = rematerialize(partial(_apply_weights, activation=self.config.activation))(gate_up, weights)
-        return grouped_matmul(weighted, self.down[...], groups, self.kernel)
+        return grouped_matmul(weighted, down, groups, self.kernel)
+
+
+_exchange = partial(mappings.all_to_all, split=0, join=0)
+_OVER_EXPERTS: dict[str, tuple[Callable, Callable]] = {
+    "local": (lambda x, axis: x,) * 2,
+    "replicated": (mappings.copy_to_region, mappings.reduce_from_region),
+    "allgather": (mappings.all_gather_tokens, mappings.reduce_scatter_tokens),
+    "alltoall": (_exchange, _exchange),
+}
 
 
 @dataclass(frozen=True)
@@ -104,40 +159,27 @@ class ExpertRegion:
     Attributes:
       tokens: this replica's.
       ranks: of `expert`, with a part of the experts each; 1 if a rank has all.
-      split: whether ranks of `expert` have different tokens, as in training; in generation they have the same.
+      way: of tokens to them and of results back, from `ExpertsConfig.token_dispatcher`; `replicated` if all ranks have
+        the same tokens, as in generation.
     """
 
     tokens: TokenLayout
     ranks: int
-    split: bool
-
-    @property
-    def num_tokens(self) -> int:
-        """T, the tokens of all ranks together."""
-        return self.tokens.num_tokens * (self.ranks if self.split else 1)
-
-    @property
-    def rank(self) -> Array | int:
-        """This device's rank among those that have different experts."""
-        return mappings.rank(axes.EXPERT) if self.ranks > 1 else 0
+    way: str
 
     def gather_rows(
         self, x: Float[Array, "t h"], weights: Float[Array, "t k"]
     ) -> tuple[Float[Array, "T h"], Float[Array, "T k"]]:
         """f of two arrays. With sequence parallelism each row is sent over `expert` once, then over `model`."""
-        over_experts = mappings.all_gather_tokens if self.split else mappings.copy_to_region
-        steps = [(partial(over_experts, axis=axes.EXPERT), self.split)] if self.ranks > 1 else []
-        for gather, waits in (*steps, (self.tokens.gather_rows, self.tokens.sequence_parallel)):
+        over_experts = partial(_OVER_EXPERTS[self.way][0], axis=axes.EXPERT), self.way in ("allgather", "alltoall")
+        for gather, waits in (over_experts, (self.tokens.gather_rows, self.tokens.sequence_parallel)):
             x, weights = sequence_collectives(gather(x), weights, waits)
             weights, x = sequence_collectives(gather(weights), x, waits)
         return x, weights
 
     def reduce_rows(self, partial: Float[Array, "T h"]) -> Float[Array, "t h"]:
         """g: the sum of all ranks' partial results."""
-        y = self.tokens.reduce_rows(partial)
-        if self.ranks == 1:
-            return y
-        return (mappings.reduce_scatter_tokens if self.split else mappings.reduce_from_region)(y, axes.EXPERT)
+        return _OVER_EXPERTS[self.way][1](self.tokens.reduce_rows(partial), axis=axes.EXPERT)
 
 
 def sequence_collectives(result: Array, operands, waits: bool) -> tuple:
@@ -145,16 +187,6 @@ def sequence_collectives(result: Array, operands, waits: bool) -> tuple:
     the backward pass before it. Simulated devices may begin two independent collectives in different orders, and then
     wait for each other forever; a GPU runs them in the order of the program."""
     return optimization_barrier((result, operands)) if waits else (result, operands)
-
-
-def _gather_routed(
-    x: Float[Array, "t h"], routing: RouterOutput, region: ExpertRegion
-) -> tuple[Float[Array, "T h"], Float[Array, "T k"], Int[Array, "T k"]]:
-    """f of the rows x, and of their weights and experts in one array."""
-    packed = jnp.concatenate([routing.weights, routing.experts.astype(routing.weights.dtype)], axis=-1)
-    x, packed = region.gather_rows(x, packed)
-    weights, experts = jnp.split(packed, 2, axis=-1)
-    return x, weights, experts.astype(jnp.int32)
 
 
 def _apply_weights(x: Float[Array, "r 2 f"], weights: Float[Array, " r"], activation: str) -> Float[Array, "r f"]:
@@ -179,16 +211,20 @@ class TokenPermutation:
     rows: Int[Array, "t k"]
     sources: Int[Array, " r"]
 
+    @classmethod
+    def from_rows(
+        cls, rows: Int[Array, "t k"], number: int, present: Bool[Array, "t k"] | bool = True
+    ) -> TokenPermutation:
+        """The permutation with this row of `number` for each assignment that is `present`."""
+        rows = jnp.where(present, rows, number)
+        sources = jnp.full_like(rows, rows.size, shape=number)
+        ids = jnp.arange(rows.size, dtype=rows.dtype)
+        return cls(rows, sources.at[rows.reshape(-1)].set(ids, mode="drop", unique_indices=True))
+
     @property
     def tokens(self) -> Int[Array, " r"]:
         """The token of each row; b·s for rows that fill tiles."""
         return self.sources // self.rows.shape[1]
-
-
-def _sources(rows_of: Int[Array, " A"], rows: int) -> Int[Array, " {rows}"]:
-    """The assignment in each of the rows, from the row of each assignment."""
-    none = jnp.full_like(rows_of, rows_of.size, shape=rows)
-    return none.at[rows_of].set(jnp.arange(rows_of.size, dtype=rows_of.dtype), mode="drop", unique_indices=True)
 
 
 def dispatch(x: Float[Array, "t h"], order: TokenPermutation) -> Float[Array, "r h"]:

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int, UInt32
 
-from mjax.config.kernels import BLOCK, FLASH_INTERPRETED, FUSED
+from mjax.config.kernels import BLOCK, FLASH_INTERPRETED, FUSED, AttentionWork, kernel_obstacle
 from mjax.errors import UsageError
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
@@ -63,17 +63,21 @@ def attend_fused(
 ) -> Float[Array, "b s n e"]:
     """`attention_kernels.attend` with a kernel that writes no scores: cuDNN's, `flash`, or a stand-in.
 
+    They need one width of queries, keys and values. The narrower are padded with zeros, which change no score.
+
     Raises:
-      UsageError: the kernel lacks a feature; `config/kernels.py` chooses one that has it.
+      UsageError: the kernel does not support it; `config/kernels.py` chooses one that does.
     """
-    lacks = {"values of another width": v.shape[-1] != q.shape[-1]}
-    if kernel == "cudnn":
-        lacks |= {"dropout": mask.key is not None, "queries of some positions": mask.position_ids is not None}
-    for feature, needed in lacks.items():
-        if needed and kernel in FUSED:
-            raise UsageError(f"--model.attention {kernel} is not supported with {feature}; use --model.attention xla")
+    size, width, positions = v.shape[-1], max(q.shape[-1], v.shape[-1]), k.shape[1]
+    chunks = 1 if mask.position_ids is None else 2 * positions // q.shape[1]
+    bias = "documents" if mask.documents is not None else "ALiBi" if mask.slopes is not None else ""
+    work = AttentionWork(width, positions, chunks, mask.rate if mask.key is not None else 0.0, bias)
+    if kernel in FUSED and (obstacle := kernel_obstacle(kernel, work)):
+        raise UsageError(f"--model.attention {kernel} is not supported here ({obstacle}); use --model.attention xla")
+    if size != q.shape[-1]:
+        q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in (q, k, v))
     attend = _attend_cudnn if kernel in ("cudnn", FLASH_STAND_IN) else _attend_flash
-    return attend(q, k, v, kernel, mask)
+    return attend(q, k, v, kernel, mask)[..., :size]
 
 
 def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
@@ -91,20 +95,18 @@ def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask
         return flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, same) if x is not None))
     local = None if mask.window is None else (mask.window - 1, 0)  # JAX does not count the query's position
     return jax.nn.dot_product_attention(
-        q, k, v, bias=bias, mask=same, is_causal=mask.causal, local_window_size=local, implementation="cudnn"
+        q, k, v, bias, same, scale=mask.scale, is_causal=mask.causal, local_window_size=local, implementation="cudnn"
     )
 
 
 def _attend_flash(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
     (positions, heads), rows = q.shape[1:3], mask.position_ids
-    run = positions if rows is None else positions // 2
-    assert run % BLOCK == k.shape[1] % BLOCK == 0, "flash takes whole blocks of queries and keys (position_multiple)"
     words = None, None
     if mask.key is not None:
         words = mask.key.row_words(mask.heads(heads), jnp.arange(positions) if rows is None else rows)
     starts = None if rows is None else jnp.stack([rows[0], rows[positions // 2]]) // BLOCK
     aux = FlashInputs(*words, mask.documents, mask.slopes, starts)
-    static = AttentionMask(mask.causal, mask.window, rate=mask.rate)
+    static = AttentionMask(mask.causal, mask.window, mask.scale, mask.rate)
     return flash_attention(q, k, v, aux, static, kernel == FLASH_INTERPRETED)
 
 
@@ -265,10 +267,10 @@ def _make_query(local, blocks: int, aux: FlashInputs, head: Array | int = 0) -> 
     return _Query(local, jnp.where(local < half, first + local, second + local - half), head)
 
 
-def _scores(q: Array, k: Array, query: _Query, key, aux: FlashInputs, mask: AttentionMask, size: int) -> Array:
+def _scores(q: Array, k: Array, query: _Query, key, aux: FlashInputs, mask: AttentionMask) -> Array:
     """Scores of a block of queries and a block of keys, over log 2, with MASKED where a key is not visible: float32
     [BLOCK, BLOCK]."""
-    scores = triton.dot(q, k.T) * (LOG2_E / math.sqrt(size))
+    scores = triton.dot(q, k.T) * (LOG2_E * mask.scale)
     row, column = query.position * BLOCK + jnp.arange(BLOCK)[:, None], key * BLOCK + jnp.arange(BLOCK)[None, :]
     visible = mask.visible(row, column)
     if aux.slopes is not None:
@@ -319,7 +321,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, *refs, mask: AttentionMask, size: int) 
 
     def add(key, carry):
         out, largest, total = carry
-        scores = _scores(q, _load(k_ref, size, key), query, key, aux, mask, size)
+        scores = _scores(q, _load(k_ref, size, key), query, key, aux, mask)
         new_largest = jnp.maximum(largest, scores.max(-1))
         correction = jnp.exp2(largest - new_largest)
         exponentials = jnp.exp2(scores - new_largest[:, None])
@@ -334,11 +336,11 @@ def _forward_kernel(q_ref, k_ref, v_ref, *refs, mask: AttentionMask, size: int) 
     log_sum_ref[...] = largest + jnp.log2(total)
 
 
-def _tile_grad(q, k, v, gradient, log_sums, deltas, query: _Query, key, aux: FlashInputs, mask: AttentionMask, size):
+def _tile_grad(q, k, v, gradient, log_sums, deltas, query: _Query, key, aux: FlashInputs, mask: AttentionMask):
     """The probabilities of a tile after dropout, and the gradient of its scores."""
-    probabilities = jnp.exp2(_scores(q, k, query, key, aux, mask, size) - log_sums[:, None])
+    probabilities = jnp.exp2(_scores(q, k, query, key, aux, mask) - log_sums[:, None])
     ddropped = _apply_dropout(triton.dot(gradient, v.T), query, key, aux, mask)
-    dscores = probabilities * (ddropped - deltas[:, None]) * (1 / math.sqrt(size))
+    dscores = probabilities * (ddropped - deltas[:, None]) * mask.scale
     return _apply_dropout(probabilities, query, key, aux, mask), dscores
 
 
@@ -354,7 +356,7 @@ def _keys_kernel(
         query = _make_query(local, blocks, aux, head)
         q, gradient = _load(q_ref, size, local, head), _load(gradient_ref, size, local, head)
         row_inputs = log_sum_ref[head, _block_slice(local)], delta_ref[head, _block_slice(local)]
-        dropped, dscores = _tile_grad(q, k, v, gradient, *row_inputs, query, key, aux, mask, size)
+        dropped, dscores = _tile_grad(q, k, v, gradient, *row_inputs, query, key, aux, mask)
         dv += triton.dot(dropped.astype(gradient.dtype).T, gradient)
         return dk + triton.dot(dscores.astype(q.dtype).T, q), dv
 
@@ -379,7 +381,7 @@ def _queries_kernel(
 
     def add(key, dq):
         k, v = _load(k_ref, size, key), _load(v_ref, size, key)
-        _, dscores = _tile_grad(q, k, v, gradient, *row_inputs, query, key, aux, mask, size)
+        _, dscores = _tile_grad(q, k, v, gradient, *row_inputs, query, key, aux, mask)
         return dq + triton.dot(dscores.astype(k.dtype), k)
 
     blocks = _key_range(query, k_ref.shape[0] // BLOCK, mask)

@@ -1,7 +1,8 @@
-"""The mask, scale, ALiBi slopes and dropout of attention: one description for every kernel."""
+"""The description of attention, which every kernel reads: mask, scale, ALiBi slopes and dropout."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import jax
@@ -20,7 +21,7 @@ _static = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionMask:
-    """Softmax(scale · q kᵀ / √d − slope · distance), with dropout, over the positions visible to a query.
+    """Softmax(scale · q kᵀ − slope · distance), with dropout, over the positions visible to a query.
 
     These are all positions, or with `causal` no later one; of these only the last `window`, and only those in the
     query's document.
@@ -28,7 +29,7 @@ class AttentionMask:
     Attributes:
       causal: mask later positions; False: bidirectional (BERT).
       window: number of visible positions, including the query's; only with `causal`. None: all up to the query's.
-      scale: factor of the scores besides 1 / √d, such as Gemma 3's, or the square of YaRN's magnitude.
+      scale: of the scores, such as Gemma 3's, or that of a latent attention with YaRN; None: 1 / √d.
       rate, key: dropout of the probabilities; without a key there is none, and `rate` has no effect.
       documents: number of each token's document, [b, S]; None: a sample is one document.
       slopes: of ALiBi for these heads; only with `causal`. None: the scores do not depend on positions.
@@ -39,7 +40,7 @@ class AttentionMask:
 
     causal: bool = field(default=True, metadata=_static)
     window: int | None = field(default=None, metadata=_static)
-    scale: float = field(default=1.0, metadata=_static)
+    scale: float | None = field(default=None, metadata=_static)
     rate: float = field(default=0.0, metadata=_static)
     key: DropoutKey | None = None
     documents: Int[Array, "b S"] | None = None
@@ -47,9 +48,9 @@ class AttentionMask:
     first_head: Int[Array, ""] | None = None
     position_ids: Int[Array, " s"] | None = None
 
-    def scale_queries(self, q: Float[Array, "b s n d"]) -> Float[Array, "b s n d"]:
-        """Queries with `scale`; the kernels divide by √d."""
-        return q if self.scale == 1 else q * jnp.asarray(self.scale, q.dtype)
+    def scale_for(self, q: Float[Array, "b s n d"]) -> float:
+        """`scale`, or its default for these queries."""
+        return 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
 
     def visible(self, query: Int[Array, "*q"], key: Int[Array, "*k"]) -> Bool[Array, "*qk"] | bool:
         """True where the position `key` is visible to the position `query`, in the same document."""

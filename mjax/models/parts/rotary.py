@@ -31,7 +31,7 @@ from mjax.parallel.autodiff import linear_call
 from mjax.parallel.reductions import accumulation_dtype
 
 LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR = 1.0, 4.0  # of llama3: rotations over the original length, between two limits
-BETA_SLOW, BETA_FAST = 1.0, 32.0  # of yarn: rotations over the original length
+BETA_SLOW = 1.0  # of yarn: rotations over the original length
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Rotary(Positions):
       scaling: `none`, `linear`, `llama3` or `yarn`.
       factor: by which frequencies are lowered.
       original: positions of pretraining; for `llama3` and `yarn`.
+      beta_fast: for `yarn`, the rotations over these positions above which a pair keeps its frequency.
     """
 
     dims: int
@@ -51,6 +52,7 @@ class Rotary(Positions):
     scaling: str = "none"
     factor: float = 1.0
     original: int | None = None
+    beta_fast: float = 32.0
 
     def apply_to_qk(
         self, q: Float[Array, "b s n d"], k: Float[Array, "b s k d"], context: ForwardContext
@@ -70,7 +72,7 @@ class Rotary(Positions):
         elif self.scaling == "yarn":
             fast, slow = (
                 self.dims * math.log(self.original / (2 * math.pi * rotations)) / (2 * math.log(self.theta))
-                for rotations in (BETA_FAST, BETA_SLOW)
+                for rotations in (self.beta_fast, BETA_SLOW)
             )  # pairs
             low, high = max(math.floor(fast), 0), min(math.ceil(slow), self.dims - 1)
             unscaled = 1 - np.clip((np.arange(self.dims // 2) - low) / max(high - low, 0.001), 0, 1)

@@ -70,7 +70,7 @@ class Router(nnx.Module):
         self.config = config
         shape, init = (config.hidden, config.experts), normal_init(config.init_std)
         self.kernel = make_param(key, init, shape, (IN, OUT), dtype, muon=False, keep_fp32=True)
-        if config.router_bias_update_rate:
+        if config.has_router_bias:
             self.bias = make_param(key, jax.nn.initializers.zeros, (config.experts,), (OUT,), dtype, keep_fp32=True)
 
     def __call__(self, x: Float[Array, "t h"]) -> RouterOutput:
@@ -79,7 +79,7 @@ class Router(nnx.Module):
         scores = jnp.dot(x.astype(wide), kernel, precision=jax.lax.Precision.HIGHEST)
         affinities = jax.nn.softmax(scores) if config.router == "softmax" else jax.nn.sigmoid(scores)
         # Saved in every mode of recomputation: a score that differs in its last bit could choose another expert.
-        biased = affinities + self.bias[...].astype(wide) if config.router_bias_update_rate else affinities
+        biased = affinities + self.bias[...].astype(wide) if config.has_router_bias else affinities
         experts = checkpoint_name(self._choose_experts(jax.lax.stop_gradient(biased)), "experts")
         weights = jnp.take_along_axis(affinities, experts, axis=-1)
         if config.router_normalized:
@@ -117,7 +117,7 @@ class Router(nnx.Module):
         this layer's row of [l, E], of the l layers with experts."""
         config, sums = self.config, _reduce_sums(rank_sums, context.tokens)
         moe_layer = (context.layer - config.first_dense_layers) // config.moe_layer_freq - 1
-        is_this_layer = jnp.arange(config.expert_layers)[:, None] == moe_layer
+        is_this_layer = jnp.arange(config.routers)[:, None] == moe_layer
         sums["expert_load"] = jnp.where(is_this_layer, sums["expert_load"], 0)
         if config.aux_loss_coef:
             sums["balance_loss"] = self._balance_loss(sums.pop("balance"), context.tokens)

@@ -13,16 +13,18 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.config import Config, PrecisionConfig, TrainConfig
+from mjax.config.axes import CONTEXT
 from mjax.config.bounds import Count, CountOrZero, NotNegative
 from mjax.config.model import register
 from mjax.models.block import Block
 from mjax.models.causal import Output
+from mjax.models.decoding import attend_cached, write_cache
 from mjax.models.llama.model import make_rotary
 from mjax.models.mixture.model import Mixture
 from mjax.models.parts.attention_kernels import attend_over_context
 from mjax.models.parts.config import EXPERTS, ExpertsConfig, RotaryConfig
 from mjax.models.parts.experts import Experts
-from mjax.models.parts.mask import MASKED, AttentionMask
+from mjax.models.parts.mask import AttentionMask
 from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.norms import RMSNorm
 from mjax.parallel import mappings
@@ -56,6 +58,8 @@ class DeepSeekConfig(ExpertsConfig, RotaryConfig):
 class Narrow(nnx.Module):
     """x A, replicated over `model`: of this rank's rows."""
 
+    mixes_positions = False
+
     def __init__(self, key, width, out, std, dtype):
         self.kernel = make_param(key, normal_init(std), (width, out), ("in", "out"), dtype)
 
@@ -64,6 +68,8 @@ class Narrow(nnx.Module):
 
 
 class LatentAttention(nnx.Module):
+    mixes_positions = False  # but in `attend_over_context` and `attend_cached`
+
     def __init__(self, key, config: DeepSeekConfig, dtype):
         qa, qb, kva, kvb, out = jax.random.split(key, 5)
         c, std, norm = config, config.init_std, partial(RMSNorm, epsilon=config.norm_epsilon, dtype=dtype)
@@ -105,22 +111,19 @@ class LatentAttention(nnx.Module):
         return self.attended(*self.compressed(x, context), context)
 
     def empty_cache(self, sequences, slots, dtype):
-        return jnp.zeros((sequences, slots, self.config.kv_rank + self.config.rope_dim), dtype)
+        return jnp.zeros((sequences, 1, slots, self.config.kv_rank + self.config.rope_dim), dtype)
 
     def decode(self, x, context, cached, lengths):
-        q, latent, shared = self.compressed(x, context)
-        b, s, rank = *q.shape[:2], self.config.kv_rank
-        new = jnp.concatenate([latent.reshape(b, s, -1), shared[:, :, 0]], axis=-1)
-        new = mappings.vary(new, mappings.varying_axes(cached))
+        (q, latent, shared), split = self.compressed(x, context), context.tokens.split_sequences
+        new = jnp.concatenate([split(latent)[:, :, None], shared], axis=-1)
+        cached = write_cache(cached, new, lengths, context.slots)
         if context.slots is None:
-            return self.attended(q, latent, shared, context), cached.at[:, :s].set(new)
-        cached = cached.at[jnp.arange(b), lengths].set(new[:, 0])
+            return self.attended(q, latent, shared, context), cached
         to_key, to_value = jnp.split(self.kv_up.kernel[...], [self.config.nope_dim], axis=-1)
         q_nope, q_rope = jnp.split(q, [self.config.nope_dim], axis=-1)
         q = jnp.concatenate([jnp.einsum("bqnd,rnd->bqnr", q_nope, to_key), q_rope], axis=-1)  # no key is expanded
-        scores = jnp.einsum("bqnr,bsr->bnqs", q, cached) / self.config.head_size**0.5
-        scores = jnp.where((context.slots <= lengths[:, None])[:, None, None], scores, MASKED)
-        latent = jnp.einsum("bnqs,bsr->bqnr", jax.nn.softmax(scores), cached[..., :rank])
+        mask = AttentionMask(scale=self.config.head_size**-0.5)
+        latent = attend_cached(q, cached, cached, lengths, context.slots, mask)[..., : self.config.kv_rank]
         return self.joined(jnp.einsum("bqnr,rne->bqne", latent, to_value), context), cached
 
 
@@ -132,6 +135,7 @@ def layer(key, config, dtype, experts=False):
 
 
 class DeepSeek(Mixture):
+    mixes_positions = False
     layers: ClassVar = {"": layer, EXPERTS: partial(layer, experts=True)}
 
     def __init__(self, key, config, dtype=jnp.float32):
@@ -145,7 +149,8 @@ class DeepSeek(Mixture):
 
     def counts(self, batch):
         rows, positions = batch["tokens"].shape
-        more = {"mtp": mappings.mask_count_to_first_context_rank(rows * (positions - 1))} if self.config.predict else {}
+        labels = rows * (positions * mappings.size(CONTEXT) - 1)
+        more = {"mtp": mappings.mask_count_to_first_context_rank(labels)} if self.config.predict else {}
         return super().counts(batch) | more
 
     def loss(self, x, batch, context):
