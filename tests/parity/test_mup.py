@@ -108,7 +108,7 @@ def decayed(peer, which):
 
 
 def losses_of_peer(peer, optimizer, steps=8):
-    """As `our_losses`."""
+    """Return the same as `our_losses`."""
     losses = []
     for step in range(steps):
         batch = batch_of(MODEL, step % 2)

@@ -31,7 +31,7 @@ def scales_of(config):
 
 
 def test_scales_of_a_mixture_with_muon():
-    """Of the table in the module: θ, initial std, rate, ε."""
+    """Check θ, initial std, rate and ε against the table in the module."""
     scales = scales_of(config_of("mixture", name="muon", model={"kv_heads": 2, "shared_expert_ffn_hidden": 16}))
     found = {name: tuple(scale) for name, scale in scales.items() if "attention" not in name}
     assert found == {
@@ -49,7 +49,7 @@ def test_scales_of_a_mixture_with_muon():
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_base_model_is_the_standard_one(name):
-    """With m = l = 1, whatever the parametrization."""
+    """Compare a step at m = l = 1 in both."""
     steps = []
     for parametrization in ("standard", "completep"):
         config = config_of(name=name, parametrization=parametrization, base_width=32, base_depth=4)
