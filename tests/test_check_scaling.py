@@ -12,7 +12,11 @@ from mjax.parallel.weights import CLASS, COLUMNS, IN, OUT, ROWS, TOKEN
 from mjax.step import parametrization
 
 SIZES = {"layers": 4, "hidden": 64, "heads": 2, "sequence": 16, "vocabulary": 60}
-MODELS = {"gpt": GPTConfig(**SIZES), "llama": LlamaConfig(**SIZES), "mixture": MixtureConfig(**SIZES)}
+MODELS = {
+    "gpt": GPTConfig(**SIZES),
+    "llama": LlamaConfig(**SIZES),
+    "mixture": MixtureConfig(**SIZES | {"layers": 2, "experts": 4}),
+}
 COMPLETEP = {"parametrization": "completep", "base_width": 64, "base_depth": 4}
 MUP = {"parametrization": "mup", "base_width": 64}
 HEADS = {**MUP, "base_head_size": 32}
@@ -64,7 +68,7 @@ MISTAKES = {
     "router": ("mixture", MUP, ("updates", "blocks.mlp.router.kernel"), lambda right, m, depth, dims, card: (
         right._replace(initial=1.0, rate=1.0) if CLASS in dims else right
     )),
-    "residual stream": ("llama", COMPLETEP, ("updates", "blocks.mlp.down.kernel"), lambda right, m, depth, dims, card: (
+    "residual stream": ("llama", COMPLETEP, ("start", "blocks.mlp.down.kernel"), lambda right, m, depth, dims, card: (
         right._replace(initial=right.initial * depth, rate=right.rate * depth) if card[2] else right
     )),
 }  # fmt: skip
@@ -87,13 +91,15 @@ def test_planted_mistake_is_named(name, monkeypatch):
 
 @pytest.mark.ci
 def test_decay_that_is_not_scaled_is_named(monkeypatch):
-    """As `optax.adamw` with the rate of each weight would decay."""
+    """Multiply the decay by the factor of the rate too, as `optax.adamw` with that rate does."""
 
     def with_rate(config, transform):
-        right = check_scaling_updates(config, optax.identity())
-        return optax.chain(transform, optax.stateless(lambda updates, model: right.update(updates, (), model)[0]))
+        def update(gradients, state, model):
+            updates, state = transform.update(gradients, state, model)
+            return parametrization._multiply(config, model, updates, lambda scale: scale.rate), state
 
-    check_scaling_updates = check_scaling.scale_updates
+        return optax.GradientTransformation(transform.init, update)
+
     monkeypatch.setattr(check_scaling, "scale_updates", with_rate)
     failures = failures_of(config_of("llama", MUP))
     assert {part for measure, part in failures if measure == "decay"} > {"blocks.mlp.down.kernel", "head.table"}
