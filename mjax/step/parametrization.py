@@ -80,7 +80,8 @@ def weight_scales(config: Config, model: Model) -> dict[str, WeightScale]:
       UsageError: a weight has no dims, or no weight can scale the output.
     """
     optimizer = config.optimizer
-    dims = dict(zip(map(leaf_name, _paths(model)), read_dims(model), strict=True))
+    names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(model)]
+    dims = dict(zip(names, read_dims(model), strict=True))
     after_layers = [name for name in dims if name.partition(".")[0] in model.after_layers]
     outputs = [name for name in after_layers if TOKEN in dims[name]]
     outputs = outputs or [name for name in after_layers if dims[name] == (OUT,)]  # tied
@@ -96,10 +97,6 @@ def weight_scales(config: Config, model: Model) -> dict[str, WeightScale]:
     marks = by_muon, weight_metadata(model, "residual"), weight_metadata(model, "parts")
     cards = zip(dims.items(), *marks, strict=True)
     return {name: _weight_scale(config, card, name in outputs, *marks) for (name, card), *marks in cards}
-
-
-def _paths(model: Model) -> list[tuple]:
-    return [path for path, _ in jax.tree_util.tree_leaves_with_path(model)]
 
 
 def _weight_scale(
