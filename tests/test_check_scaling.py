@@ -15,7 +15,7 @@ SIZES = {"layers": 4, "hidden": 64, "heads": 2, "sequence": 16, "vocabulary": 60
 MODELS = {
     "gpt": GPTConfig(**SIZES),
     "llama": LlamaConfig(**SIZES),
-    "mixture": MixtureConfig(**SIZES | {"layers": 2, "experts": 4}),
+    "mixture": MixtureConfig(**SIZES),
 }
 COMPLETEP = {"parametrization": "completep", "base_width": 64, "base_depth": 4}
 MUP = {"parametrization": "mup", "base_width": 64}
