@@ -128,8 +128,13 @@ class ToMegatronArguments(ExportArguments):
     """With --format torch: pipeline stages."""
     expert: Annotated[Count, Synonyms("expert-model-parallel-size target-expert-parallel-size")] = 1
     """With --format torch: expert-parallel ranks, of a mixture of experts."""
+    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
+    """The layers of the Megatron that loads it, as its flag of this name: their LayerNorms have other names."""
     optimizer: bool = False
-    """Export AdamW's moments, the schedule and the counts too, so that Megatron continues with the next step."""
+    """Export AdamW's moments, float32 weights, the schedule and the counts too, so that Megatron continues with the
+    next step. --dtype is that of the run."""
+    merged: bool = False
+    """For a run with adapters: add them to the weights of their base."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,7 @@ def _parse_command(argv: Sequence[str]) -> Callable[[], Any]:
     if command.run != "train:train":  # `train` fetches the run, and reports an error of it to the other processes
         from mjax.checkpoint.mirror import localize_arguments
 
-        also = prog in ("mjax runs compare", "mjax runs remove", "mjax convert to-hf")
+        also = prog in ("mjax runs compare", "mjax runs remove", "mjax convert to-hf", "mjax convert to-megatron")
         rest = localize_arguments(rest, also, trains=prog == "mjax sft")
     function = _import_object(command.run)
     parameter = next(iter(inspect.signature(function).parameters))

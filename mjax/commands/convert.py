@@ -19,6 +19,7 @@ import math
 import shlex
 import shutil
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from rich.console import Console
 from mjax.checkpoint.arrays import read_in_blocks
 from mjax.checkpoint.base import base_folder, check_base, digest_in_blocks, without_base
 from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.checkpoint.folders import Base, check_run_folder, checkpoint_steps, read_base, save_base
+from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
 from mjax.commands.arguments import (
     FromHfArguments,
     FromMegatronArguments,
@@ -47,7 +48,7 @@ from mjax.interop.convert import check_vocabulary, write_checkpoint, write_run
 from mjax.interop.megatron import arguments as megatron
 from mjax.interop.megatron import optimizer
 from mjax.interop.megatron.checkpoint import MegatronCheckpoint, open_checkpoint
-from mjax.interop.megatron.export import gather_tensors, make_command, plan_export, write_release
+from mjax.interop.megatron.export import Export, gather_tensors, make_command, plan_export, write_release
 from mjax.interop.megatron.hybrid import open_hybrid
 from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, megatron_family
 from mjax.interop.tensor_files import Tensors, open_tensors, parse_shard_size, write_tensors
@@ -160,6 +161,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     source, output = arguments.source, arguments.output
     check_run_folder(output)
     model_folder.check_output(output)
+    if arguments.optimizer and arguments.rope is not None:
+        raise UsageError("--optimizer continues a run as it is, and --rope changes the model; leave out one of the two")
     checkpoint = open_checkpoint(source, arguments.step)
     folder = str(checkpoint.folder)
     settings = megatron.drop_ignored(checkpoint.arguments, arguments.ignore, folder)
@@ -178,9 +181,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     slots, scalars = {"param": tensors}, {}
     if arguments.optimizer:
         config, scalars = optimizer.read_optimizer(checkpoint, config)
-        slots |= {slot: _open_slot(checkpoint, slot, model) for slot in optimizer.SLOTS if slot != "param"}
-        if checkpoint.has_main_weights:
-            slots["param"] = _open_slot(checkpoint, "param", model)
+        slots = {slot: _open_slot(checkpoint, slot, model) for slot in optimizer.SLOTS}
     names = {slot: weights.match_tensors(family, slots[slot], model, folder) for slot in slots}
     card = model_folder.make_card(source, family.model, rope)
     step = int(scalars.get(optimizer.STEP, 0))
@@ -200,8 +201,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     if checkpoint.version_missing:
         origin = "from before megatron-core" if checkpoint.old_names else "of megatron-core"
         print(f"no checkpoint_version in it: assumed {checkpoint.version:g}, because its names are {origin}")
-    if family is MIXTURE and (left_out := megatron.describe_aux_loss(checkpoint.arguments, folder)):
-        print(left_out)
+    if checkpoint.architecture == "decoder":
+        print("".join(f"{line}\n" for line in megatron.describe_differences(checkpoint.arguments, folder)), end="")
     if arguments.optimizer:
         print(f"continue     python train.py --run {shlex.quote(str(output))} --data.path data/corpus")
     _print_next_steps(arguments, rope, config, tokenizer)
@@ -210,9 +211,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
 
 def _open_slot(checkpoint: MegatronCheckpoint, slot: str, model: ModelConfig) -> Tensors:
     """The tensors of a moment, or the main weights in float32, by the names of the model's family."""
-    opened = open_checkpoint(checkpoint.folder, slot=slot)
-    tensors = open_hybrid(dataclasses.replace(opened, arguments=checkpoint.arguments)).tensors
-    return DecoderTensors(tensors, model, str(opened.folder)) if checkpoint.architecture == "decoder" else tensors
+    tensors = checkpoint.open_slot(slot)
+    return DecoderTensors(tensors, model, str(checkpoint.folder)) if checkpoint.architecture == "decoder" else tensors
 
 
 def _model(checkpoint: MegatronCheckpoint, arguments: FromMegatronArguments) -> tuple[ModelConfig, Family, Tensors]:
@@ -323,12 +323,7 @@ def to_hf(arguments: ToHfArguments) -> int:
     torch_name, dtype = models.DTYPES[arguments.dtype]
     if arguments.adapter:
         return _to_peft(arguments, config, family, saved, dtype)
-    blocks, into = partial(read_in_blocks, saved), ""
-    if arguments.merged:
-        base, checkpoint = _base(run)
-        adapters = lora.read_adapters(saved, config.model)
-        blocks = lora.merge_adapters(partial(read_in_blocks, checkpoint), config.model, adapters)
-        into = f", merged into checkpoint {base.step} of {base.run}"
+    blocks, into = _read_weights(run, config, saved)
     shapes = {name: place.shape for name, place in weights.tensor_layouts(family, model).items()}
     generation = _generation_config(arguments, tokenizer, carried)
     ids = {"pad_token_id": getattr(tokenizer, "pad", None)}
@@ -402,6 +397,17 @@ def _base(run: Path) -> tuple[Base, Path]:
     return base, checkpoint
 
 
+def _read_weights(run: Path, config: Config, saved: Path) -> tuple[lora.BlockReader, str]:
+    """A reader of the weights of a checkpoint, in the base of its adapters if it has any, and words about the base."""
+    blocks = partial(read_in_blocks, saved)
+    if not config.model.lora_rank:
+        return blocks, ""
+    base, checkpoint = _base(run)
+    adapters = lora.read_adapters(saved, config.model)
+    blocks = lora.merge_adapters(partial(read_in_blocks, checkpoint), config.model, adapters)
+    return blocks, f", merged into checkpoint {base.step} of {base.run}"
+
+
 def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Path, dtype: np.dtype) -> int:
     """Write the adapters of a checkpoint as a peft folder."""
     run, output = arguments.run, arguments.output
@@ -449,51 +455,83 @@ def to_megatron(arguments: ToMegatronArguments) -> int:
         raise UsageError(f"{output} is in a store, and mjax convert to-megatron writes files; give a folder")
     model_folder.check_output(output)
     split = {name: getattr(arguments, name) for name in ("tensor", "pipeline", "expert")}
-    if arguments.optimizer and form == "torch":
-        raise UsageError("--optimizer is for --format torch_dist, which loads into any split; remove --format torch")
-    ignored = {name: ranks for name, ranks in split.items() if not (arguments.optimizer and name == "expert")}
-    if form != "torch" and (flags := [f"--{name} {ranks}" for name, ranks in ignored.items() if ranks > 1]):
-        raise UsageError(f"{flags[0]} is for --format torch; remove it: torch_dist loads into any split")
-    import_torch("checkpoints of Megatron are written by torch")
     config = read_settings(run / "config.json")
-    if config.model.lora_rank:
-        raise UsageError(f"{run} holds adapters; merge them: mjax convert to-hf {run} MERGED --merged, then from-hf")
-    export = plan_export(config.model, run, **split)
+    _check_megatron_flags(arguments, split, config)
+    import_torch("checkpoints of Megatron are written by torch")
+    model = config.model.without_lora()
+    export = plan_export(model, run, **split, transformer_impl=arguments.transformer_impl)
     if arguments.optimizer:
-        if checkpoint_steps(run) == [0]:
-            raise UsageError(f"{run} has taken no step, so it has no state of an optimizer; {optimizer.OPTIONAL}")
         settings = optimizer.optimizer_arguments(config, run)
         export = dataclasses.replace(export, arguments=export.arguments | settings)
-    files = _TokenizerExport(run, arguments.tokenizer, config.model, config.model.causal)
+        if config.precision.compute != "fp32":  # float32 weights are part of the optimizer
+            arguments = dataclasses.replace(arguments, dtype="bf16")
+    files = _TokenizerExport(run, arguments.tokenizer, model, model.causal)
     step = _newest(run, config, arguments.step, arguments.optimizer)
     saved = run / "checkpoints" / str(step)
-    blocks = partial(read_in_blocks, saved)
+    blocks, into = _read_weights(run, config, saved)
     _, dtype = models.DTYPES[arguments.dtype]
-    common, slots = None, {}
+    common = optimizer.common_state(config, saved, export.arguments) if arguments.optimizer else {}
+    sources = {"": (blocks, dtype)}
+    for slot, prefix in optimizer.SLOTS.items() if arguments.optimizer else ():
+        moments = partial(_read_moments, blocks, prefix)
+        sources[f"optimizer.state.{slot}."] = moments, np.dtype(np.float32)
     with model_folder.new_folder(output) as folder:
-        with progress("reading", count_parameters(config.model) * dtype.itemsize) as read:
-            whole = gather_tensors(export, blocks, dtype, folder.parent / "scratch", read)
-            for slot, prefix in optimizer.SLOTS.items() if arguments.optimizer else ():
-                of_slot = lambda name, rank, prefix=prefix: blocks(name.replace("model.", prefix, 1), rank)  # noqa: E731
-                slots[slot] = gather_tensors(export, of_slot, np.dtype(np.float32), folder.parent / slot, read)
-        if arguments.optimizer:
-            common = optimizer.common_state(config, saved, export.arguments)
+        itemsize = sum(dtype.itemsize for _, dtype in sources.values())
+        with progress("reading", count_parameters(model) * itemsize) as read:
+            trees = {
+                prefix: gather_tensors(export, reader, dtype, folder.parent / f"scratch{number}", read)
+                for number, (prefix, (reader, dtype)) in enumerate(sources.items())
+            }
         with status("writing", Console(stderr=True)):
-            write_release(folder, export, whole, form, common, slots)
+            write_release(folder, export, trees, form, common)
         if files.tokenizer is not None:
             (folder / "tokenizer").mkdir()
             files.write(folder / "tokenizer")
-    size, ranks = sum(array.nbytes for array in whole.values()) / 1e6, len(list(export.ranks))
-    print(f"{output}: checkpoint {step} of {find_address(run) or run} as {export.family.model}, {size:,.1f} MB", end="")
-    print(f" in {form}" + (f" for {ranks} ranks" if ranks > 1 else ""))
-    rows = export.arguments["padded_vocab_size"]
-    print(f"embedding: {config.model.vocabulary:,} tokens, padded to {rows:,} rows")
-    if files.tokenizer is None:
-        print(f"no tokenizer in {run}; add Megatron's --tokenizer-type and its files to the command")
-    kind, flag, file = MEGATRON_TOKENIZERS.get(getattr(files.tokenizer, "scheme", ""), MEGATRON_TOKENIZERS["hf"])
-    flags = ["--tokenizer-type", kind, flag, str(output / "tokenizer" / file)] if files.tokenizer is not None else []
-    print(f"load it      {shlex.join(make_command(export, output, form, arguments.dtype, flags))}")
+    size, ranks = sum(array.nbytes for array in trees[""].values()) / 1e6, len(list(export.ranks))
+    origin = f"checkpoint {step} of {find_address(run) or run}{into}"
+    split_words = f" for {ranks} ranks" if ranks > 1 else ""
+    print(f"{output}: {origin} as {export.family.model}, {size:,.1f} MB in {form}{split_words}")
+    _print_megatron_command(arguments, export, files.tokenizer)
     return 0
+
+
+def _check_megatron_flags(arguments: ToMegatronArguments, split: dict[str, int], config: Config) -> None:
+    """Reject flags that contradict each other, or the run."""
+    run = arguments.run
+    if arguments.optimizer and arguments.format == "torch":
+        raise UsageError("--optimizer is for --format torch_dist, which loads into any split; remove --format torch")
+    ignored = {name: ranks for name, ranks in split.items() if not (arguments.optimizer and name == "expert")}
+    flags = [f"--{name} {ranks}" for name, ranks in ignored.items() if ranks > 1]
+    if arguments.format != "torch" and flags:
+        raise UsageError(f"{flags[0]} is for --format torch; remove it: torch_dist loads into any split")
+    if arguments.merged != bool(config.model.lora_rank):
+        problem = "has no adapters; remove --merged" if arguments.merged else "holds adapters; add --merged"
+        raise UsageError(f"{run} {problem}")
+    if arguments.merged and arguments.optimizer:
+        raise UsageError(f"--merged --optimizer: {run} has moments of its adapters only; {optimizer.OPTIONAL}")
+
+
+def _read_moments(blocks: lora.BlockReader, prefix: str, name: str, rank: int) -> Iterable[tuple[int, np.ndarray]]:
+    """Read a moment of a weight in blocks, by the name of the weight."""
+    return blocks(name.replace("model.", prefix, 1), rank)
+
+
+def _print_megatron_command(arguments: ToMegatronArguments, export: Export, tokenizer: Tokenizer | None) -> None:
+    """Print what the user needs to know to load an export, and the command."""
+    run, model = arguments.run, export.model
+    rows = export.arguments["padded_vocab_size"]
+    print(f"embedding: {model.vocabulary:,} tokens, padded to {rows:,} rows")
+    if tokenizer is None:
+        print(f"no tokenizer in {run}; add Megatron's --tokenizer-type and its files to the command")
+    kind, flag, file = MEGATRON_TOKENIZERS.get(getattr(tokenizer, "scheme", ""), MEGATRON_TOKENIZERS["hf"])
+    place = arguments.output.absolute()  # for a command in the folder of Megatron-LM
+    flags = ["--tokenizer-type", kind, flag, str(place / "tokenizer" / file)] if tokenizer is not None else []
+    if export.arguments.get("use_rope_scaling") and (factor := export.arguments["rope_scaling_factor"]) != 8:
+        print(
+            f"pretrain_gpt.py ignores --rope-scaling-factor {factor:g} and computes with 8; pass it to GPTModel there"
+        )
+    command = make_command(export, place, arguments.format, arguments.dtype, flags)
+    print(f"load it      {shlex.join(command)}")
 
 
 MEGATRON_TOKENIZERS = {

@@ -164,6 +164,7 @@ def test_impossible_address_is_one_sentence(server, output, sentence):
         "convert from-hf hf s3://bucket/x",
         "convert from-hf s3://bucket/x run",
         "convert to-hf run s3://bucket/x",
+        "convert to-megatron run s3://bucket/x",
         "finetune --run run --task mnli --train a.tsv --validation a.tsv --output s3://bucket/x",
     ],
 )

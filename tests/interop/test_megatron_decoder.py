@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mjax.errors import UsageError
-from mjax.interop.megatron.arguments import SETTINGS, assume_arguments, decoder_config, describe_aux_loss
+from mjax.interop.megatron.arguments import SETTINGS, assume_arguments, decoder_config, describe_differences
 from mjax.interop.megatron.checkpoint import open_checkpoint
 from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, RankTensors, join_expert_ranks
 from mjax.interop.weights import make_block_reader, match_tensors
@@ -224,7 +224,7 @@ LLAMA_3 = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
 def test_arguments_become_matching_fields(given, expected):
     model = decoder_config(OF_MIXTURE | given, TENSORS, "source", 3.0)
     assert {name: getattr(model, name) for name in expected} == expected
-    assert not describe_aux_loss(OF_MIXTURE | given, "source")
+    assert "balance loss" not in "".join(describe_differences(OF_MIXTURE | given, "source"))
 
 
 RATES = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.02}
@@ -265,8 +265,15 @@ def test_assumed_arguments_equal_stated_ones(given, assumed):
     ],
 )
 def test_unknown_balance_loss_is_left_out(given, left_out):
-    assert f"mjax has no {left_out}, so it is left out" in describe_aux_loss(OF_MIXTURE | given, "source")
+    assert f"mjax has no {left_out}, so it is left out" in describe_differences(OF_MIXTURE | given, "source")[0]
     assert decoder_config(OF_MIXTURE | given, TENSORS, "source", 3.0).aux_loss_coef == 0
+
+
+def test_factor_that_training_ignores_is_noted():
+    (line,) = describe_differences(ARGUMENTS | LLAMA_3, "source")
+    assert "rope_scaling_factor 32 applies" in line
+    assert not describe_differences(ARGUMENTS | LLAMA_3 | {"rope_scaling_factor": 8.0}, "source")
+    assert not describe_differences(ARGUMENTS | {"rope_scaling_factor": 32.0}, "source")
 
 
 REFUSED = [

@@ -11,8 +11,14 @@ from mjax.config import LlamaConfig, MixtureConfig
 from mjax.config.model import convert_kind
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import decoder_config
-from mjax.interop.megatron.export import gather_tensors, make_command, plan_export, rank_tensors
-from mjax.interop.megatron.tensors import DECODER, MIXTURE
+from mjax.interop.megatron.export import (
+    gather_tensors,
+    list_sharded_tensors,
+    make_command,
+    plan_export,
+    rank_tensors,
+)
+from mjax.interop.megatron.tensors import DECODER, EMBEDDING, MIXTURE, QKV, SCORES_BIAS, VOCABULARY
 from mjax.models.build import abstract_weights
 from tests.interop import test_megatron_decoder as decoders
 from tests.interop.megatron_files import draw
@@ -34,11 +40,16 @@ def shards_of(model, weights, folder, tensor=1, pipeline=1, expert=1):
 @pytest.mark.parametrize("model", [SMALL, BERT], ids=["gpt", "bert"])
 def test_shards_match_shards_by_hand(model, tensor, pipeline, tmp_path):
     shards = shards_of(model, draw(model), tmp_path, tensor, pipeline)
+    whole, last = current_share(model, 3.0), model.vocabulary - 1
     for (rank, stage, _), found in shards.items():
         expected = current_share(model, 3.0, rank, tensor, stage, pipeline, 128 * tensor)
         assert found.keys() == expected.keys()
         for name, array in expected.items():
-            array[array == 7.5] = 0  # rows that pad the vocabulary
+            if name in VOCABULARY:  # rows that pad it repeat the last token's
+                padding = array == 7.5
+                array[padding] = np.broadcast_to(
+                    whole[SCORES_BIAS if array.ndim == 1 else EMBEDDING][last], array.shape
+                )[padding]
             np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
 
 
@@ -103,7 +114,7 @@ def test_arguments_describe_model(model):
         (replace(LLAMA, activation="gelu_tanh"), "--model.activation gelu_tanh"),
         (replace(LLAMA, rope_scaling="yarn", rope_factor=4.0, rope_original_length=5), "--model.rope-scaling yarn"),
         (replace(ROUTED, router_bias_update_rate=0.1), "--model.router-bias-update-rate 0.1"),
-        (convert_kind(LLAMA, "gemma3"), "to-megatron supports gpt, bert, llama, mixture, and runs/demo is"),
+        (convert_kind(LLAMA, "gemma3"), "runs/demo is a Gemma 3, and GPTModel lacks its post-LayerNorms"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -125,6 +136,21 @@ def test_split_that_does_not_divide_is_refused(split, words):
     with pytest.raises(UsageError) as refused:
         plan_export(ROUTED, RUN, *split)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("implementation", ["transformer_engine", "local"])
+def test_layernorm_of_experts_is_apart_with_transformer_engine(implementation, tmp_path):
+    """`pre_mlp_layernorm` is an identity in its dense layers (megatron/core/models/gpt/gpt_layer_specs.py)."""
+    model = replace(ROUTED, first_dense_layers=1)
+    weights = draw(model)
+    export = plan_export(model, RUN, transformer_impl=implementation)
+    blocks = lambda name, rank: [(0, weights[name.removeprefix("model.")])]  # noqa: E731
+    whole = gather_tensors(export, blocks, np.dtype(np.float32), tmp_path / "scratch", lambda size: None)
+    names = {name for name, _ in list_sharded_tensors(export, whole) if "norm" in name}
+    fused, of_experts = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
+    of_mlp = {"decoder.layers.0": fused, "decoder.layers.1": fused if implementation == "local" else of_experts}
+    expected = {f"{layer}.{name}" for layer, norm in of_mlp.items() for name in (norm, f"{QKV}.layer_norm_weight")}
+    assert names == expected | {"decoder.final_layernorm.weight"}
 
 
 def test_fewer_key_heads_than_ranks_are_split():

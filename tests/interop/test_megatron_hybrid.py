@@ -31,7 +31,8 @@ class Named:
 
 
 def hybrid(names=NAMES, **arguments):
-    return MegatronCheckpoint(Path("in"), "decoder", Named(names), 3.0, False, arguments, None, False)
+    opened = (3.0, False, arguments, None, False, {}, lambda slot: Named(names))
+    return MegatronCheckpoint(Path("in"), "decoder", Named(names), *opened)
 
 
 @pytest.mark.parametrize("pattern", ["*-*-", "*-|*-", "*|-*|-"])
@@ -42,7 +43,7 @@ def test_hybrid_layers_pair_up(pattern):
     assert opened.arguments == {"num_layers": 2, "seed": 1}
     assert "".join(opened.tensors.read("decoder.layers.1.pre_mlp_layernorm.weight")) == NAMES[3]
     halves = [NAMES[0], NAMES[1].replace("1", "0"), NAMES[2].replace("2", "1"), NAMES[3].replace("3", "1"), NAMES[4]]
-    assert list(opened.tensors.infos) == halves
+    assert list(opened.tensors.infos) == halves == list(opened.open_slot("exp_avg").infos)
 
 
 def test_uneven_stages_are_numbered_through():

@@ -92,6 +92,12 @@ def test_both_say_the_same_and_export_what_they_were(both):
         for name, weight in merged.named_parameters():
             torch.testing.assert_close(weight, whole[name], rtol=1e-6, atol=1e-7)
         assert (merged(ids).logits - base(ids).logits).abs().max() > 1e-2
+    if type(base).__name__ == "LlamaForCausalLM":
+        assert cli.main(["convert", "to-megatron", str(folder / "lora"), str(folder / "meg"), "--merged"]) == 0
+        for command in (["from-megatron", "meg", "again"], ["to-hf", "again", "same"]):
+            assert cli.main(["convert", command[0], *(str(folder / name) for name in command[1:])]) == 0
+        files = (folder / name / "model.safetensors" for name in ("same", "merged"))
+        assert next(files).read_bytes() == next(files).read_bytes()
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

@@ -22,6 +22,7 @@ CASES = {
     "one rank": {
         "gpt": ("stacked", "single", "torch"), "bert": ("stacked", "torch"), "llama": ("apart",), "narrow": ("single",),
         "mixtral": ("single", "apart", "torch"), "before": ("stacked", "torch"), "deepseek": ("torch",),
+        "dense": ("torch",),
         "hybrid": ("single",), "hybrid_experts": ("apart",), "hybrid_both": ("single", "torch"),
     },
     "two tensor ranks": {"bert": ("single",), "llama": ("torch",), "narrow": ("torch",), "mixtral": ("stacked",),
@@ -66,7 +67,7 @@ def test_scores_match_megatron_core(written, ranks, kind, layout, tmp_path):
     np.testing.assert_allclose(order, theirs["order"], atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("kind", [kind for kind in MIXTURES if kind != "dense"])  # with the experts of deepseek
 def test_training_has_losses_and_gradients_of_megatron_core(written, kind, tmp_path):
     """The config has the coefficients of Megatron's arguments: cross entropy, auxiliary losses, and the gradients
     of all of them together in the routers."""

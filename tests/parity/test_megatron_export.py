@@ -8,7 +8,7 @@ import pytest
 
 from mjax.commands import cli
 from mjax.commands import convert as convert_command
-from mjax.config import Config, GPTConfig, save_config
+from mjax.config import Config, GPTConfig, read_settings, save_config
 from mjax.config.model import convert_kind
 from mjax.data.tokenizers import load_tokenizer
 from mjax.interop.convert import write_run
@@ -26,8 +26,9 @@ pytestmark = pytest.mark.parity
 
 SOURCES = {
     "gpt": "gpt_single", "bert": "bert_torch", "llama": "llama_apart", "narrow": "narrow_single",
-    "mixtral": "mixtral_torch", "before": "before_torch", "deepseek": "deepseek_torch",
+    "mixtral": "mixtral_torch", "before": "before_torch", "deepseek": "deepseek_torch", "dense": "dense_single",
 }  # fmt: skip
+LOCAL, STAGES = ("--transformer-impl", "local"), ("--tensor", "2", "--pipeline", "3")
 
 
 @pytest.fixture(scope="module")
@@ -48,23 +49,25 @@ def export(run, output, *flags):
     ("kinds", "flags", "ranks"),
     [
         (SOURCES, (), {}),
-        (SOURCES, ("--format", "torch"), {}),
+        (SOURCES, ("--format", "torch", *LOCAL), {}),
+        (("llama", "dense"), LOCAL, {}),
         (("gpt", "llama", "mixtral"), (), {"ranks": 2}),
-        (("bert", "narrow"), ("--format", "torch", "--tensor", "2", "--pipeline", "3"), {"ranks": 6, "stages": 3}),
-        (("before",), ("--format", "torch", "--expert", "2"), {"ranks": 2, "expert_ranks": 2}),
+        (("bert", "narrow"), ("--format", "torch", *LOCAL, *STAGES), {"ranks": 6, "stages": 3}),
+        (("before",), ("--format", "torch", "--expert", "2", *LOCAL), {"ranks": 2, "expert_ranks": 2}),
     ],
-    ids=["torch_dist", "torch", "torch_dist on two ranks", "tensor and pipeline ranks", "expert ranks"],
+    ids=["torch_dist", "torch", "local", "torch_dist on two ranks", "tensor and pipeline ranks", "expert ranks"],
 )
 def test_megatron_core_loads_export(runs, kinds, flags, ranks, tmp_path):
-    for kind in kinds:
-        assert export(runs / kind, tmp_path / kind, *flags) == 0
+    places = {kind: tmp_path / f"{kind} {'local' if LOCAL[0] in flags else 'engine'}" for kind in kinds}
+    for kind, place in places.items():
+        assert export(runs / kind, place, *flags) == 0
         back = tmp_path / f"{kind} again"
-        assert convert(tmp_path / kind, back, "--vocabulary", str(VOCABULARY)) == 0
+        assert convert(place, back) == 0
         assert_same(weights_of(back), weights_of(runs / kind))
-    write_with_megatron_core(tmp_path, *(f"{kind}={tmp_path / kind}" for kind in kinds), **ranks)
+    write_with_megatron_core(tmp_path, *(f"{kind}={place}" for kind, place in places.items()), **ranks)
     for kind in kinds:
         expected = np.load(runs / f"{kind}.npz")["scores"][..., :VOCABULARY]
-        found = np.load(tmp_path / kind / "scores.npy")[..., :VOCABULARY]
+        found = np.load(places[kind] / "scores.npy")[..., :VOCABULARY]
         np.testing.assert_allclose(found, expected, atol=2e-6, err_msg=kind)
 
 
@@ -72,7 +75,7 @@ def test_megatron_core_loads_export(runs, kinds, flags, ranks, tmp_path):
 def test_export_equals_what_megatron_core_wrote(runs, kind, tmp_path):
     import torch
 
-    assert export(runs / kind, tmp_path / "out", "--format", "torch") == 0
+    assert export(runs / kind, tmp_path / "out", "--format", "torch", *LOCAL) == 0
     files = (runs / f"{kind}_torch" / "iter_0000005", tmp_path / "out" / "release")
     written, exported = (torch.load(it / "mp_rank_00" / "model_optim_rng.pt", weights_only=False) for it in files)
     assert exported["checkpoint_version"] == written["checkpoint_version"]
@@ -86,6 +89,26 @@ def test_export_equals_what_megatron_core_wrote(runs, kind, tmp_path):
     others |= set() if ours.get("moe_aux_loss_coeff") else {"moe_router_load_balancing_type"}
     differences = {name: (ours[name], theirs[name]) for name in theirs.keys() & ours.keys() - others}
     assert {name: pair for name, pair in differences.items() if (pair[0] or None) != (pair[1] or None)} == {}
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert", "llama", "dense"])
+def test_names_with_transformer_engine(runs, kind, tmp_path):
+    """megatron-core maps the names of its local layers to these in the format torch_dist."""
+    import torch
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    names = {}
+    for implementation in ("local", "transformer_engine"):
+        out = tmp_path / implementation
+        assert export(runs / kind, out, "--format", "torch", "--transformer-impl", implementation) == 0
+        names[implementation] = torch.load(out / "release/mp_rank_00/model_optim_rng.pt", weights_only=False)["model"]
+    expected = set()
+    for name in names["local"]:
+        experts = name.replace("pre_mlp_layernorm", "mlp.router")
+        for plain, fused in get_gpt_layer_local_spec().submodules.sharded_state_dict_keys_map.items():
+            name = name.replace(plain, fused) if experts == name or experts not in names["local"] else name
+        expected.add(name)
+    assert names["transformer_engine"].keys() == expected
 
 
 MODEL = GPTConfig(layers=2, hidden=24, heads=4, sequence=10, vocabulary=257, vocabulary_multiple=8)
@@ -111,7 +134,9 @@ def test_tokenizer_and_command_come_with_export(run, tmp_path, capsys):
     assert (out / "tokenizer" / "tokenizer.json").is_file()
     assert (out / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert sorted(file.name for file in (out / "release").iterdir()) == ["mp_rank_00", "mp_rank_01"]
-    assert convert(out, tmp_path / "again", "--vocabulary-multiple", "8") == 0  # with the tokenizer of the export
+    assert convert(out, tmp_path / "again", "--vocabulary-multiple", "8") == 0
+    assert read_settings(tmp_path / "again" / "config.json").model.vocabulary == 257
+    assert (tmp_path / "again" / "tokenizer").is_dir()
     for name, array in weights_of(tmp_path / "again").items():
         np.testing.assert_allclose(array, weights_of(run)[name], rtol=2**-8)
     assert {path.name for path in (run / "tokenizer").iterdir()} <= {
@@ -161,4 +186,6 @@ def test_adapters_are_refused(run, tmp_path, capsys):
     adapters.mkdir()
     save_config(Config(model=model), adapters / "config.json")
     assert export(adapters, tmp_path / "out") == 2
-    assert "holds adapters; merge them: mjax convert to-hf" in capsys.readouterr().err
+    assert "holds adapters; add --merged" in capsys.readouterr().err
+    assert export(run, tmp_path / "out", "--merged") == 2
+    assert "has no adapters; remove --merged" in capsys.readouterr().err

@@ -80,7 +80,9 @@ def varied(tmp_path_factory):
     file = tmp_path_factory.mktemp("varied") / "changes.json"
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     program = [sys.executable, str(Path(__file__).with_name("vary_megatron_core.py")), str(file)]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    # Some settings are names of folders, into which megatron-core writes.
+    output = {"cwd": file.parent, "capture_output": True, "text": True}
+    done = subprocess.run(program, env=environment, timeout=600, check=False, **output)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(file.read_text())
 

@@ -134,7 +134,7 @@ def train(request: Request) -> None:
     }  # fmt: skip
     torch.manual_seed(0)
     of_config, of_model = (DECODERS | MIXTURES).get(request.kind, ({}, {}))
-    config, model = build(request.kind, shared, common, of_config, of_model, True)
+    config, model = build(request.kind, shared, common, of_config, of_model, export="release")
     model = model.train()
     if request.bf16:
         model = model.bfloat16()

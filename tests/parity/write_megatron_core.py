@@ -141,7 +141,7 @@ def main(folder: Path, kinds: list[str]) -> None:
         common["vocab_size"] = 128 * tensor_ranks if source else PADDED
         of_config, of_model = (DECODERS | MIXTURES | HYBRIDS).get(kind, ({}, {}))
         torch.manual_seed(0)
-        config, model = build(kind, shared, common, of_config, of_model, bool(source))
+        config, model = build(kind, shared, common, of_config, of_model, source)
         if source:
             scores = score_export(model, kind, Path(source) / "release", (ids, positions, later))
             if scores is not None and rank == world - 1:
@@ -260,8 +260,8 @@ def hybrid_model(config, vocab_size, max_sequence_length, hybrid_layer_pattern, 
     return Model(config, make_spec(local_core_attention=True), vocab_size, max_sequence_length, **values)
 
 
-def build(kind: str, shared: dict, common: dict, of_config: dict, of_model: dict, export: bool) -> tuple:
-    """The config and the model of a kind; for an `export` with a matrix for each expert."""
+def build(kind: str, shared: dict, common: dict, of_config: dict, of_model: dict, export: str) -> tuple:
+    """The config and the model of a kind; for an `export`, a folder, with a matrix for each expert."""
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
@@ -285,7 +285,7 @@ def build(kind: str, shared: dict, common: dict, of_config: dict, of_model: dict
     if kind in HYBRIDS:
         return config, hybrid_model(config, **{**common, **positions_of}).eval()
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
-    for layer in spec.layer_specs if export else ():
+    for layer in spec.layer_specs if export and not export.endswith("local") else ():
         if "moe_layer" in repr(layer.submodules.mlp):  # the name with TransformerEngine
             layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     return config, GPTModel(config, spec, **{**common, **positions_of}).eval()

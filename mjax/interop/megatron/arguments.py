@@ -427,9 +427,17 @@ def _router_group_fields(arguments: MegatronArguments, score: str, topk: int) ->
     return {"router_n_groups": groups, "router_topk_groups": top}
 
 
-def describe_aux_loss(arguments: Mapping[str, Any], source: str) -> str:
-    """One line about an auxiliary loss that mjax does not support; empty if there is none."""
-    return _aux_loss_fields(MegatronArguments(arguments, source))[1]
+def describe_differences(arguments: Mapping[str, Any], source: str) -> list[str]:
+    """A line for each setting of a decoder that Megatron's training computes differently."""
+    args = MegatronArguments(arguments, source)
+    lines = [_aux_loss_fields(args)[1]] if args["num_experts"] else []
+    factor = args.number("rope_scaling_factor")
+    if args["use_rope_scaling"] and factor != DEFAULTS["rope_scaling_factor"]:
+        lines.append(
+            f"rope_scaling_factor {factor:g} applies; pretrain_gpt.py ignores it and computes with 8: if it trained "
+            "this model, convert it with --ignore rope_scaling_factor"
+        )
+    return list(filter(None, lines))
 
 
 def _aux_loss_fields(arguments: MegatronArguments) -> tuple[dict[str, Any], str]:

@@ -10,7 +10,7 @@ architecture.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
@@ -41,6 +41,7 @@ SAVE_MOMENTS = (
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 """File names of a rank; versions with the second one saved the optimizer state in a separate file."""
 Architecture = Literal["gpt", "bert", "decoder"]
+Rank = tuple[int, int, int]  # tensor rank, pipeline stage, expert rank
 MAX_NAME_DEPTH = 30  # dots in a name
 OTHER_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?|(chained_\d+\.)?optimizer\..*|common_state/.*")
 """State of TransformerEngine's kernels, moments and arguments."""
@@ -61,8 +62,9 @@ class MegatronCheckpoint:
       arguments: of the run that wrote it; None if missing.
       tensor_ranks: the tensor-parallel size of that run; None if unknown.
       old_names: True if its names are from before megatron-core.
-      has_main_weights: True if its optimizer has float32 weights of its own.
       common: everything but tensors of the model, such as the state of the optimizer and its schedule.
+      open_slot: returns the tensors of a slot of the optimizer's state (`optimizer.SLOTS`), by names of the weights:
+        `param`, the float32 weights, are in a run in float32 the weights.
     """
 
     folder: Path
@@ -73,18 +75,16 @@ class MegatronCheckpoint:
     arguments: dict[str, Any] | None
     tensor_ranks: int | None
     old_names: bool
-    common: dict[str, Any]
-    has_main_weights: bool = False
+    common: Mapping[str, Any]
+    open_slot: Callable[[str], Tensors]
 
 
-def open_checkpoint(source: Path, step: int | None = None, slot: str = "") -> MegatronCheckpoint:
+def open_checkpoint(source: Path, step: int | None = None) -> MegatronCheckpoint:
     """Open a Megatron checkpoint of either format.
 
     Args:
       source: the folder given to `--save`, or one checkpoint in it.
       step: of the checkpoint; None for the one named by the tracker file.
-      slot: of the optimizer's state (`optimizer.SLOTS`): open these tensors instead of the weights, by the names of the
-        weights.
 
     Raises:
       UsageError: there is no such checkpoint, or it is incomplete or damaged, or calls a function.
@@ -94,9 +94,7 @@ def open_checkpoint(source: Path, step: int | None = None, slot: str = "") -> Me
         backend = read_object(folder / "metadata.json").get("sharded_backend")
         if backend != "torch_dist":
             raise UsageError(f"{folder} is in the format {backend!r}, not torch_dist or torch; {SAVE_AGAIN}")
-    if (folder / ".metadata").is_file():
-        return _open_distributed(folder, slot)
-    return _open_ranks(folder, slot)
+    return _open_distributed(folder) if (folder / ".metadata").is_file() else _merge_ranks(folder, *_load_ranks(folder))
 
 
 def find_folder(source: Path, step: int | None) -> Path:
@@ -145,22 +143,10 @@ def _read_bridge_step(tracker: Path) -> int:
 # --- Format torch -----------------------------------------------------------------------------------------------------
 
 
-def _open_ranks(folder: Path, slot: str) -> MegatronCheckpoint:
-    files = _find_rank_files(folder)
-    contents = _load_ranks(files)
+def _merge_ranks(folder: Path, files: Mapping[Rank, Path], contents: Mapping[Rank, Any]) -> MegatronCheckpoint:
     first = contents[0, 0, 0]
     arguments = _read_arguments(first, folder)
-    has_main = any("fp32_from_fp16_params" in part for part in list_optimizers(first))
-    if slot:
-        contents = {rank: _with_moments(content, slot, files[rank]) for rank, content in contents.items()}
     ranks, stages, experts = (1 + max(numbers) for numbers in zip(*contents, strict=True))
-    sizes = arguments or {}
-    has_pipeline = sizes.get("pipeline_model_parallel_size") not in (None, 1)
-    if experts == 1 and stages > 1 and sizes.get("expert_model_parallel_size") == stages and not has_pipeline:
-        contents = {(rank, 0, expert): content for (rank, expert, _), content in contents.items()}
-        files = {(rank, 0, expert): file for (rank, expert, _), file in files.items()}
-        stages, experts = 1, stages
-    _check_ranks(sizes, ranks, stages, experts, folder)
     chunks = list(filter(re.compile(r"model\d*").fullmatch, first))
     if not chunks:
         raise UsageError(f"{files[0, 0, 0]} has no model; give a checkpoint of Megatron")
@@ -178,10 +164,17 @@ def _open_ranks(folder: Path, slot: str) -> MegatronCheckpoint:
     old = any(name.startswith("language_model.") for name in names)
     version, missing = _read_version(first, folder, assumed=0 if old else 3)
     tensors = RankTensors(pieces, version, str(folder), gated=kind == "decoder")
-    return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, ranks, old, first, has_main)
+
+    def open_slot(slot: str) -> Tensors:
+        if slot == "param" and not any("fp32_from_fp16_params" in part for part in list_optimizers(first)):
+            return tensors
+        moments = {rank: _with_moments(content, slot, files[rank]) for rank, content in contents.items()}
+        return _merge_ranks(folder, files, moments).tensors
+
+    return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, ranks, old, first, open_slot)
 
 
-def _find_rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
+def _find_rank_files(folder: Path) -> dict[Rank, Path]:
     """Find the files by the numbers in their names: tensor rank, and pipeline stage and expert rank or, if there are
     two numbers, one of these."""
     files, longest = {}, 1
@@ -203,13 +196,23 @@ def _find_rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
     return files
 
 
-def _load_ranks(files: dict[tuple[int, int, int], Path]) -> dict[tuple[int, int, int], dict[str, Any]]:
-    """Load the files, and check that they belong to the same checkpoint."""
+def _load_ranks(folder: Path) -> tuple[dict[Rank, Path], dict[Rank, dict[str, Any]]]:
+    """Load the files, and check that they belong to the same checkpoint and are all of it."""
+    files = _find_rank_files(folder)
     contents = {rank: load_megatron_file(file) for rank, file in files.items()}
+    first = contents[0, 0, 0]
     for (rank, content), name in product(contents.items(), ("iteration", "checkpoint_version")):
-        if (value := content.get(name)) != (expected := contents[0, 0, 0].get(name)):
+        if (value := content.get(name)) != (expected := first.get(name)):
             raise incomplete_error(f"{files[rank]}: {name} is {value}, and {expected} in {files[0, 0, 0]}")
-    return contents
+    sizes = _read_arguments(first, folder) or {}
+    ranks, stages, experts = (1 + max(numbers) for numbers in zip(*files, strict=True))
+    has_pipeline = sizes.get("pipeline_model_parallel_size") not in (None, 1)
+    if experts == 1 and stages > 1 and sizes.get("expert_model_parallel_size") == stages and not has_pipeline:
+        files = {(rank, 0, expert): file for (rank, expert, _), file in files.items()}
+        contents = {(rank, 0, expert): content for (rank, expert, _), content in contents.items()}
+        stages, experts = 1, stages
+    _check_ranks(sizes, ranks, stages, experts, folder)
+    return files, contents
 
 
 def list_optimizers(content: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -234,7 +237,7 @@ def _with_moments(content: dict[str, Any], slot: str, file: Path) -> dict[str, A
     values: list[Any] = []
     for part in parts:
         if slot == "param":
-            values += chain.from_iterable(part["fp32_from_fp16_params"])
+            values += chain.from_iterable(part.get("fp32_from_fp16_params", ()))
         else:
             state = part.get("optimizer", part).get("state") or {}
             values += [state[number].get(slot) for number in range(len(state))]
@@ -309,7 +312,7 @@ def _read_arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | N
 # --- Format torch_dist ------------------------------------------------------------------------------------------------
 
 
-def _open_distributed(folder: Path, slot: str) -> MegatronCheckpoint:
+def _open_distributed(folder: Path) -> MegatronCheckpoint:
     entries = read_metadata(folder / ".metadata")
     common = _load_common(folder, entries)
     arguments = _read_arguments(common, folder)
@@ -318,16 +321,20 @@ def _open_distributed(folder: Path, slot: str) -> MegatronCheckpoint:
     stored = {name: tensor for name, tensor in entries.items() if not OTHER_STATE.fullmatch(name)}
     if entries.keys() & {*COMMON_ENTRIES}:
         stored = {strip_wrappers(name): tensor for name, tensor in stored.items() if name.startswith("model.")}
-    has_main = any(re.match(MOMENTS.format("param"), name) for name in entries)
-    if slot:
-        prefix = re.compile(MOMENTS.format(slot))
-        stored = {prefix.sub("", name, 1): tensor for name, tensor in entries.items() if prefix.match(name)}
-        if not stored:
-            raise UsageError(f"{folder} has no {slot} for each weight; {SAVE_MOMENTS}")
     kind = _detect_architecture(arguments, list(stored), folder)
     tensors = DistributedTensors(folder, to_current_names(stored, kind, str(folder)))
     version, missing = _read_version(common, folder, assumed=3)
-    return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, None, False, common, has_main)
+
+    def open_slot(slot: str) -> Tensors:
+        prefix = re.compile(MOMENTS.format(slot))
+        moments = {prefix.sub("", name, 1): tensor for name, tensor in entries.items() if prefix.match(name)}
+        if slot == "param" and not moments:
+            return tensors
+        if not moments:
+            raise UsageError(f"{folder} has no {slot} for each weight; {SAVE_MOMENTS}")
+        return DistributedTensors(folder, to_current_names(moments, kind, str(folder)))
+
+    return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, None, False, common, open_slot)
 
 
 def strip_wrappers(name: str) -> str:

@@ -36,6 +36,7 @@ from mjax.interop.weights import iterate_tensors, tensor_layouts
 from mjax.models.huggingface.family import Family
 
 Format = Literal["torch_dist", "torch"]
+Implementation = Literal["transformer_engine", "local"]
 VOCABULARY_MULTIPLE = 128
 """Megatron's default of --make-vocab-size-divisible-by, of each tensor rank."""
 _LAYER_AND_REST = re.compile(r"(.+\.layers\.)(\d+)(\..+)")
@@ -73,7 +74,14 @@ class Export:
 # --- The model --------------------------------------------------------------------------------------------------------
 
 
-def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> Export:
+def plan_export(
+    model: ModelConfig,
+    run: Path,
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    transformer_impl: Implementation = "transformer_engine",
+) -> Export:
     """Check that Megatron has this model with this split.
 
     Raises:
@@ -82,7 +90,9 @@ def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 
     kind = ARCHITECTURES.get(model.kind)
     if kind is None:
         known = ", ".join(ARCHITECTURES)
-        raise UsageError(f"to-megatron supports {known}, and {run} is {model.title}; use to-hf")
+        raise UsageError(
+            f"to-megatron supports {known}, and {run} is {model.title}{LACKS.get(model.kind, '')}; use to-hf"
+        )
     multiple = VOCABULARY_MULTIPLE * tensor
     padded = -(-model.vocabulary // multiple) * multiple
     sizes = {
@@ -100,6 +110,7 @@ def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": pipeline,
         "expert_model_parallel_size": expert,
+        "transformer_impl": transformer_impl,
     }
     _check_represented(model, kind, arguments, str(run))
     decoder = layout.MIXTURE if model.experts else layout.DECODER
@@ -109,6 +120,10 @@ def plan_export(model: ModelConfig, run: Path, tensor: int = 1, pipeline: int = 
 
 ARCHITECTURES: dict[str, Architecture] = {"gpt": "gpt", "bert": "bert", "llama": "decoder", "mixture": "decoder"}
 """mjax's kinds of models that Megatron has."""
+LACKS = {
+    "gemma3": ", and GPTModel lacks its post-LayerNorms, two RoPE bases and scaled embedding (Megatron-Bridge has them)"
+}
+"""Why a kind is none of megatron-core's models; the class of Megatron-Bridge 0.6.2 is Gemma3ModelProvider."""
 UNCOMPARED = {"vocabulary", "vocabulary_multiple", "sequence", "max_position_embeddings", "attention", "moe_kernel"}
 """Fields without a counterpart: sizes of samples and padding, and kernels."""
 
@@ -157,7 +172,9 @@ def gather_tensors(
 ) -> dict[str, np.ndarray]:
     """Copy the weights into a file in memory-mapped form; returns Megatron's tensors by current names.
 
-    Experts are stacked [E, out, in]. Rows that pad the vocabulary are 0.
+    Experts are stacked [E, out, in]. Rows that pad the vocabulary repeat the last one, as in Megatron's own converter:
+    its softmax includes them, and rows of zeros would be far more probable than any token of a model with negative
+    logits.
 
     Args:
       export: the model.
@@ -194,6 +211,8 @@ def gather_tensors(
             target = target[first : first + len(values)]
         target[...] = values.reshape(target.shape)
         on_written(target.nbytes)
+    for stored in whole.keys() & {*layout.VOCABULARY}:
+        whole[stored][model.vocabulary :] = whole[stored][model.vocabulary - 1]
     return whole
 
 
@@ -229,45 +248,42 @@ def rank_tensors(export: Export, whole: Mapping[str, np.ndarray], rank: tuple[in
 
 
 def write_release(
-    folder: Path,
-    export: Export,
-    whole: Mapping[str, np.ndarray],
-    form: Format,
-    common: Mapping[str, Any] | None = None,
-    slots: Mapping[str, Mapping[str, np.ndarray]] | None = None,
+    folder: Path, export: Export, trees: Mapping[str, Mapping[str, np.ndarray]], form: Format, common: Mapping[str, Any]
 ) -> None:
     """Write the checkpoint into a folder, which exists and is empty; not atomic.
 
     Args:
       folder: of the checkpoints.
       export: the model.
-      whole: its tensors.
+      trees: the results of `gather_tensors` by prefix of their names, which is empty for the weights.
       form: the format.
-      common: of an export with its optimizer, the result of `common_state`.
-      slots: of an export with its optimizer, the tensors of each.
+      common: of an export with its optimizer, the result of `common_state`; else empty.
     """
     torch = import_torch("checkpoints of Megatron are written by torch")
-    state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, **(common or {})}
+    state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, **common}
     state["args"] = argparse.Namespace(**export.arguments, **state.pop("args", {}))
-    tracker = str(state["iteration"] or "release")
-    release = folder / (f"iter_{state['iteration']:07d}" if common else tracker)
+    step = state["iteration"]
+    release = folder / (f"iter_{step:07d}" if step else "release")
     release.mkdir()
     if form == "torch":
         for tensor_rank, stage, expert_rank in export.ranks:
             name = f"mp_rank_{tensor_rank:02}" + (f"_{stage:03}" if export.pipeline > 1 else "")
             place = release / (name + (f"_{expert_rank:03}" if export.expert > 1 else ""))
             place.mkdir()
-            shard = rank_tensors(export, whole, (tensor_rank, stage, expert_rank))
-            model = {name: _to_torch(array) for name, array in shard.items()}
+            shard = rank_tensors(export, trees[""], (tensor_rank, stage, expert_rank))
+            fuse = export.arguments["transformer_impl"] != "local"
+            names = {name: _fuse_norm(name, shard, export) if fuse else name for name in shard}
+            model = {names[name]: _to_torch(array) for name, array in shard.items()}
             torch.save(state | {"model": model}, place / RANK_FILES[0])
     else:
         from torch.distributed import checkpoint
 
-        tensors = {name: _to_torch(array) for name, array in list_sharded_tensors(export, whole)}
-        extra = _extra_states(tensors, export)
-        for slot, arrays in (slots or {}).items():
-            for name, array in list_sharded_tensors(export, arrays):
-                tensors[f"optimizer.state.{slot}.{name}"] = _to_torch(array)
+        tensors = {
+            prefix + name: _to_torch(array)
+            for prefix, whole in trees.items()
+            for name, array in list_sharded_tensors(export, whole)
+        }
+        extra = _extra_states([name for name, _ in list_sharded_tensors(export, trees[""])], export)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
             checkpoint.save(
@@ -277,21 +293,18 @@ def write_release(
                 no_dist=True,
             )
         content = {"non_homogeneous_layers": True, "singleton_local_shards": True, "chained_optim_avoid_prefix": True}
-        content |= {"distrib_optim_sharding_type": "fully_reshardable"} if slots else {}
+        content |= {"distrib_optim_sharding_type": "fully_reshardable"} if common else {}
         torch.save(state | {"content_metadata": content}, release / "common.pt")
         backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         write_object(release / "metadata.json", backends | {"common_backend": "torch", "common_backend_version": 1})
-    (folder / TRACKER).write_text(tracker, encoding="utf-8")
+    (folder / TRACKER).write_text(str(step or "release"), encoding="utf-8")
 
 
 def list_sharded_tensors(export: Export, whole: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of torch_dist by name, where every layer, expert, gate and up is a tensor, so that a rank of Megatron
     reads its part only (`singleton_local_shards`)."""
     for name, array in whole.items():
-        router = name.replace("pre_mlp_layernorm", "mlp.router")
-        if router == name or router not in whole:  # experts have their LayerNorm apart
-            for plain, fused in layout.FUSED_NORMS.items():
-                name = name.replace(plain, fused)
+        name = _fuse_norm(name, whole, export)
         pieces = {name: array}
         if layout.EXPERTS in name:
             before, _, rest = name.partition(layout.EXPERTS)
@@ -301,6 +314,17 @@ def list_sharded_tensors(export: Export, whole: Mapping[str, np.ndarray]) -> Ite
                 yield from zip((f"{piece}_w", f"{piece}_v"), matrix.reshape(2, -1, matrix.shape[-1]), strict=True)
             else:
                 yield piece, matrix
+
+
+def _fuse_norm(name: str, names: Iterable[str], export: Export) -> str:
+    """The name of a LayerNorm that is fused with the matrix after it, as in all layers of torch_dist and with
+    TransformerEngine; it then does not apply to experts (megatron/core/models/gpt/gpt_layer_specs.py)."""
+    router = name.replace("pre_mlp_layernorm", "mlp.router")
+    if router != name and router in names and export.arguments["transformer_impl"] != "local":
+        return name
+    for plain, fused in layout.FUSED_NORMS.items():
+        name = name.replace(plain, fused)
+    return name
 
 
 def _extra_states(names: Iterable[str], export: Export) -> list[str]:
@@ -337,7 +361,7 @@ def make_command(export: Export, output: Path, form: Format, dtype: str, tokeniz
     program = "pretrain_bert.py" if export.model.kind == "bert" else "pretrain_gpt.py"
     words = ["torchrun", "--nproc-per-node", str(ranks), program, "--load", str(output), "--use-checkpoint-args"]
     words += ["--sequence-parallel"] if export.model.experts and export.tensor > 1 else []
-    words += ["--ckpt-format", form, *(["--transformer-impl", "local"] if form == "torch" else [])]
+    words += ["--ckpt-format", form]
     for name, value in export.arguments.items():
         flag = f"--{name.replace('_', '-').replace('opt-param', 'opt_param')}"
         if name in OFF_FLAGS:

@@ -54,7 +54,11 @@ def open_hybrid(checkpoint: MegatronCheckpoint) -> MegatronCheckpoint:
     settings: dict[str, Any] = {name: value for name, value in arguments.items() if name not in dropped}
     tensors = HybridTensors(checkpoint.tensors, source)
     settings |= {"num_layers": len(sparse), **({"moe_layer_freq": sparse} if any(sparse) else {})}
-    return replace(checkpoint, arguments=settings, tensors=tensors)
+
+    def open_slot(slot: str) -> HybridTensors:
+        return HybridTensors(checkpoint.open_slot(slot), source)
+
+    return replace(checkpoint, arguments=settings, tensors=tensors, open_slot=open_slot)
 
 
 def _read_pattern(pattern: Any, name: str, source: str) -> list[int]:

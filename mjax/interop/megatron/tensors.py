@@ -371,10 +371,10 @@ class DistributedTensors:
                 self.infos[name] = TensorInfo(dtype, tensor.shape[len(index) :])
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        (whole, index), (length, *others) = self._origins[name], self.infos[name].shape
+        (whole, index), (length, *other_sizes) = self._origins[name], self.infos[name].shape
         first, end, _ = rows.indices(length)
         box = [slice(number, number + 1) for number in index]
-        box += [slice(first, max(first, end)), *(slice(0, size) for size in others)]
+        box += [slice(first, max(first, end)), *(slice(0, size) for size in other_sizes)]
         region = self._stored.read(whole, box)
         return region.reshape(region.shape[len(index) :])
 
