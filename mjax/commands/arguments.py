@@ -380,3 +380,24 @@ class EvaluateArguments(RunArguments):
     distributed: Distributed = field(default_factory=Distributed)
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class CheckScalingArguments:
+    """Check that one learning rate fits a model at any width, and with completep at any depth: a few steps of small
+    models on random tokens. Exit code 1 if a part grows or vanishes."""
+
+    examples: ClassVar = ("mjax check-scaling --config my_config.py --figure scaling.png",)
+
+    config: str
+    """The config: a name in configs/, or a .py file."""
+    widths: tuple[int, ...] = (64, 128, 256, 512)
+    """Hidden sizes, two or more; other widths are in proportion."""
+    depths: tuple[int, ...] = (4, 8, 16)
+    """Layers, for completep, at the first width."""
+    steps: Count = 5
+    """Steps of each model."""
+    figure: Path | None = None
+    """Draw the sizes into this file (.png, .pdf or .svg)."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object."""

@@ -48,6 +48,7 @@ def validate(config: Config, name: str = "this config") -> None:
     check_offload(config)
     _check_schedules(config)
     _check_lora(config)
+    _check_parametrization(config)
     _check_data(config, name)
 
 
@@ -126,6 +127,22 @@ def _check_lora(config: Config) -> None:
         raise UsageError(f"{rank} is not supported with --precision.compute fp8; type --precision.compute bf16")
     if config.optimizer.name != "adamw":
         raise UsageError(f"{rank} is not supported with --optimizer.name {config.optimizer.name}; use adamw")
+
+
+def _check_parametrization(config: Config) -> None:
+    """Check that the parametrization has the sizes it is relative to, and supports the model."""
+    model, optimizer = config.model, config.optimizer
+    if optimizer.parametrization == "standard":
+        return
+    flag = f"--optimizer.parametrization {optimizer.parametrization}"
+    needed = {"base_width": 256, "base_depth": 4} if optimizer.parametrization == "completep" else {"base_width": 256}
+    for name, such_as in needed.items():
+        if getattr(optimizer, name) is None:
+            fix = f"set it in the config file, such as OptimizerConfig({name}={such_as})"
+            raise UsageError(f"{flag} needs optimizer.{name} of the model whose learning rate was tuned; {fix}")
+    if not model.causal or model.lora_rank:
+        other = f"--lora.rank {model.lora_rank}" if model.causal else model.title
+        raise UsageError(f"{flag} is not supported for {other}; remove it")
 
 
 def _check_context(config: Config) -> None:

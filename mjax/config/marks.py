@@ -74,6 +74,8 @@ PER_PROCESS = Mark("per process")
 """May differ between processes of a run."""
 ANY_FAMILY = Mark("any family")
 """Of a model: exports to Hugging Face ignore it, or a family has a rule for it."""
+WIDE, HEADS = Mark("wide"), Mark("heads")
+"""Of a model: a size that grows with `hidden`, and one that does if the head size stays the same."""
 UNPLANNED, PLANNED = Mark("unplanned"), Mark("planned")
 """Not a flag of `mjax plan`, which does not depend on it; and the exceptions in such a section."""
 SEARCHED = Mark("searched")

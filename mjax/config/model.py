@@ -24,7 +24,21 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 import tyro
 
 from mjax.config.bounds import Count, CountOrZero, NotNegative, Positive, Share
-from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, NEW_RUN, TUNING, UNPLANNED, By, Metric, Synonyms
+from mjax.config.marks import (
+    ANY_FAMILY,
+    FILE_ONLY,
+    FREE,
+    HEADS,
+    NEW_RUN,
+    TUNING,
+    UNPLANNED,
+    WIDE,
+    By,
+    Metric,
+    Synonyms,
+    effective_value,
+    names_with,
+)
 from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError, either, suggestion
 
@@ -37,7 +51,7 @@ Tuned = Annotated[NotNegative, TUNING]
 Rate = Annotated[Share, TUNING]
 HiddenDropout = Annotated[Rate, UNPLANNED, Synonyms("dropout resid-pdrop embd-pdrop")]
 AttentionDropout = Annotated[Rate, Synonyms("dropout attn-pdrop")]
-FeedForward = Annotated[Count | None, By("mlp_width"), ANY_FAMILY, Synonyms("ffn-hidden intermediate")]
+FeedForward = Annotated[Count | None, By("mlp_width"), WIDE, ANY_FAMILY, Synonyms("ffn-hidden intermediate")]
 Gelu = Literal["gelu_tanh", "gelu_erf"]
 Kernels = Literal["auto", "cudnn", "flash", "xla", "xla_blocks"]
 Attention = Annotated[Kernels, Synonyms("attn-implementation~ attention-backend~ flash-attn~")]
@@ -111,9 +125,9 @@ class ModelConfig(LoRAConfig):
     """Architecture of the model."""
     layers: Annotated[Count, Synonyms("layers n-layer n-layers hidden-layers")] = 24
     """Transformer layers."""
-    hidden: Annotated[Count, Synonyms("hidden n-embd d-model")] = 1024
+    hidden: Annotated[Count, WIDE, Synonyms("hidden n-embd d-model")] = 1024
     """Width of the residual stream, h."""
-    heads: Annotated[Count, Synonyms("attention-heads n-head n-heads heads")] = 16
+    heads: Annotated[Count, HEADS, Synonyms("attention-heads n-head n-heads heads")] = 16
     """Attention heads, n. The head size is hidden / heads."""
     sequence: Annotated[Count, Synonyms("seq-length seq-len max-seq-length block context-length")] = 1024
     """Tokens in a sample, s."""
@@ -237,6 +251,16 @@ class ModelConfig(LoRAConfig):
         Raises:
           UsageError: the model does not support a setting; the sentence contains the line to type.
         """
+
+    def resize(self, hidden: int, layers: int, more_heads: bool = True) -> Self:
+        """Return the same config of another width and depth. Sizes marked WIDE are in proportion, and either those
+        marked HEADS or the head size."""
+        names = names_with(WIDE, type(self)) + (names_with(HEADS, type(self)) if more_heads else ())
+        sizes = {name: effective_value(self, name) for name in names}
+        wide = {name: max(1, round(size * hidden / self.hidden)) for name, size in sizes.items() if size}
+        if not more_heads and self.head_dim:
+            wide["head_dim"] = round(self.head_dim * hidden / self.hidden)
+        return dataclasses.replace(self, **wide, layers=layers)
 
     def without_dropout(self) -> ModelConfig:
         """The same config with all dropout rates 0."""

@@ -59,6 +59,7 @@ RECOMPUTE_SYNONYMS = Synonyms(
     "recompute-activations=selective recompute-granularity gradient-checkpointing=full activation-checkpoint.mode"
 )
 WSD = Only("optimizer.schedule", "wsd")
+SCALED = Only("optimizer.parametrization", "mup completep")
 Schedule = Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"]
 TEXT = Only("samples", "text")
 """Mark of fields for next-token prediction."""
@@ -214,6 +215,15 @@ class OptimizerConfig:
     """Added to the square root of the second moment. With 0 a weight without gradient would become 0 / 0."""
     clip_norm: Annotated[NotNegative, Synonyms("clip-grad grad-clip gradient-clip-val max-grad-norm max-norm")] = 1.0
     """Largest global L2 norm of the gradient (0: no clipping)."""
+    parametrization: Literal["standard", "mup", "completep"] = "standard"
+    """Initial weights, learning rates and ε by the kind of weight, so that a learning rate tuned on a small model fits
+    a wider one (mup, arXiv 2203.03466), and also a deeper one (completep, arXiv 2505.01618)."""
+    base_width: Annotated[Count | None, SCALED, FILE_ONLY] = None
+    """mup and completep: hidden size of the model whose learning rate was tuned; other widths are in proportion."""
+    base_depth: Annotated[Count | None, Only("optimizer.parametrization", "completep"), FILE_ONLY] = None
+    """completep: its layers."""
+    base_head_size: Annotated[Count | None, SCALED, FILE_ONLY] = None
+    """mup and completep: its attention head size (by default this model's, which then has more heads)."""
 
 
 @dataclass(frozen=True)

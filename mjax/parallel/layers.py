@@ -60,8 +60,8 @@ class ColumnParallelLinear(nnx.Module):
     ):
         self.columns, self.split, self.unfused, self.parts = out[split], split, unfused, parts
         dims = (PART,) * split + (COLUMNS,) + (OUT,) * (len(out) - split - 1)
-        self.kernel = make_param(key, normal_init(std), (width, *out), (IN, *dims), dtype, float8=True)
-        self.bias = make_param(key, jax.nn.initializers.zeros, out, dims, dtype) if bias else None
+        self.kernel = make_param(key, normal_init(std), (width, *out), (IN, *dims), dtype, parts=parts, float8=True)
+        self.bias = make_param(key, jax.nn.initializers.zeros, out, dims, dtype, parts=parts) if bias else None
 
     def __call__(
         self, x: Float[Array, "t h"], tokens: TokenLayout, key: DropoutKey | None = None
@@ -126,8 +126,8 @@ class RowParallelLinear(nnx.Module):
 
     def __init__(self, key: Array, into: tuple[int, ...], width: int, std: float, dtype, bias: bool = True):
         dims = (ROWS, *(IN,) * (len(into) - 1), OUT)
-        self.kernel = make_param(key, normal_init(std), (*into, width), dims, dtype, float8=True)
-        self.bias = make_param(key, jax.nn.initializers.zeros, (width,), (OUT,), dtype) if bias else None
+        self.kernel = make_param(key, normal_init(std), (*into, width), dims, dtype, residual=True, float8=True)
+        self.bias = make_param(key, jax.nn.initializers.zeros, (width,), (OUT,), dtype, residual=True) if bias else None
 
     def __call__(
         self, x: Float[Array, " bs *into"], tokens: TokenLayout, key: DropoutKey | None = None

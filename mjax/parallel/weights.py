@@ -11,10 +11,11 @@ LoRA, and whether weight decay applies. So no code outside an architecture depen
     those of experts                [E, h, 2, f]    expert  in  part  columns
     an embedding                    [v, h]          token  out
     learned positions               [s, h]          position  out
+    a router                        [h, E]          in    class
     a bias, or the scale of a norm  [h]             out
 
-`rows` are inputs and `columns` outputs that `model` splits, as it does tokens. A stack of layers puts `layer` in front
-(`models/stack.py`).
+`rows` are inputs and `columns` outputs that `model` splits, as it does tokens. The number of `class` outputs does not
+depend on the width of the model. A stack of layers puts `layer` in front (`models/stack.py`).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from jax import Array
 from mjax.config import axes
 
 LAYER, PART, EXPERT, TOKEN, POSITION = "layer", "part", "expert", "token", "position"
-IN, ROWS, OUT, COLUMNS = "in", "rows", "out", "columns"
-DIMS = frozenset({LAYER, PART, EXPERT, TOKEN, POSITION, IN, ROWS, OUT, COLUMNS})
-INPUTS, OUTPUTS = (IN, ROWS), (OUT, COLUMNS)
+IN, ROWS, OUT, COLUMNS, CLASS = "in", "rows", "out", "columns", "class"
+DIMS = frozenset({LAYER, PART, EXPERT, TOKEN, POSITION, IN, ROWS, OUT, COLUMNS, CLASS})
+INPUTS, OUTPUTS = (IN, ROWS), (OUT, COLUMNS, CLASS)
 SPLIT = {EXPERT: axes.EXPERT, TOKEN: axes.MODEL, ROWS: axes.MODEL, COLUMNS: axes.MODEL}
 """The mesh axis that splits a dim during the computation."""
 
@@ -43,6 +44,8 @@ def make_param(
     dtype,
     *,
     muon: bool = True,
+    residual: bool = False,
+    parts: tuple[str, ...] = (),
     float8: bool = False,
     keep_fp32: bool = False,
     grad_partial_over_model: bool = False,
@@ -52,6 +55,8 @@ def make_param(
     Args:
       dims: the name of each dim, of `DIMS`.
       muon: whether Muon may train it, if it has inputs and outputs (`matrix_dims`).
+      residual: whether the layer adds its result to the residual stream.
+      parts: names of the parts, such as q, k and v; of one part without a dim, its name.
       float8, keep_fp32, grad_partial_over_model: as in `zero.Storage`.
 
     Raises:
@@ -59,7 +64,8 @@ def make_param(
     """
     if len(dims) != len(shape) or not DIMS.issuperset(dims):
         raise ValueError(f"a weight {shape} needs dims with a name each, of {', '.join(sorted(DIMS))}: {dims}")
-    marks = {"muon": muon, "float8": float8, "keep_fp32": keep_fp32, "grad_partial_over_model": grad_partial_over_model}
+    marks = {"muon": muon, "residual": residual, "parts": parts}
+    marks |= {"float8": float8, "keep_fp32": keep_fp32, "grad_partial_over_model": grad_partial_over_model}
     spec = tuple(map(SPLIT.get, dims))
     return nnx.Param(initializer(key, shape, dtype), out_sharding=spec, eager_sharding=False, dims=dims, **marks)
 

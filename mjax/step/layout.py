@@ -21,6 +21,7 @@ from mjax.models.protocol import Model, build_model
 from mjax.parallel.mesh import sharded_shapes
 from mjax.parallel.weights import weight_metadata
 from mjax.parallel.zero import plan_storage, split_into_virtual_stages
+from mjax.step.parametrization import scale_initial_weights
 from mjax.step.precision import COMPUTE_TYPES, LossScale, parameter_type
 
 
@@ -59,7 +60,8 @@ def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Conf
 def initial_weights(config: Config) -> Model:
     """The initial weights of a run, a function of its seed, with layers split into the chunks of its pipeline."""
     model = build_model(config.train.seed, config.model, parameter_type(config.precision.compute))
-    return split_into_virtual_stages(cast_frozen_weights(model, config), config.mesh)
+    model = cast_frozen_weights(scale_initial_weights(config, model), config)
+    return split_into_virtual_stages(model, config.mesh)
 
 
 def cast_frozen_weights(model: Model, config: Config) -> Model:

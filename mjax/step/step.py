@@ -39,6 +39,7 @@ from mjax.step.layout import TrainState, build_layout, initial_weights, with_seq
 from mjax.step.learning_rate import learning_rate
 from mjax.step.losses import Counts, EvalMetrics, StepMetrics, global_counts, mean_scales, other_metrics, select_loss
 from mjax.step.optimizer import backward_order, count_nonfinite, gradient_names, is_masked, make_optimizer, square_norms
+from mjax.step.parametrization import scale_gradients, scale_updates
 from mjax.step.precision import COMPUTE_TYPES, LossScale, parameter_type, uses_float8
 
 
@@ -110,7 +111,7 @@ def build_program(
     config = with_batch_size(config, batch or config.train.global_batch)
     # --- Shapes, then shardings ---------------------------------------------------------------------------------------
     layout = build_layout(config, mesh)
-    transform = optimizer or make_optimizer(config, layout)
+    transform = scale_updates(config, optimizer or make_optimizer(config, layout))
     shapes, specs = _state_shapes(config, transform, layout)
     abstract_state = sharded_shapes(shapes, specs, mesh)
 
@@ -218,6 +219,7 @@ def _train_step(
     scale, (weights, frozen) = state.loss_scale.scale, partition_trainable(state.model)
     counts = global_counts(state.model, batch)
     sums, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, loss_fn, counts)
+    gradients = scale_gradients(config, weights, gradients)
     means = state.model.summary(sums)
     loss = select_loss(state.model.loss_weights, means)
     squares = square_norms(gradients, config.mesh)

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from mjax.config.bounds import Count, Positive
 from mjax.config.marks import NEW_RUN, TUNING, By
 from mjax.config.model import Tuned, register
+from mjax.errors import UsageError
 from mjax.models.llama.config import DecoderConfig
 
 
@@ -38,3 +39,9 @@ class Gemma3Config(DecoderConfig):
     module: ClassVar[str] = "mjax.models.gemma3.model:Gemma3"
     families: ClassVar[str] = "mjax.models.gemma3.huggingface:FAMILIES"
     activation = "gelu_tanh"
+
+    def check(self, config) -> None:
+        super().check(config)
+        if config.optimizer.parametrization != "standard":
+            flag = f"--optimizer.parametrization {config.optimizer.parametrization}"
+            raise UsageError(f"{flag} is not supported for {self.title} (its embedding grows with √hidden); remove it")

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from mjax.config.bounds import Bounds
 from mjax.config.marks import FILE_ONLY, TUNING, UNPLANNED, Synonyms
 from mjax.config.model import HiddenDropout, Tuned, register
+from mjax.errors import UsageError
 from mjax.models.parts.config import GatedMLPConfig, GroupedQueryConfig, RotaryConfig
 
 
@@ -54,3 +55,14 @@ class LlamaConfig(DecoderConfig):
     @property
     def rotary_dim(self) -> int:
         return int(self.head_size * self.rotary_percent)
+
+    def check(self, config) -> None:
+        super().check(config)
+        optimizer = config.optimizer
+        if self.norms == "post" and optimizer.parametrization == "completep":
+            undone = "--model.norms post, which undoes its scale of a layer's result"
+            raise UsageError(f"--optimizer.parametrization completep is not supported with {undone}; use mup")
+        if self.qk_norm != "none" and optimizer.base_head_size not in (None, self.head_size):
+            undone = f"--model.qk-norm {self.qk_norm}, which undoes the scale of queries"
+            size = f"optimizer.base_head_size {optimizer.base_head_size}"
+            raise UsageError(f"{size} is not supported with {undone}; remove it")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from mjax.config.bounds import Bounds, Count, CountOrZero, Positive
-from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, NEW_RUN, TUNING, By, Synonyms
+from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, HEADS, NEW_RUN, TUNING, WIDE, By, Synonyms
 from mjax.config.model import AttentionDropout, FeedForward, Gelu, ModelConfig, Tuned
 from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError, either
@@ -23,7 +23,7 @@ CAPACITY = 1.25
 class GroupedQueryConfig(ModelConfig):
     """Grouped-query attention, with a window in all or some layers."""
 
-    kv_heads: Annotated[Count | None, By("groups"), Synonyms("query-groups key-value-heads")] = None
+    kv_heads: Annotated[Count | None, By("groups"), HEADS, Synonyms("query-groups key-value-heads")] = None
     """Heads of keys and values, k (by default heads). Each serves heads / kv_heads adjacent query heads (grouped-query
     attention, arXiv 2305.13245)."""
     head_dim: Annotated[Count | None, By("head_size"), Synonyms("kv-channels")] = None
@@ -139,7 +139,9 @@ class ExpertsConfig(GatedMLPConfig):
     """Experts per layer, E, which are gated MLPs."""
     experts_per_token: Annotated[Count, Synonyms("moe-router-topk experts-per-tok")] = 2
     """Experts each token is routed to, those with the best scores, k."""
-    moe_ffn_hidden: Annotated[Count | None, By("expert_width"), Synonyms("moe-ffn-hidden moe-intermediate")] = None
+    moe_ffn_hidden: Annotated[Count | None, By("expert_width"), WIDE, Synonyms("moe-ffn-hidden moe-intermediate")] = (
+        None
+    )
     """Expert width (by default feed_forward)."""
     first_dense_layers: Annotated[CountOrZero, Synonyms("first-k-dense-replace")] = 0
     """First layers that have one MLP, of width feed_forward, instead of experts (DeepSeek-V3: 3)."""
@@ -167,7 +169,7 @@ class ExpertsConfig(GatedMLPConfig):
     in them (DeepSeek-V3)."""
     router_topk_groups: Annotated[Count | None, Synonyms("moe-router-group-topk topk-group")] = None
     """Groups that a token selects (by default all)."""
-    shared_expert_ffn_hidden: Annotated[CountOrZero, Synonyms("moe-shared-expert-intermediate")] = 0
+    shared_expert_ffn_hidden: Annotated[CountOrZero, WIDE, Synonyms("moe-shared-expert-intermediate")] = 0
     """Total width of the shared experts, which every token uses (0: none)."""
     aux_loss_coef: Annotated[Tuned, Synonyms("moe-aux-loss-coeff router-aux-loss-coef")] = 0.0
     """Coefficient of each layer's load-balancing loss, E · Σ f P over experts: f is the expert's share of assignments,

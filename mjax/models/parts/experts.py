@@ -65,7 +65,7 @@ class Experts(nnx.Module):
         self.router = Router(router, config, dtype)
         init, down_init = normal_init(config.init_std), normal_init(config.residual_std)
         self.up = make_param(up, init, (experts, hidden, 2, width), (EXPERT, IN, PART, COLUMNS), dtype)
-        self.down = make_param(down, down_init, (experts, width, hidden), (EXPERT, ROWS, OUT), dtype)
+        self.down = make_param(down, down_init, (experts, width, hidden), (EXPERT, ROWS, OUT), dtype, residual=True)
         if config.shared_expert_ffn_hidden:
             self.shared = GatedMLP(shared, config, dtype, config.shared_expert_ffn_hidden)
 

@@ -41,7 +41,7 @@ from mjax.parallel import mappings
 from mjax.parallel.layers import normal_init
 from mjax.parallel.reductions import accumulation_dtype
 from mjax.parallel.token_layout import TokenLayout
-from mjax.parallel.weights import IN, OUT, make_param
+from mjax.parallel.weights import CLASS, IN, make_param
 
 Sums = dict[str, Array]
 
@@ -69,9 +69,9 @@ class Router(nnx.Module):
     def __init__(self, key: Array, config: ExpertsConfig, dtype):
         self.config = config
         shape, init = (config.hidden, config.experts), normal_init(config.init_std)
-        self.kernel = make_param(key, init, shape, (IN, OUT), dtype, muon=False, keep_fp32=True)
+        self.kernel = make_param(key, init, shape, (IN, CLASS), dtype, muon=False, keep_fp32=True)
         if config.has_router_bias:
-            self.bias = make_param(key, jax.nn.initializers.zeros, (config.experts,), (OUT,), dtype, keep_fp32=True)
+            self.bias = make_param(key, jax.nn.initializers.zeros, (config.experts,), (CLASS,), dtype, keep_fp32=True)
 
     def __call__(self, x: Float[Array, "t h"]) -> RouterOutput:
         config, wide = self.config, accumulation_dtype(x.dtype)
