@@ -15,8 +15,7 @@ from mjax.config.bounds import Bounds, Count, CountOrZero, check_bounds
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
 from mjax.config.model import Attention
 from mjax.config.run import ComputeDtype
-from mjax.data.corpus import ShingleUnit, TextFiles, find_files
-from mjax.data.corpus.documents import MAX_DOCUMENT_BYTES
+from mjax.data.corpus.documents import MAX_DOCUMENT_BYTES, ShingleUnit, TextFiles, find_files
 from mjax.errors import UsageError
 from mjax.generation import Sampling
 

@@ -48,7 +48,8 @@ import ftfy
 import numpy as np
 
 from mjax.commands.arguments import CleanArguments
-from mjax.data.corpus import Document, MalformedLines, TextFiles, find_files, parse_block, tasks
+from mjax.data.corpus import tasks
+from mjax.data.corpus.documents import Document, MalformedLines, TextFiles, find_files, parse_block
 from mjax.data.corpus.near_duplicates import window_hashes, word_hashes
 from mjax.data.corpus.tasks import RETAINED, FilterJob, Tally, check_outputs
 from mjax.data.tokenizers import load_tokenizer, tokenizer_files

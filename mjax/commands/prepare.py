@@ -40,8 +40,8 @@ from mjax.config import DataConfig, read_settings
 from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
 from mjax.data import indexed, tokenizers
-from mjax.data.corpus import TextFiles, parse_block, tasks
-from mjax.data.corpus.documents import TABULAR, Block, Wikipedia, file_ending
+from mjax.data.corpus import tasks
+from mjax.data.corpus.documents import TABULAR, Block, TextFiles, Wikipedia, file_ending, parse_block
 from mjax.data.indexed import DatasetSize, index_file, mask_file, token_dtype, token_file
 from mjax.data.tokenizers import BertTokenizer, HuggingFaceTokenizer, Tokenizer
 from mjax.errors import UsageError

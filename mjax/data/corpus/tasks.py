@@ -54,8 +54,7 @@ from rich import filesize
 from rich.console import Console
 
 from mjax import __version__
-from mjax.data.corpus import Document, MalformedLines, TextFiles
-from mjax.data.corpus.documents import Block
+from mjax.data.corpus.documents import Block, Document, MalformedLines, TextFiles
 from mjax.errors import CONTINUES, RunError, UsageError, without_secrets
 from mjax.utils.files import lock_folder, parse_json, to_disk, write_whole
 from mjax.utils.progress import Pace, facts, show_progress
