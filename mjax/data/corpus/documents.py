@@ -367,9 +367,8 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
             files += matching
         else:
             files.append(path)
-    file, times = Counter(files).most_common(1)[0] if files else (None, 1)
-    if times > 1:
-        raise UsageError(f"{file} is given twice and would be read twice; leave one out")
+    if repeated := [file for file, times in Counter(files).items() if times > 1]:
+        raise UsageError(f"{repeated[0]} is given twice and would be read twice; leave one out")
     return files
 
 
