@@ -62,8 +62,7 @@ MIN_PIECE_CHARACTERS = 200  # characters; a piece must have more
 MAX_PIECES = 10
 SENTENCE_ENDS = ".!?"
 
-Grams = dict[int, np.ndarray]
-"""Evaluation text: sorted hashes of its runs, uint64, by their number of words."""
+Grams = dict[int, np.ndarray]  # evaluation text: sorted hashes of its runs, uint64, by their number of words
 
 Matches = dict[int, list[tuple[int, int]]]
 """Runs of it in a document: first word and hash of each, in order, by their number of words."""

@@ -25,8 +25,7 @@ from mjax.generation.text import Live, StreamingText, TextContinuation, continue
 from mjax.parallel.mesh import make_mesh
 
 Decode, Ends = Callable[[list[int]], str], int | Sequence[int]
-Conversation = tuple[list[dict[str, Any]], Any]
-"""Messages and tools."""
+Conversation = tuple[list[dict[str, Any]], Any]  # messages and tools
 
 
 def generate(arguments: GenerateArguments) -> int:

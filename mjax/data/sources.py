@@ -29,8 +29,7 @@ from mjax.data.samples import BlendedDataset, GPTDataset, MockDataset, add_label
 from mjax.data.tokenizers import BertTokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 
-MAX_USUAL_EPOCHS = 10
-"""More epochs print a note about memorization (arXiv 2305.16264 finds little gain after four)."""
+MAX_USUAL_EPOCHS = 10  # more epochs print a note about memorization (arXiv 2305.16264 finds little gain after four)
 SPLITS = ("training", "validation")
 
 

@@ -307,8 +307,7 @@ class _State(NamedTuple):
     cached: Cache
 
 
-NO_TOKEN, END = -2, -1
-"""Instead of a token: the text had ended before, or ends now."""
+NO_TOKEN, END = -2, -1  # instead of a token: the text had ended before, or ends now
 
 
 def _prefill(config: Config, layout: Layout, slots: int, weights: CausalModel, prompts: Array, lengths: Array):

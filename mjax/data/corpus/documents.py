@@ -52,9 +52,7 @@ else:
 MAX_EXAMPLES = 5  # malformed lines in messages
 BLANK_LINE = "blank-line"
 ShingleUnit = Literal["words", "characters"]
-"""Unit of shingles."""
-Advance = Callable[[int], None]
-"""Called with the bytes of input read since the last call."""
+Advance = Callable[[int], None]  # called with the bytes of input read since the last call
 
 
 BLOCK_BYTES = 2**19
