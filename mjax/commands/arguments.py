@@ -11,7 +11,7 @@ import tyro
 from mjax.cluster.launch import Distributed
 from mjax.commands.flags import RunArguments
 from mjax.config import MeshConfig
-from mjax.config.bounds import Bounds, Count, CountOrZero, check_bounds
+from mjax.config.bounds import Bounds, Count, CountOrZero
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
 from mjax.config.model import Attention
 from mjax.config.run import ComputeDtype
@@ -196,7 +196,6 @@ class TextArguments:
         """
         if not self.inputs:
             raise UsageError("no input; give .txt, .jsonl or .parquet files, a folder or a pattern")
-        check_bounds(self)
         options |= {"max_bytes": self.max_document_bytes}
         return TextFiles(find_files(self.inputs), self.key, self.malformed, **options)
 

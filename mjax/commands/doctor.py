@@ -19,7 +19,7 @@ from rich.text import Text
 
 from mjax import __version__
 from mjax.config import load_config
-from mjax.config.bounds import Bounds, check_bounds
+from mjax.config.bounds import Bounds
 from mjax.doctor import FIGURE, GREEN, RED, YELLOW, Finding, MachineInfo
 from mjax.doctor.checks import examine
 
@@ -55,7 +55,6 @@ def doctor(arguments: DoctorArguments) -> int:
     Raises:
       UsageError: there is no such config, or the limit is out of bounds.
     """
-    check_bounds(arguments)
     config = None if arguments.config is None else load_config(arguments.config)
     console = Console(highlight=False, soft_wrap=True, quiet=arguments.json)
     findings = []

@@ -17,7 +17,7 @@ import tyro
 from mjax import config as configs
 from mjax.cluster.launch import Distributed
 from mjax.config import Config, MeshConfig
-from mjax.config.bounds import Count, NotNegative, Seed, Share, check_bounds
+from mjax.config.bounds import Count, NotNegative, Seed, Share
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
 from mjax.config.model import Attention
 from mjax.config.plain_values import read
@@ -89,7 +89,6 @@ def check_arguments(arguments: FinetuneArguments) -> None:
     from mjax.tasks.labelled import check_task_name
 
     check_task_name(arguments.task)
-    check_bounds(arguments)
     if arguments.seed + arguments.seeds > 2**32:
         raise UsageError(f"--seed is {arguments.seed}; all seeds must be below 2^32")
 
