@@ -39,8 +39,7 @@ class DoctorArguments:
     0."""
 
     config: str | None = None
-    """Also check that this config can run (attention, disk space for checkpoints): a name in configs/, or a .py
-    file."""
+    """Also check that this config can run (attention, space for checkpoints): a name in configs/, or a .py file."""
     runs: Path = Path("runs")
     """Folder of run folders, to check space for checkpoints, or one run folder, to check that it can resume."""
     timeout: Annotated[float, Bounds(gt=0, le=31_536_000)] = 120.0
