@@ -140,14 +140,11 @@ def weight_specs(config: Config, layout: Layout):
     def with_gathered_spec(leaf: jax.ShapeDtypeStruct, storage: Storage) -> jax.ShapeDtypeStruct:
         return leaf.update(sharding=NamedSharding(leaf.sharding.mesh, _inference_spec(storage)))
 
-    def layer_spec(leaf: jax.ShapeDtypeStruct, repetition: int) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(leaf.sharding.mesh, P(*leaf.sharding.spec[1:]))
-        return leaf.update(shape=leaf.shape[1:], sharding=sharding)
-
     weights = jax.tree.map(with_gathered_spec, layout.abstract_model, layout.plan)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
     if config.mesh.pipe == 1:
-        weights.blocks = nnx.List(unstack_layers(weights.blocks, layer_spec))
-    return jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
+        specs.blocks = nnx.List(unstack_layers(weights.blocks, lambda leaf, _: P(*leaf.sharding.spec[1:])))
+    return specs
 
 
 def list_layers(config: Config, layout: Layout, weights: CausalModel) -> Layers:
