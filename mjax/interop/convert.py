@@ -44,7 +44,7 @@ DTYPES = {"fp32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dty
 def import_config(model: ModelConfig, source: str, tensors: Tensors) -> Config:
     """The config of an import, after a check of the model. It has no data, and computes in the dtype of its largest
     tensor: fp32, or bf16."""
-    single = max(tensors.infos.values(), key=lambda info: math.prod(info.shape)).dtype == "F32"
+    single = max(tensors.values(), key=lambda tensor: math.prod(tensor.shape)).dtype == "F32"
     config = Config(model=model, precision=PrecisionConfig(compute="fp32" if single else "bf16"))
     validate(dataclasses.replace(config, data=DataConfig(mock=True)), source)
     return config
