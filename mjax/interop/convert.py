@@ -4,8 +4,6 @@ Checkpoint 0 of an import has the weights only: no step has been taken, so there
 with new ones. Only an import of Megatron's optimizer has a whole state, and continues with its next step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -6,8 +6,6 @@
 Every part records its offsets in the whole tensor, so a reader needs no ranks.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import pickle

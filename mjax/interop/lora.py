@@ -6,8 +6,6 @@
 A module is the tensor name of a kernel in the base model's family (`models/huggingface/`) without `.weight`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ Everything is checked before a number is read. Then one layer of a weight at a t
 split into them.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -8,8 +8,6 @@ A model is a GPT or a BERT, or one of megatron-core's decoders: RMSNorm, rotary 
 no biases, and with --num-experts a mixture of experts.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import reprlib

@@ -7,8 +7,6 @@ The first file names one of the folders, whose files determine the format (torch
 architecture.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ Megatron trains on a `release` from step 0 with new moments. All tensors have th
 `GPTModel` and `BertModel`, `checkpoint_version` 3.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

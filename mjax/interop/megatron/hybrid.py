@@ -9,8 +9,6 @@ of each module and states their order in a pattern:
 `*` is attention, `-` an MLP, `E` experts, and `|` a boundary of pipeline stages.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -23,8 +23,6 @@ Of t ranks, each has its shard along out (column parallel, arXiv 1909.08053) or 
     all    everything else
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
