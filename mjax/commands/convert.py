@@ -114,9 +114,7 @@ def from_hf(arguments: FromHfArguments) -> int:
         print(f"texts begin with id {tokenizer.bos}, as in transformers")
     for name in (tokenizer_files.GENERATION_CONFIG, tokenizer_files.CHAT_TEMPLATE):
         if tokenizer is not None and not carried and (source / name).is_file():
-            print(
-                f"{source / name} is left out: it needs the folder's tokenizer and {tokenizer_files.TOKENIZER_CONFIG}"
-            )
+            print(f"{source / name} is left out: it needs the folder's tokenizer and tokenizer_config.json")
     if absent:
         print(f"not in {source}, initialised from seed {config.train.seed}: {', '.join(map(family.heads.get, absent))}")
     _print_next_steps(arguments, rope, config, tokenizer)
@@ -528,9 +526,7 @@ def _print_megatron_command(arguments: ToMegatronArguments, export: Export, toke
     place = arguments.output.absolute()  # for a command in the folder of Megatron-LM
     flags = ["--tokenizer-type", kind, flag, str(place / "tokenizer" / file)] if tokenizer is not None else []
     if export.arguments.get("use_rope_scaling") and (factor := export.arguments["rope_scaling_factor"]) != 8:
-        print(
-            f"pretrain_gpt.py ignores --rope-scaling-factor {factor:g} and computes with 8; pass it to GPTModel there"
-        )
+        print(f"pretrain_gpt.py ignores --rope-scaling-factor {factor:g} and computes with 8; pass it to GPTModel")
     command = make_command(export, place, arguments.format, arguments.dtype, flags)
     print(f"load it      {shlex.join(command)}")
 
