@@ -30,13 +30,7 @@ from mjax.checkpoint.arrays import read_in_blocks
 from mjax.checkpoint.base import base_folder, check_base, digest_in_blocks, without_base
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
-from mjax.commands.arguments import (
-    FromHfArguments,
-    FromMegatronArguments,
-    ImportArguments,
-    ToHfArguments,
-    ToMegatronArguments,
-)
+from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHfArguments, ToMegatronArguments
 from mjax.config import Config, DataConfig, read_settings, save_config
 from mjax.config.model import ModelConfig
 from mjax.config.run import describe_missing_run
@@ -60,6 +54,8 @@ from mjax.run.continuing import read_origin
 from mjax.utils.files import is_hub_name, rename
 from mjax.utils.progress import progress, status
 from mjax.utils.stores import find_address, to_absolute, with_addresses
+
+Import = FromHfArguments | FromMegatronArguments
 
 # --- Import from Hugging Face -----------------------------------------------------------------------------------------
 
@@ -260,9 +256,7 @@ def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Megat
 # --- Both imports -----------------------------------------------------------------------------------------------------
 
 
-def _find_tokenizer(
-    arguments: ImportArguments, values: dict, model: ModelConfig
-) -> tuple[Tokenizer | None, dict[str, bytes]]:
+def _find_tokenizer(arguments: Import, values: dict, model: ModelConfig) -> tuple[Tokenizer | None, dict[str, bytes]]:
     """The tokenizer of an import, and the files next to it that the run carries until `to-hf` (not those it writes)."""
     tokenizer = tokenizer_files.open_tokenizer(arguments.source, arguments.tokenizer)
     if tokenizer is None or arguments.tokenizer is not None or not model.causal:
@@ -272,7 +266,7 @@ def _find_tokenizer(
     return tokenizer, {name: content for name, content in carried.items() if name not in tokenizer.files}
 
 
-def _print_next_steps(arguments: ImportArguments, rope: str, config: Config, tokenizer: Tokenizer | None) -> None:
+def _print_next_steps(arguments: Import, rope: str, config: Config, tokenizer: Tokenizer | None) -> None:
     """Print the next commands after an import."""
     run, causal = shlex.quote(str(arguments.output)), config.model.causal
     if rope:

@@ -84,6 +84,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 DESCRIPTION_FILE = "mjax_tokenizer.json"
 EOD_PIECE = "<|endoftext|>"
+Eod = str | int | None  # text or id of the token that ends documents; None: it is found
 FETCH_AGAIN = "get its files again, they may be damaged"
 
 SCHEMES = {
@@ -273,9 +274,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     encoder = "tokenizers"
 
-    def __init__(
-        self, backend: BackendTokenizer, scheme: str, contents: Sequence[bytes], name: str, eod: str | int | None = None
-    ):
+    def __init__(self, backend: BackendTokenizer, scheme: str, contents: Sequence[bytes], name: str, eod: Eod = None):
         self.backend, self.scheme, self.contents, self.name = backend, scheme, tuple(contents), name
         backend.no_truncation()
         backend.no_padding()
@@ -358,7 +357,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _special_tokens(self) -> list[str]:
         return [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
 
-    def _find_eod(self, eod: str | int | None) -> str:
+    def _find_eod(self, eod: Eod) -> str:
         """The token that ends documents: `eod`, by text or id, or the first of EOD_TOKENS."""
         token = self.backend.id_to_token(eod) if isinstance(eod, int) else eod
         if token in [added.content for added in self.backend.get_added_tokens_decoder().values()]:
@@ -464,9 +463,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return parse_tokenizer(kind, contents, names, eod or None)
 
 
-def parse_tokenizer(
-    kind: str, contents: Sequence[bytes], names: Sequence[str], eod: str | int | None = None
-) -> Tokenizer:
+def parse_tokenizer(kind: str, contents: Sequence[bytes], names: Sequence[str], eod: Eod = None) -> Tokenizer:
     """Build a tokenizer from its files.
 
     Args:
@@ -594,7 +591,7 @@ def is_same_tokenizer(first: Path, second: Path) -> bool:
 
 
 def wrap_backend(
-    backend: BackendTokenizer, scheme: str, contents: Sequence[bytes], name: str, eod: str | int | None = None
+    backend: BackendTokenizer, scheme: str, contents: Sequence[bytes], name: str, eod: Eod = None
 ) -> HuggingFaceTokenizer:
     """Wrap a backend: a BertTokenizer if it has BERT's special tokens; arguments as in `HuggingFaceTokenizer`."""
     bert = all(backend.token_to_id(token) is not None for token in BertTokenizer.special)

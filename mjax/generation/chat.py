@@ -29,18 +29,8 @@ from typing import Any, Literal, NamedTuple
 
 from rich.text import Text
 
+from mjax.data import tokenizers
 from mjax.data.tokenizer_trial import check_expansion
-from mjax.data.tokenizers import (
-    EOD_PIECE,
-    FETCH_AGAIN,
-    Tokenizer,
-    convert_errors,
-    encode_utf8,
-    open_backend,
-    read_optional_json,
-    stop_token_ids,
-    tokenizer_from_folder,
-)
 from mjax.errors import UsageError, split_lines
 from mjax.utils.files import parse_json
 
@@ -82,7 +72,7 @@ class Chat:
       marks: whether the template may mark the assistant's text, by {% generation %}.
     """
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer | None = None, flag: str = "--chat"):
+    def __init__(self, folder: Path, tokenizer: tokenizers.Tokenizer | None = None, flag: str = "--chat"):
         """Read the template of a tokenizer's folder.
 
         Args:
@@ -99,27 +89,28 @@ class Chat:
             raise UsageError(f"{flag}: {folder} has no chat template; {fix}")
         source = self.file.read_bytes().decode("utf-8", errors="replace")
         self.marks = "generation" in source
-        self._tokenizer = tokenizer or tokenizer_from_folder(folder)
-        self._library, file = None, folder / "tokenizer.json"
-        if file.is_file():
-            self._library = open_backend(file.read_bytes(), str(file))
+        self._tokenizer = tokenizer or tokenizers.tokenizer_from_folder(folder)
+        self._library, library, file = None, folder / "tokenizer.json", folder / "tokenizer_config.json"
+        settings = tokenizers.read_optional_json(file)
+        tokens = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
+        if library.is_file():
+            self._library = tokenizers.open_backend(library.read_bytes(), str(library))
             self._library.no_truncation()
             self._library.no_padding()
-        file = folder / "tokenizer_config.json"
-        settings = read_optional_json(file)
-        tokens = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
-        if self._library is None and (tokens or "bos_token" in source):
+            self._ends = [one.content for one in self._library.get_added_tokens_decoder().values() if one.special]
+        elif tokens or "bos_token" in source:
             fix = "convert the model again from a folder that has its tokenizer.json"
-            raise UsageError(f"{flag} needs the tokens of {self.file} from {folder / 'tokenizer.json'}; {fix}")
-        tokens = {"eos_token": EOD_PIECE} if self._library is None else tokens
+            raise UsageError(f"{flag} needs the tokens of {self.file} from {library}; {fix}")
+        else:
+            tokens, self._ends = {"eos_token": tokenizers.EOD_PIECE}, [tokenizers.EOD_PIECE]
         self._special = {
             name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
         }
         for name, token in self._special.items():
             if not isinstance(token, str):
                 raise UsageError(f"{file}: {name} is {tokens[name]!r}, not a token; restore the file")
-        end = None if self._library is None else self._library.token_to_id(self._special.get("eos_token", ""))
-        self.stops = sorted({*stop_token_ids(folder, self._tokenizer.eod), *([] if end is None else [end])})
+        end = self._library and self._library.token_to_id(self._special.get("eos_token", ""))
+        self.stops = sorted({*tokenizers.stop_token_ids(folder, self._tokenizer.eod), end} - {None})
         from mjax.generation.chat_template import Template  # with Jinja, which no --help needs
 
         with self._errors():
@@ -176,7 +167,8 @@ class Chat:
         A token may begin before: with the space that ends a header.
         """
         if self._library is not None:
-            with convert_errors(f"the tokenizer of {self.file} cannot encode a text", FETCH_AGAIN):
+            problem = f"the tokenizer of {self.file} cannot encode a text"
+            with tokenizers.convert_errors(problem, tokenizers.FETCH_AGAIN):
                 encoding = self._library.encode(text, add_special_tokens=False)
             check_expansion(text, len(encoding), "chat's")
             held = [(begin, max(end, begin + 1)) for begin, end in encoding.offsets]
@@ -184,16 +176,14 @@ class Chat:
         ids, marks, cuts = [], [], sorted({0, *(bound for span in spans for bound in span), len(text)})
         for begin, end in pairwise(cuts):
             marked, part = (begin, end) in spans, []
-            for number, piece in enumerate(text[begin:end].split(EOD_PIECE)):
+            for number, piece in enumerate(text[begin:end].split(tokenizers.EOD_PIECE)):
                 part += [*[self._tokenizer.eod] * (number > 0), *(self._tokenizer.encode(piece) if piece else [])]
             ids, marks = ids + part, marks + [marked] * len(part)
         return ids, marks
 
     def special_end(self, text: str) -> str:
         """The special token that ends a text, or nothing."""
-        added = {} if self._library is None else self._library.get_added_tokens_decoder()
-        special = [EOD_PIECE] if self._library is None else [one.content for one in added.values() if one.special]
-        return max((token for token in special if text.endswith(token)), key=len, default="")
+        return max(filter(text.endswith, self._ends), key=len, default="")
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of ids, with special tokens or without."""
@@ -507,7 +497,7 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
     messages, tools = read_messages(fields)
     try:
         text, spans = find_trained_spans(chat, messages, tools, trained)
-        size = len(encode_utf8(text))
+        size = len(tokenizers.encode_utf8(text))
     except UsageError as error:
         raise ChatError(str(error)) from None
     ids, marks = chat.encode_marked(text, spans)
