@@ -44,7 +44,7 @@ from mjax.interop.megatron import optimizer
 from mjax.interop.megatron.checkpoint import MegatronCheckpoint, open_checkpoint
 from mjax.interop.megatron.export import Export, gather_tensors, make_command, plan_export, write_release
 from mjax.interop.megatron.hybrid import open_hybrid
-from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, megatron_family
+from mjax.interop.megatron.tensors import DECODER, MIXTURE, megatron_family, split_fused
 from mjax.interop.tensor_files import Tensors, open_tensors, parse_shard_size, write_tensors
 from mjax.interop.tokenizer_files import to_fast_tokenizer
 from mjax.interop.torch_files import import_torch
@@ -102,6 +102,8 @@ def from_hf(arguments: FromHfArguments) -> int:
         # transformers' loss pools the layers and is k when balanced; the one of mjax is of each layer, and 1.
         flag = f"--model.aux-loss-coef {coefficient * model.experts_per_token / model.expert_layers:g}"
         print(f"router_aux_loss_coef {coefficient:g} is a setting of training; to train with it type {flag}")
+    if values.get("num_nextn_predict_layers") and not getattr(model, "mtp_layers", 0):
+        print("multi-token prediction, num_nextn_predict_layers, is left out")
     if left_out:
         print(f"the embedding has no rows for {', '.join(left_out[:8])}, which no text encodes to: left out")
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -207,7 +209,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
 def _open_slot(checkpoint: MegatronCheckpoint, slot: str, model: ModelConfig) -> Tensors:
     """The tensors of a moment, or the main weights in float32, by the names of the model's family."""
     tensors = checkpoint.open_slot(slot)
-    return DecoderTensors(tensors, model, str(checkpoint.folder)) if checkpoint.architecture == "decoder" else tensors
+    return split_fused(tensors, model, str(checkpoint.folder)) if checkpoint.architecture == "decoder" else tensors
 
 
 def _model(checkpoint: MegatronCheckpoint, arguments: FromMegatronArguments) -> tuple[ModelConfig, Family, Tensors]:
@@ -226,7 +228,7 @@ def _model(checkpoint: MegatronCheckpoint, arguments: FromMegatronArguments) -> 
         raise UsageError(f"{folder} says everything of its model itself; leave out --{flags[0]}")
     model = megatron.decoder_config(settings, tensors, folder, version)
     family = MIXTURE if model.experts else DECODER
-    return model, family, DecoderTensors(tensors, model, folder)
+    return model, family, split_fused(tensors, model, folder)
 
 
 def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: MegatronCheckpoint, rows: int) -> int:

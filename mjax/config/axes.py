@@ -17,8 +17,6 @@ A new axis is a row here, a field of the same name in `MeshConfig`, and the code
 imports no JAX.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache, lru_cache

@@ -3,8 +3,6 @@
 mjax never executes a file that a run folder names. `--config FILE.py` executes it, or your program imports it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

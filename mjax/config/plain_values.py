@@ -1,7 +1,5 @@
 """Plain values from files, checked against types: config.json, and other small JSON files (`read`)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys

@@ -14,8 +14,6 @@ end in a decay of any shape and length. The learning-rate schedule and Megatron'
 steps, so notes name the flags that restore the previous ones.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
