@@ -394,8 +394,8 @@ class BertTokenizer(HuggingFaceTokenizer):
 
     special = ("[CLS]", "[SEP]", "[MASK]", "[PAD]", "[UNK]")
 
-    def __init__(self, backend: BackendTokenizer, *arguments, **named):
-        super().__init__(backend, *arguments, **named)
+    def __init__(self, backend: BackendTokenizer, *arguments: Any):
+        super().__init__(backend, *arguments)
         self.cls, self.sep, self.mask, self.pad, self.unk = map(backend.token_to_id, self.special)
 
     def find_bos(self) -> int | None:
@@ -590,12 +590,10 @@ def is_same_tokenizer(first: Path, second: Path) -> bool:
 # --- Backends ---------------------------------------------------------------------------------------------------------
 
 
-def wrap_backend(
-    backend: BackendTokenizer, scheme: str, contents: Sequence[bytes], name: str, eod: Eod = None
-) -> HuggingFaceTokenizer:
+def wrap_backend(backend: BackendTokenizer, *arguments: Any) -> HuggingFaceTokenizer:
     """Wrap a backend: a BertTokenizer if it has BERT's special tokens; arguments as in `HuggingFaceTokenizer`."""
     bert = all(backend.token_to_id(token) is not None for token in BertTokenizer.special)
-    return (BertTokenizer if bert else HuggingFaceTokenizer)(backend, scheme, contents, name, eod)
+    return (BertTokenizer if bert else HuggingFaceTokenizer)(backend, *arguments)
 
 
 def open_backend(content: bytes, name: str) -> BackendTokenizer:
