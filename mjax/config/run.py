@@ -8,6 +8,7 @@ module imports no JAX, so `--help` is fast.
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import shlex
 import sys
@@ -15,6 +16,7 @@ import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -97,10 +99,10 @@ class MeshConfig:
     """Layers of each virtual stage, in order (by default as equal as possible). Fewer on the last stage make up for the
     head."""
 
-    @property
+    @cached_property
     def devices(self) -> int:
         """Devices of the mesh."""
-        return axes.devices(self)
+        return math.prod(axes.sizes(self).values())
 
     @property
     def splits_tokens(self) -> bool:
@@ -329,7 +331,7 @@ class Config:
     @property
     def micro_batches(self) -> int:
         """Micro-batches of a data-parallel replica in a step, m."""
-        return self.train.global_batch // (axes.replicas(self.mesh) * self.train.micro_batch)
+        return self.train.global_batch // (self.mesh.data * self.train.micro_batch)
 
     @property
     def samples(self) -> Literal["text", "conversations", "pairs", "examples"]:
