@@ -106,6 +106,8 @@ def from_hf(arguments: FromHfArguments) -> int:
         # transformers' loss pools the layers and is k when balanced; the one of mjax is of each layer, and 1.
         flag = f"--model.aux-loss-coef {coefficient * model.experts_per_token / model.expert_layers:g}"
         print(f"router_aux_loss_coef {coefficient:g} is a setting of training; to train with it type {flag}")
+    if values.get("num_nextn_predict_layers") and not getattr(model, "mtp_layers", 0):
+        print("multi-token prediction, num_nextn_predict_layers, is left out")
     if left_out:
         print(f"the embedding has no rows for {', '.join(left_out[:8])}, which no text encodes to: left out")
     if isinstance(tokenizer, HuggingFaceTokenizer):

@@ -15,7 +15,6 @@ from mjax.checkpoint.base import restore_weights
 from mjax.cluster.launch import enable_compilation_cache
 from mjax.commands.arguments import GenerateArguments
 from mjax.config import MeshConfig, load_user_model
-from mjax.config.bounds import check_bounds
 from mjax.data.tokenizers import Tokenizer, stop_token_ids
 from mjax.errors import UsageError, split_lines
 from mjax.generation.chat import Chat, read_conversations
@@ -25,8 +24,7 @@ from mjax.generation.text import Live, StreamingText, TextContinuation, continue
 from mjax.parallel.mesh import make_mesh
 
 Decode, Ends = Callable[[list[int]], str], int | Sequence[int]
-Conversation = tuple[list[dict[str, Any]], Any]
-"""Messages and tools."""
+Conversation = tuple[list[dict[str, Any]], Any]  # messages and tools
 
 
 def generate(arguments: GenerateArguments) -> int:
@@ -40,7 +38,6 @@ def generate(arguments: GenerateArguments) -> int:
         prompt.
       RunError: the checkpoint is damaged.
     """
-    check_bounds(arguments)
     copies = arguments.num_samples
     if copies > 1 and arguments.sampling.temperature == 0:
         raise UsageError(f"--num-samples {copies} with --temperature 0 is one text {copies} times; leave one out")

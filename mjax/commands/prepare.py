@@ -37,11 +37,10 @@ from rich.console import Console
 from mjax import __version__
 from mjax.commands.arguments import ConversationArguments, PrepareArguments
 from mjax.config import DataConfig, read_settings
-from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
 from mjax.data import indexed, tokenizers
-from mjax.data.corpus import TextFiles, parse_block, tasks
-from mjax.data.corpus.documents import TABULAR, Block, Wikipedia, file_ending
+from mjax.data.corpus import tasks
+from mjax.data.corpus.documents import TABULAR, Block, TextFiles, Wikipedia, file_ending, parse_block
 from mjax.data.indexed import DatasetSize, index_file, mask_file, token_dtype, token_file
 from mjax.data.tokenizers import BertTokenizer, HuggingFaceTokenizer, Tokenizer
 from mjax.errors import UsageError
@@ -281,7 +280,6 @@ def _trains(arguments: PrepareArguments) -> bool:
 
 def _check(arguments: PrepareArguments) -> None:
     """Refuse arguments that are out of bounds or contradict each other, before text is fetched or read."""
-    check_bounds(arguments)
     if arguments.demo and (arguments.inputs or arguments.split_documents is not None):
         raise UsageError("--demo fetches its documents; leave out --demo, or the files and --split-documents")
     if not arguments.demo and not arguments.inputs:

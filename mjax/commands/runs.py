@@ -197,8 +197,7 @@ COLUMNS = (
     ("state", 0, lambda row: row.state),
 )
 """Columns of the list: title, minimum terminal width for it, and the cell of a `Row`."""
-LEFT = {"run", "model", "from", "last step", "state"}
-"""Titles of columns that are aligned at the left."""
+LEFT = {"run", "model", "from", "last step", "state"}  # titles of columns that are aligned at the left
 
 
 def _run_folders(runs: Path) -> list[Path]:

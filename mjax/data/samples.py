@@ -103,8 +103,7 @@ def build_shuffle_index(num_first: int, samples: int, random: np.random.RandomSt
     dtype = np.int64 if samples >= np.iinfo(np.uint32).max - 1 else np.uint32
     index = np.arange(samples, dtype=dtype)
     random.shuffle(index[:num_first])
-    if num_first < samples:
-        random.shuffle(index[num_first:])
+    random.shuffle(index[num_first:])
     return index
 
 
@@ -370,12 +369,11 @@ class BlendedDataset:
         sizes = None
         if shares is None:
             sizes = [len(dataset) for dataset in datasets]
-            samples = sum(sizes) if samples is None else samples
-            if samples > sum(sizes):
+            total = sum(sizes)
+            samples = total if samples is None else samples
+            if samples > total:
                 weights = " ".join(f"{share:.3g} PREFIX" for share in normalize(sizes))
-                problem = (
-                    f"a blend without weights repeats no sample: {sum(sizes):,} samples, and {samples:,} are needed"
-                )
+                problem = f"a blend without weights repeats no sample: {total:,} samples, and {samples:,} are needed"
                 raise UsageError(f"{problem}; take fewer steps, or give weights, such as {weights}")
         self.shares = normalize(sizes if shares is None else shares)
 

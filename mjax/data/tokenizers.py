@@ -196,7 +196,7 @@ class Tokenizer:
             write_whole(folder / name, content)
         begin = {} if self.bos is None else {"bos": self.bos}
         values = {"kind": self.scheme, "vocabulary": self.vocabulary, "eod": self.eod} | begin
-        values["sha256"] = {name: sha256(content) for name, content in self.files.items()}
+        values["sha256"] = {name: hashlib.sha256(content).hexdigest() for name, content in self.files.items()}
         write_whole(folder / DESCRIPTION_FILE, json.dumps(values, indent=2) + "\n")
 
 
@@ -372,7 +372,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _prevent_in_text(self, token: str) -> None:
         """Make sure that text which spells `token`, an added one, does not encode to it."""
         # An added token that is not special would be matched in text.
-        self.backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        add_special_tokens(self.backend, token)
         if self._occurs_in_text(token):
             # Special tokens of a unigram model are pieces too: split the spelling of one after its first character.
             pattern = tokenizers.Regex(f"{re.escape(token[0])}(?={re.escape(token[1:])})")
@@ -413,11 +413,6 @@ def convert_errors(before: str, after: str) -> Iterator[None]:
         raise
     except BaseException as error:  # a panic is not an Exception
         raise UsageError(f"{before} ({error}); {after}") from None
-
-
-def sha256(content: bytes) -> str:
-    """Checksum of a file's content, in hexadecimal."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def encode_utf8(text: str) -> bytes:
@@ -520,7 +515,7 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
     files, fix = [folder / name for name in SCHEMES[kind][1]], "restore the folder or prepare the data again"
     contents = [file.read_bytes() if file.is_file() else None for file in files]
     for file, content in zip(files, contents, strict=True):
-        if content is None or sha256(content) != values["sha256"].get(file.name):
+        if content is None or hashlib.sha256(content).hexdigest() != values["sha256"].get(file.name):
             raise UsageError(f"{file} is missing or was changed (its sha256 differs); {fix}")
     tokenizer = parse_tokenizer(kind, contents, [*map(str, files)], expected[1])
     if tokenizer.vocabulary > expected[0]:

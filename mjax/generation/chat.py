@@ -66,8 +66,7 @@ EMPTY = re.compile(r"(?:<think>|\A)\s*</think>\n*")
 THOUGHT = re.compile(r"(?:<think>.*?|\A(?:(?!<think>).)*?)</think>\n*", re.DOTALL)
 SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """Roles by their names in files of ShareGPT; the others have the names that they have here."""
-SHOWN = 300
-"""Characters of a conversation in an error."""
+SHOWN = 300  # characters of a conversation in an error
 FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 Span = tuple[int, int]
 Spans = list[Span]

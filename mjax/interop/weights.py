@@ -184,7 +184,7 @@ def match_tensors(
     copied = {copy: original for copy, original in family.copies.items() if copy not in expected}
     names: dict[str, str] = {}
     for name, tensor in tensors.items():
-        if re.fullmatch(family.ignored, name):
+        if re.fullmatch(family.ignored.replace("{3}", str(model.layers)), name):
             continue
         known = _full_name(family, name, expected)
         layout = expected.get(copied.get(known, known))

@@ -41,8 +41,7 @@ from mjax.step.step import sum_over_batch
 from mjax.tasks.interface import ContextWindow, Score
 from mjax.tasks.labelled_task import Batch, Examples, iterate_batches
 
-Progress = Callable[[int], None]
-"""Called with the number of rows that have been scored since the last call."""
+Progress = Callable[[int], None]  # called with the number of rows that have been scored since the last call
 
 
 def no_progress(rows: int) -> None:

@@ -12,7 +12,7 @@ from tokenizers import processors
 from mjax.commands import cli
 from mjax.config import save_config
 from mjax.data.conversations import ConversationDataset, pack_best_fit
-from mjax.data.corpus import TextFiles, parse_block
+from mjax.data.corpus.documents import TextFiles, parse_block
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, mask_file, token_file
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError

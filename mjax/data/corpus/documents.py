@@ -52,9 +52,7 @@ else:
 MAX_EXAMPLES = 5  # malformed lines in messages
 BLANK_LINE = "blank-line"
 ShingleUnit = Literal["words", "characters"]
-"""Unit of shingles."""
-Advance = Callable[[int], None]
-"""Called with the bytes of input read since the last call."""
+Advance = Callable[[int], None]  # called with the bytes of input read since the last call
 
 
 BLOCK_BYTES = 2**19
@@ -367,9 +365,8 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
             files += matching
         else:
             files.append(path)
-    file, times = Counter(files).most_common(1)[0] if files else (None, 1)
-    if times > 1:
-        raise UsageError(f"{file} is given twice and would be read twice; leave one out")
+    if repeated := [file for file, times in Counter(files).items() if times > 1]:
+        raise UsageError(f"{repeated[0]} is given twice and would be read twice; leave one out")
     return files
 
 
