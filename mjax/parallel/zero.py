@@ -135,7 +135,7 @@ def split_into_virtual_stages(model, mesh: MeshConfig):
     return structure.unflatten(map(_split_layers, leaves, layer_rows(model, mesh)))
 
 
-def _split_layers(weight: Array, rows: StackRows | None) -> Array:
+def _split_layers(weight: Array | np.ndarray, rows: StackRows | None) -> Array | np.ndarray:
     return weight.reshape(rows.chunks, -1, *weight.shape[1:]) if num_layer_dims(rows) == 2 else weight
 
 
