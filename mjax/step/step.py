@@ -372,7 +372,7 @@ def split_micro_batches(config: Config, batch: dict[str, Array]) -> dict[str, Ar
     for name in batch.keys() & {"tokens", "labels"}:
         chex.assert_axis_dimension(batch[name], -1, config.model.sequence // config.mesh.context)
     sequences = rows * config.model.sequences
-    samples = mappings.data_parallel_rank() * sequences + jnp.arange(sequences)
+    samples = mappings.rank(axes.axes_splitting("batch")) * sequences + jnp.arange(sequences)
 
     tokens, positions = token_layout(config), config.model.sequence // config.mesh.context
 
