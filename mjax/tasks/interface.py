@@ -100,10 +100,13 @@ class Metric:
 
 
 class Task(Protocol):
-    """A file to be scored."""
+    """A file to be scored.
+
+    Attributes:
+      passes: lists of windows to score separately, each with its sum.
+    """
 
     passes: list[Sequence[ContextWindow]]
-    """Lists of windows to score separately, each with its sum."""
 
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:
         """The results, from one score for each of `passes`."""

@@ -51,21 +51,24 @@ class SentencePair(NamedTuple):
 
 
 class SentencePairTask(LabelledTask):
-    """A task on pairs of sentences."""
+    """A task on pairs of sentences.
+
+    Attributes:
+      columns: column names; the last two are the sentences.
+      label: column of the label, which a test file lacks.
+      label_values: labels by number, as in the files.
+      skipped_labels: labels of pairs that are skipped.
+      skip_broken_lines: True if a broken line is skipped in a file with labels.
+      submission_names: names of GLUE's submissions by the names of its test files, without extensions.
+    """
 
     head = "classification"
     columns: ClassVar[tuple[str, ...]]
-    """Column names. The last two are the sentences."""
     label: ClassVar[str]
-    """Column of the label, which a test file lacks."""
     label_values: ClassVar[tuple[str, ...]]
-    """Labels by number, as in the files."""
     skipped_labels: ClassVar[tuple[str, ...]] = ()
-    """Labels of pairs that are skipped."""
     skip_broken_lines: ClassVar[bool] = False
-    """True if a broken line is skipped in a file with labels."""
     submission_names: ClassVar[dict[str, str]]
-    """Names of GLUE's submissions by the names of its test files, without extensions."""
 
     @property
     def classes(self) -> int:
