@@ -11,8 +11,6 @@ folder on the run of its base.
 All run on the CPU, with one layer of one weight in memory, whatever the size of the model.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """`mjax generate`: continue prompts with a run, or chat with it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

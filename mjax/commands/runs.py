@@ -7,8 +7,6 @@
 A run is given by its folder, or by its name in --runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -19,8 +19,6 @@ sequence overwrites its padding with its next tokens (`write_cache` explains why
 is an argument, so a second request of similar size compiles nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

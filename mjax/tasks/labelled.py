@@ -18,8 +18,6 @@ counted. Nothing is skipped in a file without labels, because each of its pairs 
 A row is [CLS] first [SEP] second [SEP]. Prediction files are GLUE submissions, `index<tab>prediction`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

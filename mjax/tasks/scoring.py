@@ -12,8 +12,6 @@ last positions of all windows of a width have unmasked labels, as in a question'
 these positions only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
