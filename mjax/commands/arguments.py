@@ -1,7 +1,5 @@
 """The flags of commands that import more than their flags need: for --help, which does not wait for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
