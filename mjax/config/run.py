@@ -5,6 +5,8 @@ One `Config` describes one run. A short Python file defines it (`configs/gpt_8b.
 module imports no JAX, so `--help` is fast.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import json

@@ -9,6 +9,8 @@ the layers.
     the optimizer, on the float32 master weights, and the model's adjustments, such as the bias of a router
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
