@@ -37,7 +37,7 @@ from mjax.commands.arguments import (
     ToHfArguments,
     ToMegatronArguments,
 )
-from mjax.config import Config, DataConfig, read_settings, save_config
+from mjax.config import Config, DataConfig, load_user_model, read_config, read_settings, save_config
 from mjax.config.model import ModelConfig
 from mjax.config.run import describe_missing_run
 from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer, stop_token_ids, tokenizer_from_folder
@@ -314,7 +314,8 @@ def to_hf(arguments: ToHfArguments) -> int:
     if find_address(output):
         raise UsageError(f"{output} is in a store, and mjax convert to-hf writes files; give a folder, and copy it")
     model_folder.check_output(output, arguments.overwrite)
-    config = read_settings(run / "config.json")
+    load_user_model(arguments.config, run, print)
+    config = read_config(run / "config.json")
     model = config.model.without_lora()
     family = models.export_family(model)
     _check_adapters(arguments, config)
