@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -159,10 +160,9 @@ def _read_chat(arguments: GenerateArguments) -> tuple[list[Conversation], Iterab
     prompts = _prompts(arguments) if arguments.prompt else []
     on_terminal = not prompts and _is_terminal()
     stdin = "" if prompts or on_terminal else _stdin()
-    is_json = stdin.lstrip()[:1] in ("[", "{")
-    conversations = (
-        read_conversations(stdin) if is_json else [([{"role": "user", "content": text}], None) for text in prompts]
-    )
+    conversations = [([{"role": "user", "content": text}], None) for text in prompts]
+    if stdin.lstrip()[:1] in ("[", "{"):
+        conversations = read_conversations(stdin)
     if not (prompts or on_terminal or stdin.strip()):
         raise UsageError("there is no question; add --prompt TEXT, or write one a line to stdin")
     if arguments.num_samples > 1 and not conversations:
@@ -172,9 +172,7 @@ def _read_chat(arguments: GenerateArguments) -> tuple[list[Conversation], Iterab
 
 def _read_questions():
     """Questions typed on a terminal, until it ends."""
-    while True:
-        try:
+    with contextlib.suppress(EOFError):
+        while True:
             yield input("> ")
-        except EOFError:
-            print()
-            return
+    print()

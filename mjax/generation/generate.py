@@ -418,6 +418,7 @@ class PreparedWeights(NamedTuple):
     weights: CausalModel
 
 
+Texts = Sequence[Sequence[int]]  # token ids
 TokenCallback = Callable[[int, int, int | None], None]
 MIN_WIDTH = 16  # positions
 
@@ -471,7 +472,7 @@ class Generator:
     def generate(
         self,
         model: CausalModel | PreparedWeights,
-        prompts: Sequence[Sequence[int]],
+        prompts: Texts,
         sampling: Sampling,
         eod: int | Sequence[int],
         listener: TokenCallback | None = None,
@@ -520,9 +521,7 @@ class Generator:
             continuations.append(Continuation(written, "eod" if at_eod else complete))
         return continuations
 
-    def read(
-        self, program: Program, model: CausalModel | PreparedWeights, texts: Sequence[Sequence[int]]
-    ) -> list[np.ndarray]:
+    def read(self, program: Program, model: CausalModel | PreparedWeights, texts: Texts) -> list[np.ndarray]:
         """The arrays of each of `texts`, float32 [tokens, …].
 
         Args:
@@ -556,7 +555,7 @@ class Generator:
                 return state
             last = written
 
-    def pad(self, texts: Sequence[Sequence[int]], new: int = 0) -> np.ndarray:
+    def pad(self, texts: Texts, new: int = 0) -> np.ndarray:
         """Texts in rows of one width, padded with zeros, which no token attends to.
 
         Args:

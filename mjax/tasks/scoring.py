@@ -153,9 +153,7 @@ class Scorer(RowScorer):
             for window, (loss, correct) in zip(windows, totals, strict=True)
         ]
 
-    def score_labels(
-        self, model: CausalModel, windows: Windows, on_progress: Progress = no_progress
-    ) -> list[np.ndarray]:
+    def score_labels(self, model: CausalModel, windows: Windows, on_progress: Progress) -> list[np.ndarray]:
         """Return loss in nats and correctness (0 or 1) of the unmasked labels, [counted, 2] per window.
 
         Args:

@@ -141,9 +141,7 @@ def take_lock(stream: IO, print_line: Callable[[str], None]) -> bool:
         if error.errno not in CANNOT_LOCK:
             raise
         folder = Path(stream.name).parent
-        print_line(
-            f"{folder} is on a file system without locks ({error.strerror}): start only one process that writes to it"
-        )
+        print_line(f"{folder} is on a file system without locks ({error.strerror}): start only one process that writes")
     return True
 
 
