@@ -97,6 +97,8 @@ class ToHfArguments(ExportArguments):
 
     examples: ClassVar = ("mjax convert to-hf runs/demo exported",)
 
+    config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
+    """The file that defines the run's model, if you wrote it and its config states `families`."""
     shard_size: Annotated[str, Synonyms("max-shard-size")] = "50GB"
     """Maximum file size, such as 5GB. Larger models are split into several files."""
     overwrite: bool = False
