@@ -30,13 +30,7 @@ from mjax.checkpoint.arrays import read_in_blocks
 from mjax.checkpoint.base import base_folder, check_base, digest_in_blocks, without_base
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
-from mjax.commands.arguments import (
-    FromHfArguments,
-    FromMegatronArguments,
-    ImportArguments,
-    ToHfArguments,
-    ToMegatronArguments,
-)
+from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHfArguments, ToMegatronArguments
 from mjax.config import Config, DataConfig, read_settings, save_config
 from mjax.config.model import ModelConfig
 from mjax.config.run import describe_missing_run
@@ -50,7 +44,7 @@ from mjax.interop.megatron import optimizer
 from mjax.interop.megatron.checkpoint import MegatronCheckpoint, open_checkpoint
 from mjax.interop.megatron.export import Export, gather_tensors, make_command, plan_export, write_release
 from mjax.interop.megatron.hybrid import open_hybrid
-from mjax.interop.megatron.tensors import DecoderTensors, decoder_family, megatron_family
+from mjax.interop.megatron.tensors import decoder_family, megatron_family, split_fused
 from mjax.interop.tensor_files import Tensors, open_tensors, parse_shard_size, write_tensors
 from mjax.interop.tokenizer_files import to_fast_tokenizer
 from mjax.interop.torch_files import import_torch
@@ -60,6 +54,8 @@ from mjax.run.continuing import read_origin
 from mjax.utils.files import is_hub_name, rename
 from mjax.utils.progress import progress, status
 from mjax.utils.stores import find_address, to_absolute, with_addresses
+
+Import = FromHfArguments | FromMegatronArguments
 
 # --- Import from Hugging Face -----------------------------------------------------------------------------------------
 
@@ -116,9 +112,7 @@ def from_hf(arguments: FromHfArguments) -> int:
         print(f"texts begin with id {tokenizer.bos}, as in transformers")
     for name in (tokenizer_files.GENERATION_CONFIG, tokenizer_files.CHAT_TEMPLATE):
         if tokenizer is not None and not carried and (source / name).is_file():
-            print(
-                f"{source / name} is left out: it needs the folder's tokenizer and {tokenizer_files.TOKENIZER_CONFIG}"
-            )
+            print(f"{source / name} is left out: it needs the folder's tokenizer and tokenizer_config.json")
     if absent:
         print(f"not in {source}, initialised from seed {config.train.seed}: {', '.join(map(family.heads.get, absent))}")
     _print_next_steps(arguments, rope, config, tokenizer)
@@ -215,7 +209,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
 def _open_slot(checkpoint: MegatronCheckpoint, slot: str, model: ModelConfig) -> Tensors:
     """The tensors of a moment, or the main weights in float32, by the names of the model's family."""
     tensors = checkpoint.open_slot(slot)
-    return DecoderTensors(tensors, model, str(checkpoint.folder)) if checkpoint.architecture == "decoder" else tensors
+    return split_fused(tensors, model, str(checkpoint.folder)) if checkpoint.architecture == "decoder" else tensors
 
 
 def _model(checkpoint: MegatronCheckpoint, arguments: FromMegatronArguments) -> tuple[ModelConfig, Family, Tensors]:
@@ -233,7 +227,7 @@ def _model(checkpoint: MegatronCheckpoint, arguments: FromMegatronArguments) -> 
     if flags := [name for name in ("heads", "activation") if getattr(arguments, name) is not None]:
         raise UsageError(f"{folder} says everything of its model itself; leave out --{flags[0]}")
     model = megatron.decoder_config(settings, tensors, folder, version)
-    return model, decoder_family(model), DecoderTensors(tensors, model, folder)
+    return model, decoder_family(model), split_fused(tensors, model, folder)
 
 
 def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: MegatronCheckpoint, rows: int) -> int:
@@ -263,9 +257,7 @@ def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Megat
 # --- Both imports -----------------------------------------------------------------------------------------------------
 
 
-def _find_tokenizer(
-    arguments: ImportArguments, values: dict, model: ModelConfig
-) -> tuple[Tokenizer | None, dict[str, bytes]]:
+def _find_tokenizer(arguments: Import, values: dict, model: ModelConfig) -> tuple[Tokenizer | None, dict[str, bytes]]:
     """The tokenizer of an import, and the files next to it that the run carries until `to-hf` (not those it writes)."""
     tokenizer = tokenizer_files.open_tokenizer(arguments.source, arguments.tokenizer)
     if tokenizer is None or arguments.tokenizer is not None or not model.causal:
@@ -275,7 +267,7 @@ def _find_tokenizer(
     return tokenizer, {name: content for name, content in carried.items() if name not in tokenizer.files}
 
 
-def _print_next_steps(arguments: ImportArguments, rope: str, config: Config, tokenizer: Tokenizer | None) -> None:
+def _print_next_steps(arguments: Import, rope: str, config: Config, tokenizer: Tokenizer | None) -> None:
     """Print the next commands after an import."""
     run, causal = shlex.quote(str(arguments.output)), config.model.causal
     if rope:
@@ -529,9 +521,7 @@ def _print_megatron_command(arguments: ToMegatronArguments, export: Export, toke
     place = arguments.output.absolute()  # for a command in the folder of Megatron-LM
     flags = ["--tokenizer-type", kind, flag, str(place / "tokenizer" / file)] if tokenizer is not None else []
     if export.arguments.get("use_rope_scaling") and (factor := export.arguments["rope_scaling_factor"]) != 8:
-        print(
-            f"pretrain_gpt.py ignores --rope-scaling-factor {factor:g} and computes with 8; pass it to GPTModel there"
-        )
+        print(f"pretrain_gpt.py ignores --rope-scaling-factor {factor:g} and computes with 8; pass it to GPTModel")
     command = make_command(export, place, arguments.format, arguments.dtype, flags)
     print(f"load it      {shlex.join(command)}")
 

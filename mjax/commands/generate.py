@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -15,7 +16,6 @@ from mjax.checkpoint.base import restore_weights
 from mjax.cluster.launch import enable_compilation_cache
 from mjax.commands.arguments import GenerateArguments
 from mjax.config import MeshConfig, load_user_model
-from mjax.config.bounds import check_bounds
 from mjax.data.tokenizers import Tokenizer, stop_token_ids
 from mjax.errors import UsageError, split_lines
 from mjax.generation.chat import Chat, read_conversations
@@ -25,8 +25,7 @@ from mjax.generation.text import Live, StreamingText, TextContinuation, continue
 from mjax.parallel.mesh import make_mesh
 
 Decode, Ends = Callable[[list[int]], str], int | Sequence[int]
-Conversation = tuple[list[dict[str, Any]], Any]
-"""Messages and tools."""
+Conversation = tuple[list[dict[str, Any]], Any]  # messages and tools
 
 
 def generate(arguments: GenerateArguments) -> int:
@@ -40,7 +39,6 @@ def generate(arguments: GenerateArguments) -> int:
         prompt.
       RunError: the checkpoint is damaged.
     """
-    check_bounds(arguments)
     copies = arguments.num_samples
     if copies > 1 and arguments.sampling.temperature == 0:
         raise UsageError(f"--num-samples {copies} with --temperature 0 is one text {copies} times; leave one out")
@@ -162,10 +160,9 @@ def _read_chat(arguments: GenerateArguments) -> tuple[list[Conversation], Iterab
     prompts = _prompts(arguments) if arguments.prompt else []
     on_terminal = not prompts and _is_terminal()
     stdin = "" if prompts or on_terminal else _stdin()
-    is_json = stdin.lstrip()[:1] in ("[", "{")
-    conversations = (
-        read_conversations(stdin) if is_json else [([{"role": "user", "content": text}], None) for text in prompts]
-    )
+    conversations = [([{"role": "user", "content": text}], None) for text in prompts]
+    if stdin.lstrip()[:1] in ("[", "{"):
+        conversations = read_conversations(stdin)
     if not (prompts or on_terminal or stdin.strip()):
         raise UsageError("there is no question; add --prompt TEXT, or write one a line to stdin")
     if arguments.num_samples > 1 and not conversations:
@@ -175,9 +172,7 @@ def _read_chat(arguments: GenerateArguments) -> tuple[list[Conversation], Iterab
 
 def _read_questions():
     """Questions typed on a terminal, until it ends."""
-    while True:
-        try:
+    with contextlib.suppress(EOFError):
+        while True:
             yield input("> ")
-        except EOFError:
-            print()
-            return
+    print()

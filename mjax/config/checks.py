@@ -3,8 +3,6 @@
 An error is one sentence: the given value, the allowed values, the line to type.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Set
 from dataclasses import replace

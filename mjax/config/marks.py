@@ -6,8 +6,6 @@ A run folder contains one experiment. A field without a mark is part of it: a ru
 --allow-change, and never with another value of an unmarked model field. This module imports no JAX.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, fields
 from typing import Any

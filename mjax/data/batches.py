@@ -21,6 +21,7 @@ from mjax.errors import UsageError
 
 Step = TypeVar("Step")
 Fetched = TypeVar("Fetched")
+Transform = Callable[[np.ndarray], dict[str, np.ndarray]]
 
 
 class SampleSource(Protocol):
@@ -41,12 +42,7 @@ class Batches:
       transform: converts a sample to the arrays to stack; by default its tokens [s + 1] to tokens and labels [s].
     """
 
-    def __init__(
-        self,
-        dataset: SampleSource,
-        sizes: BatchSizes,
-        transform: Callable[[np.ndarray], dict[str, np.ndarray]] = add_labels,
-    ):
+    def __init__(self, dataset: SampleSource, sizes: BatchSizes, transform: Transform = add_labels):
         self.dataset, self.sizes, self.transform = dataset, sizes, transform
 
     def batch_at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:

@@ -140,14 +140,11 @@ def weight_specs(config: Config, layout: Layout):
     def with_gathered_spec(leaf: jax.ShapeDtypeStruct, storage: Storage) -> jax.ShapeDtypeStruct:
         return leaf.update(sharding=NamedSharding(leaf.sharding.mesh, _inference_spec(storage)))
 
-    def layer_spec(leaf: jax.ShapeDtypeStruct, repetition: int) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(leaf.sharding.mesh, P(*leaf.sharding.spec[1:]))
-        return leaf.update(shape=leaf.shape[1:], sharding=sharding)
-
     weights = jax.tree.map(with_gathered_spec, layout.abstract_model, layout.plan)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
     if config.mesh.pipe == 1:
-        weights.blocks = nnx.List(unstack_layers(weights.blocks, layer_spec))
-    return jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
+        specs.blocks = nnx.List(unstack_layers(weights.blocks, lambda leaf, _: P(*leaf.sharding.spec[1:])))
+    return specs
 
 
 def list_layers(config: Config, layout: Layout, weights: CausalModel) -> Layers:
@@ -307,8 +304,7 @@ class _State(NamedTuple):
     cached: Cache
 
 
-NO_TOKEN, END = -2, -1
-"""Instead of a token: the text had ended before, or ends now."""
+NO_TOKEN, END = -2, -1  # instead of a token: the text had ended before, or ends now
 
 
 def _prefill(config: Config, layout: Layout, slots: int, weights: CausalModel, prompts: Array, lengths: Array):
@@ -422,6 +418,7 @@ class PreparedWeights(NamedTuple):
     weights: CausalModel
 
 
+Texts = Sequence[Sequence[int]]  # token ids
 TokenCallback = Callable[[int, int, int | None], None]
 MIN_WIDTH = 16  # positions
 
@@ -475,7 +472,7 @@ class Generator:
     def generate(
         self,
         model: CausalModel | PreparedWeights,
-        prompts: Sequence[Sequence[int]],
+        prompts: Texts,
         sampling: Sampling,
         eod: int | Sequence[int],
         listener: TokenCallback | None = None,
@@ -497,8 +494,7 @@ class Generator:
             leaves no position for a continuation.
         """
         check_bounds(sampling)
-        self._check_prompts(prompts)
-        positions = self.config.model.sequence
+        rows, positions = self.pad(prompts, new=1), self.config.model.sequence
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         limits = np.minimum(lengths + min(sampling.tokens, positions), positions).astype(np.int32)
         request = {
@@ -511,7 +507,6 @@ class Generator:
             "streams": np.asarray(range(len(prompts)) if streams is None else streams, np.uint32),
         }
         weights = self._prepare(model)
-        rows = self.pad(prompts)
         slots = max(pad_width(self.config, limits.max(), MIN_WIDTH, widths=SLOTS), rows.shape[1])
         state = self._read(slots, weights, rows, lengths)
         if listener is None:
@@ -526,9 +521,7 @@ class Generator:
             continuations.append(Continuation(written, "eod" if at_eod else complete))
         return continuations
 
-    def read(
-        self, program: Program, model: CausalModel | PreparedWeights, texts: Sequence[Sequence[int]]
-    ) -> list[np.ndarray]:
+    def read(self, program: Program, model: CausalModel | PreparedWeights, texts: Texts) -> list[np.ndarray]:
         """The arrays of each of `texts`, float32 [tokens, …].
 
         Args:
@@ -562,31 +555,31 @@ class Generator:
                 return state
             last = written
 
-    def pad(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
+    def pad(self, texts: Texts, new: int = 0) -> np.ndarray:
         """Texts in rows of one width, padded with zeros, which no token attends to.
+
+        Args:
+          texts: token ids; lengths may differ.
+          new: positions that a continuation needs.
 
         Raises:
           UsageError: there is no text, or one is empty, too long, or has an invalid id.
         """
-        self._check_prompts(texts, most=self.config.model.sequence)
+        model, most = self.config.model, self.config.model.sequence - new
+        if len(texts) == 0:
+            raise UsageError("there is no prompt; give one or more")
+        for number, text in enumerate(texts, start=1):
+            which = f"prompt {number}" if len(texts) > 1 else "the prompt"
+            if len(text) == 0:
+                raise UsageError(f"{which} is empty; give at least one token to continue")
+            if len(text) > most:
+                needs = ", one of which the continuation needs" if new else ""
+                positions = f"{len(text):,} tokens and the model {model.sequence:,} positions{needs}"
+                raise UsageError(f"{which} has {positions}; shorten it to {most:,} tokens or fewer")
+            if not 0 <= min(text) <= max(text) < model.vocabulary:
+                ids = f"token ids from {min(text)} to {max(text)}, and the model has 0 to {model.vocabulary - 1}"
+                raise UsageError(f"{which} has {ids}; use the tokenizer it was trained with")
         rows = np.zeros((len(texts), pad_width(self.config, max(map(len, texts)), MIN_WIDTH)), np.int32)
         for row, text in zip(rows, texts, strict=True):
             row[: len(text)] = text
         return rows
-
-    def _check_prompts(self, prompts: Sequence[Sequence[int]], most: int | None = None) -> None:
-        model = self.config.model
-        most = most or model.sequence - 1
-        if len(prompts) == 0:
-            raise UsageError("there is no prompt; give one or more")
-        for number, prompt in enumerate(prompts, start=1):
-            which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
-            if len(prompt) == 0:
-                raise UsageError(f"{which} is empty; give at least one token to continue")
-            if len(prompt) > most:
-                needs = ", one of which the continuation needs" if most < model.sequence else ""
-                positions = f"{len(prompt):,} tokens and the model {model.sequence:,} positions{needs}"
-                raise UsageError(f"{which} has {positions}; shorten it to {most:,} tokens or fewer")
-            if not 0 <= min(prompt) <= max(prompt) < model.vocabulary:
-                ids = f"token ids from {min(prompt)} to {max(prompt)}, and the model has 0 to {model.vocabulary - 1}"
-                raise UsageError(f"{which} has {ids}; use the tokenizer it was trained with")

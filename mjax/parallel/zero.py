@@ -80,8 +80,8 @@ class Storage:
             return shard if rows is None else shard.reshape(rows.slots, *shard.shape[num_layer_dims(rows) :])
         slots = np.array(rows.list_slots())
         if (dim := self._pipe_dim) is None:
-            return shard[jnp.asarray(slots.reshape(rows.stages, -1))[mappings.rank(PIPE)]]
-        return mappings.all_to_all(shard[slots], PIPE, split=0, join=dim)
+            return shard[jnp.asarray(slots)[mappings.rank(PIPE)]]
+        return mappings.all_to_all(shard[slots.reshape(-1)], PIPE, split=0, join=dim)
 
     def from_stage(self, gradient: Array, shard: Array) -> Array:
         """The gradient of the stored shard from that of the layers of this stage: the reverse of `to_stage`."""
@@ -91,7 +91,8 @@ class Storage:
             gradient = mappings.all_gather_invariant(gradient, PIPE, 0)
         else:
             gradient = mappings.all_to_all(gradient, PIPE, split=dim, join=0)
-        return gradient[np.array(list(map(self.rows.list_slots().index, range(len(shard)))))]
+        in_order = np.argsort(self.rows.list_slots(), axis=None)[-len(shard) :]  # unused slots first
+        return gradient[in_order]
 
     @property
     def _pipe_dim(self) -> int | None:
@@ -114,10 +115,11 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
     marks = zip(layer_rows(shapes, mesh), *metadata, strict=True)
 
     def plan_leaf(leaf, spec: P) -> Storage:
-        rows, *flags = next(marks)
-        partial, float8, keep_fp32 = map(bool, flags)
-        storage = plan_weight_storage(rows, leaf.shape, spec, mesh, partial)
-        return replace(storage, float8=float8, keep_fp32=keep_fp32)
+        rows, partial, float8, keep_fp32 = next(marks)
+        unsharded = MODEL in spec and MODEL not in compute_spec(leaf.shape, spec, mesh)
+        partial = mesh.model > 1 and (partial or unsharded)
+        storage = plan_weight_storage(rows, leaf.shape, spec, mesh)
+        return replace(storage, grad_partial_over_model=partial, float8=float8, keep_fp32=keep_fp32)
 
     return jax.tree.map(plan_leaf, shapes, specs)
 
@@ -159,16 +161,11 @@ def compute_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
     return P(*(None if is_whole(dim, entry) else entry for dim, entry in zip(shape, entries, strict=True)))
 
 
-def plan_weight_storage(
-    rows: StackRows | None, shape: tuple[int, ...], spec: P, mesh: MeshConfig, partial: bool = False
-) -> Storage:
-    """The storage of a weight of this whole shape and its module's `spec`; `rows`, `partial` as in `Storage`."""
-    layers = num_layer_dims(rows)
-    computed = compute_spec(shape, spec, mesh)
-    partial = mesh.model > 1 and (partial or (MODEL in spec and MODEL not in computed))
+def plan_weight_storage(rows: StackRows | None, shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> Storage:
+    """The storage of a weight of this whole shape and its module's `spec`; `rows` as in `Storage`."""
+    layers, sizes, computed = num_layer_dims(rows), axes.sizes(mesh), compute_spec(shape, spec, mesh)
     split_by: list[tuple[str, ...]] = [() if entry is None else (entry,) for entry in computed]
     gathers: list[tuple[tuple[str, ...], int]] = []
-    sizes = axes.sizes(mesh)
     stages = (PIPE,) if mesh.pipe > 1 else ()
     copies = tuple(axis for axis in axes.sharding() if sizes[axis] > 1 and axis not in computed) if mesh.zero else ()
     if rows and rows.even and stages:
@@ -179,8 +176,7 @@ def plan_weight_storage(
             split_by[dim] = (*split_by[dim], *names)
             if not rows or names == copies:
                 gathers.insert(0, (names, dim - len(shape)))
-    gather_per_layer = mesh.zero == 3 and bool(rows) and bool(gathers)
-    return Storage(P(*split_by), tuple(gathers), gather_per_layer, partial, rows=rows)
+    return Storage(P(*split_by), tuple(gathers), mesh.zero == 3 and bool(rows and gathers), rows=rows)
 
 
 def _divisible_dim(shape, split_by, sizes: dict[str, int], names: tuple[str, ...], first: int) -> int | None:

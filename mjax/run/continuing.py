@@ -14,8 +14,6 @@ end in a decay of any shape and length. The learning-rate schedule and Megatron'
 steps, so notes name the flags that restore the previous ones.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +27,7 @@ from mjax.config.datasets import parse_blend
 from mjax.config.marks import FILE_ONLY, FREE, NEW_RUN, RATE, TUNING, effective_value, field_marks, names_with
 from mjax.config.model import ModelConfig
 from mjax.config.model_file import describe_change, new_run_flags
-from mjax.config.plain_values import read
+from mjax.config.plain_values import read_if_exists
 from mjax.config.run import BLENDS, describe_missing_run
 from mjax.errors import UsageError, either
 from mjax.step.learning_rate import decay_end, decay_start, learning_rate, wsd_decay_steps
@@ -221,9 +219,8 @@ def _with_data(before: Config, config: Config) -> Config:
 
 def _find_changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str]:
     """List datasets with other tokens, or other weights in the blend, than in the run."""
-    file, changed = folder / DIGESTS, []
-    advice = "remove it to continue without comparing the data with those of the run"
-    saved = read(dict[str, list[str]], file, advice) if file.exists() else {}
+    changed, advice = [], "remove it to continue without comparing the data with those of the run"
+    saved = read_if_exists(dict[str, list[str]], folder / DIGESTS, advice) or {}
     current = compute_digests(now) if saved else {}
     for name in BLENDS:
         old, new = getattr(before, name), getattr(now, name)
@@ -278,8 +275,7 @@ def read_origin(folder: Path) -> Origin | None:
     Raises:
       UsageError: the file is damaged.
     """
-    file = folder / ORIGIN
-    return read(Origin, file, "remove it if you do not need the origin of the weights") if file.exists() else None
+    return read_if_exists(Origin, folder / ORIGIN, "remove it if you do not need the origin of the weights")
 
 
 def save_origin(folder: Path, origin: Origin | None) -> None:

@@ -1,7 +1,5 @@
 """A training run from Python: `train.py` as an object, with your data, loss, optimizer and callbacks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

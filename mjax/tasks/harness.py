@@ -33,7 +33,6 @@ from tqdm import tqdm
 
 from mjax.checkpoint.base import restore_weights
 from mjax.config import Config, MeshConfig, load_user_model
-from mjax.config.bounds import check_bounds
 from mjax.data.tokenizers import stop_token_ids
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat
@@ -233,9 +232,7 @@ class HarnessModel(TemplateLM):
         if tokens >= self.max_length:
             counts = f"{tokens} new tokens and {self.run} has {self.max_length} positions"
             raise UsageError(f"the task asks for {counts}; use --gen_kwargs max_gen_toks={self.max_length // 2}")
-        sampling = Sampling(tokens, temperature if samples else 0.0, top_k, top_p, self.seed)
-        check_bounds(sampling)
-        return sampling, until
+        return Sampling(tokens, temperature if samples else 0.0, top_k, top_p, self.seed), until
 
     def _window(self, context: list[int], continuation: list[int]) -> ContextWindow:
         """The continuation, which counts, after its context."""

@@ -109,10 +109,8 @@ class SentencePairTask(LabelledTask):
 
     def encode(self, file: Path, items: list[SentencePair], role: Role):
         """A row and a label for each pair."""
-        first, second = (
-            self.tokenizer.encode_batch([clean_text(text) for text in texts])
-            for texts in ([pair.first for pair in items], [pair.second for pair in items])
-        )
+        first = self.tokenizer.encode_batch([clean_text(pair.first) for pair in items])
+        second = self.tokenizer.encode_batch([clean_text(pair.second) for pair in items])
         for pair, a, b in zip(items, first, second, strict=True):
             yield pair, [TokenPair(a, b)], [(pair.truth,)]
 

@@ -41,8 +41,7 @@ from mjax.step.step import sum_over_batch
 from mjax.tasks.interface import ContextWindow, Score
 from mjax.tasks.labelled_task import Batch, Examples, iterate_batches
 
-Progress = Callable[[int], None]
-"""Called with the number of rows that have been scored since the last call."""
+Progress = Callable[[int], None]  # called with the number of rows that have been scored since the last call
 
 
 def no_progress(rows: int) -> None:
@@ -154,9 +153,7 @@ class Scorer(RowScorer):
             for window, (loss, correct) in zip(windows, totals, strict=True)
         ]
 
-    def score_labels(
-        self, model: CausalModel, windows: Windows, on_progress: Progress = no_progress
-    ) -> list[np.ndarray]:
+    def score_labels(self, model: CausalModel, windows: Windows, on_progress: Progress) -> list[np.ndarray]:
         """Return loss in nats and correctness (0 or 1) of the unmasked labels, [counted, 2] per window.
 
         Args:
