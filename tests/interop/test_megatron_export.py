@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jax.numpy import bfloat16
 
 from mjax.config import DeepSeekConfig, LlamaConfig, MixtureConfig
 from mjax.config.model import convert_kind
@@ -51,6 +52,16 @@ def test_shards_match_shards_by_hand(model, tensor, pipeline, tmp_path):
                     whole[SCORES_BIAS if array.ndim == 1 else EMBEDDING][last], array.shape
                 )[padding]
             np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
+
+
+def test_bias_of_the_router_stays_float32(tmp_path):
+    """As Megatron's buffer: rounded to bf16, a router chooses other experts."""
+    weights = draw(LATENT)
+    blocks = lambda name, rank: [(0, weights[name.removeprefix("model.")])]  # noqa: E731
+    export = plan_export(LATENT, RUN)
+    whole = gather_tensors(export, blocks, np.dtype(bfloat16), tmp_path / "scratch", lambda size: None)
+    written = whole["decoder.layers.1.mlp.router.expert_bias"]
+    np.testing.assert_array_equal(written, weights["blocks.mlp.router.bias"][1], strict=True)
 
 
 @pytest.mark.parametrize("expert_ranks", [0, 1, 2])
