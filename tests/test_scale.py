@@ -277,7 +277,7 @@ def test_killed_ladder_continues(config, tmp_path):
     (tmp_path / "out").mkdir()
     settings = describe_settings(config) | {"tokens per parameter": "0.5", "runs": "3"}
     (tmp_path / "out" / "ladder.json").write_text(json.dumps({"settings": settings, "runs": runs}))
-    environment = {**scale.os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**scale.os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment)
     metrics = tmp_path / "out" / runs[-1]["name"] / "metrics.jsonl"
     while process.poll() is None and len(read_metrics(metrics)) < 20:
