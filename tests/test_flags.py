@@ -75,7 +75,7 @@ def test_unknown_flag_leads_to_ours(line, capsys):
 
 
 def old_flags(command):
-    return dict(pair.split("=") for pair in OLD_FLAGS[command].split())
+    return OLD_FLAGS[command]
 
 
 @pytest.mark.parametrize("command", OLD_FLAGS)

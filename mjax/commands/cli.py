@@ -5,8 +5,6 @@ it before restarting · 75 stopped after saving, run the same command again · 1
 plan | head`) · 1 any other error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -38,7 +36,7 @@ class Command(NamedTuple):
       early: whether `run` imports more than its flags need, which are in `arguments.py`: --help does not wait for it.
     """
 
-    run: str | Commands
+    run: "str | Commands"
     about: str
     on_cpu: bool = False
     early: bool = False

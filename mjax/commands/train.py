@@ -42,8 +42,7 @@ class TrainArguments:
     """Train a model. Any config field is a flag, such as --mesh.data 8 or --train.steps 1000."""
 
     config: str = "gpt_demo"
-    """Config name in configs/, or path to a .py file that defines `config`. With --run: the file that defines the run's
-    model, if you wrote it."""
+    """Config name in configs/, or a .py file. With --run: the file that defines the run's model, if you wrote it."""
     name: Annotated[str | None, Synonyms("run-name wandb-run-name wandb-exp-name")] = None
     """Run name: the run folder is RUNS/NAME (by default the config's name). An existing run is continued."""
     runs: Annotated[Path, Synonyms("save~ output-dir~ out-dir~ save-dir~ dump-folder~")] = Path("runs")

@@ -7,6 +7,7 @@ import copy
 import errno
 import functools
 import importlib
+import io
 import json
 import math
 import os
@@ -124,7 +125,7 @@ def read_lines(file: Path, damaged: list[int]) -> Iterator[tuple[bytes, dict[str
     Raises:
       UsageError: the file cannot be read.
     """
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _open(file) as stream:
+    with _open(file) as stream:
         for number, line in enumerate(stream, start=1):
             if record := _record(line):
                 yield line.rstrip(b"\n") + b"\n", record
@@ -182,7 +183,7 @@ def read_end(file: Path, tail: int) -> MetricsEnd:
 def _lines_from_end(file: Path, tail: int) -> Iterator[bytes]:
     """Lines in the last `tail` bytes of a file, the last one first."""
     rest = b""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _open(file) as stream:
+    with _open(file) as stream:
         position = stream.seek(0, os.SEEK_END)
         first = max(position - tail, 0)
         while position > first:
@@ -195,11 +196,10 @@ def _lines_from_end(file: Path, tail: int) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _open(file: Path) -> Iterator[BinaryIO]:
+    """The content of a file; none if it does not exist."""
     try:
-        with file.open("rb") as stream:
+        with file.open("rb") if file.exists() else io.BytesIO() as stream:
             yield stream
-    except (FileNotFoundError, NotADirectoryError):
-        raise
     except OSError as error:  # a folder, a failing disk
         raise UsageError(f"{file} cannot be read ({error.strerror}); move it away to begin a new one") from None
 

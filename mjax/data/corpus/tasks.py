@@ -54,8 +54,7 @@ from rich import filesize
 from rich.console import Console
 
 from mjax import __version__
-from mjax.data.corpus import Document, MalformedLines, TextFiles
-from mjax.data.corpus.documents import Block
+from mjax.data.corpus.documents import Block, Document, MalformedLines, TextFiles
 from mjax.errors import CONTINUES, RunError, UsageError, without_secrets
 from mjax.utils.files import lock_folder, parse_json, to_disk, write_whole
 from mjax.utils.progress import Pace, facts, show_progress
@@ -66,8 +65,7 @@ MAX_TASKS = 256  # by default, for less than LARGE_TASK_BYTES each
 LARGE_TASK_BYTES = 2**30
 STAGE_VARIABLE, START_TIME_VARIABLE = "MJAX_STAGE", "MJAX_BEGAN"
 """Environment of an array job: its stage, and the start time of the command."""
-RETAINED = "kept"
-"""Name of the documents of the output, in the report and in files of tasks."""
+RETAINED = "kept"  # name of the documents of the output, in the report and in files of tasks
 MAX_EXAMPLES = 10  # of each step, in the report
 EXCERPT_CHARACTERS = 200  # of a text in an example
 SBATCH_DEFAULTS = {"time": "24:00:00", "mem-per-cpu": "4G"}
