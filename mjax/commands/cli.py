@@ -73,6 +73,7 @@ COMMANDS: Commands = {
     "convert": Command(CONVERT_COMMANDS, "convert checkpoints from and to Hugging Face and Megatron-LM"),
     "generate": Command("generate:generate", "generate text with a trained model", early=True),
     "plan": Command("plan:plan", "predict memory, communication and time of a run, without a device", on_cpu=True),
+    "scale": Command("scale:scale", "train small runs, and forecast the loss of a large one", True, True),
     "check-scaling": Command("check_scaling:check_scaling", "check that a learning rate fits other sizes", True, True),
     "configs": Command("cli:list_configs", "list the configs of models and demos, one line each"),
     "doctor": Command("doctor:doctor", "check this installation and machine, and suggest fixes"),

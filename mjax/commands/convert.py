@@ -29,7 +29,7 @@ from mjax.checkpoint.base import base_folder, check_base, digest_in_blocks, with
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
 from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHfArguments, ToMegatronArguments
-from mjax.config import Config, DataConfig, read_settings, save_config
+from mjax.config import Config, DataConfig, load_user_model, read_config, read_settings, save_config
 from mjax.config.model import ModelConfig
 from mjax.config.run import describe_missing_run
 from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer, stop_token_ids, tokenizer_from_folder
@@ -301,7 +301,8 @@ def to_hf(arguments: ToHfArguments) -> None:
     if find_address(output):
         raise UsageError(f"{output} is in a store, and mjax convert to-hf writes files; give a folder, and copy it")
     model_folder.check_output(output, arguments.overwrite)
-    config = read_settings(run / "config.json")
+    load_user_model(arguments.config, run, print)
+    config = read_config(run / "config.json")
     model = config.model.without_lora()
     family = models.export_family(model)
     _check_adapters(arguments, config)

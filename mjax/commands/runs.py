@@ -55,8 +55,8 @@ T = TypeVar("T")
 TAIL = 2**20  # bytes read from the end of metrics.jsonl for the list, at most: three thousand steps
 OF_A_RUN = {
     ".lock", mirror.INDEX, "README.md", BASE, "checkpoints", "config.json", "data.json", "environment.json",
-    "experts.json", "experts.png", "goodput.json", "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN, "passed_over.json",
-    "profile", "samples.jsonl", "tensorboard", "tokenizer", TRACKING_ID, "unhealthy.json", "wandb",
+    "experts.json", "experts.png", "forecast.json", "goodput.json", "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN,
+    "passed_over.json", "profile", "samples.jsonl", "tensorboard", "tokenizer", TRACKING_ID, "unhealthy.json", "wandb",
 }  # fmt: skip
 """Files that training leaves in a run folder."""
 LEFT_BY_A_RUN = re.compile(r"\.tmp(\.png)?$|\.damaged(\.\d+)?$|^\.shared-")
