@@ -39,9 +39,8 @@ from mjax.interop import lora, model_folder, tokenizer_files, weights
 from mjax.interop.convert import check_vocabulary, write_checkpoint, write_run
 from mjax.interop.megatron import arguments as megatron
 from mjax.interop.megatron import optimizer
-from mjax.interop.megatron.checkpoint import MegatronCheckpoint, open_checkpoint
+from mjax.interop.megatron.checkpoint import MegatronCheckpoint, open_checkpoint, open_hybrid
 from mjax.interop.megatron.export import Export, gather_tensors, make_command, plan_export, write_release
-from mjax.interop.megatron.hybrid import open_hybrid
 from mjax.interop.megatron.tensors import decoder_family, megatron_family, split_fused
 from mjax.interop.tensor_files import Tensors, open_tensors, parse_shard_size, write_tensors
 from mjax.interop.tokenizer_files import to_fast_tokenizer
