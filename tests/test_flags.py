@@ -162,7 +162,7 @@ def test_names_elsewhere_are_not_ours_and_values_are(cls):
 
 
 def test_plan_has_no_flags_that_it_ignores():
-    assert len({(flag.owner, flag.field) for flag in list_flags(TrainArguments, TrainArguments())}) <= 86
+    assert len({(flag.owner, flag.field) for flag in list_flags(TrainArguments, TrainArguments())}) <= 87
     assert len(list(flags_of(PlanArguments, PlanArguments()))) <= 56
 
 
