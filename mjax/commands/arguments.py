@@ -1,7 +1,5 @@
 """The flags of commands that import more than their flags need: for --help, which does not wait for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,8 +8,8 @@ import tyro
 
 from mjax.cluster.launch import Distributed
 from mjax.commands.flags import RunArguments
-from mjax.config import MeshConfig
-from mjax.config.bounds import Bounds, Count, CountOrZero
+from mjax.config import Config, MeshConfig
+from mjax.config.bounds import Bounds, Count, CountOrZero, Positive
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
 from mjax.config.model import Attention
 from mjax.config.run import ComputeDtype
@@ -99,6 +97,8 @@ class ToHfArguments(ExportArguments):
 
     examples: ClassVar = ("mjax convert to-hf runs/demo exported",)
 
+    config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
+    """The file that defines the run's model, if you wrote it and its config states `families`."""
     shard_size: Annotated[str, Synonyms("max-shard-size")] = "50GB"
     """Maximum file size, such as 5GB. Larger models are split into several files."""
     overwrite: bool = False
@@ -395,3 +395,38 @@ class CheckScalingArguments:
     """Draw the sizes into this file (.png, .pdf or .svg)."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class ScaleArguments:
+    """Train a ladder of small runs of a config, and fit the scaling law that forecasts the loss of a large one. Any
+    config field is a flag. Repeat the command to continue."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN …")] = ()
+    """Instead of training: folders of three or more finished runs to fit."""
+    config: str = "gpt_demo"
+    """The config whose smaller sizes are trained: a name in configs/, or a .py file."""
+    output: Path | None = None
+    """Folder of the runs, scaling.json and scaling.png (by default scaling/CONFIG)."""
+    minutes: Positive = 60.0
+    """Time for all runs together, at the speed that a short run measures."""
+    ladder: Annotated[int, Bounds(ge=3, le=16)] = 5
+    """Number of runs."""
+    tokens_per_parameter: Positive = 20.0
+    """Training tokens per parameter of all runs but one, as in the run to forecast. 20 is compute-optimal (arXiv
+    2203.15556)."""
+    sbatch: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE …")] = ()
+    """Submit each run as a Slurm job with these sbatch options: partition=NAME, gpus=N, time=HH:MM:SS, …"""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print scaling.json instead of a table."""
+    usual: ClassVar = {
+        "the ladder": ("config", "data.path", "output", "minutes", "ladder", "tokens-per-parameter"),
+        "the runs": ("optimizer.parametrization", "optimizer.learning-rate", "train.global-batch", "sbatch"),
+        "the output": ("json",),
+    }
+    examples: ClassVar = (
+        "mjax scale --config my_config.py --data.path data/corpus --minutes 120",
+        "mjax scale runs/small runs/medium runs/large --output scaling/mine",
+    )
+
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)

@@ -44,7 +44,7 @@ from mjax.data.corpus.documents import TABULAR, Block, TextFiles, Wikipedia, fil
 from mjax.data.indexed import DatasetSize, index_file, mask_file, token_dtype, token_file
 from mjax.data.tokenizers import BertTokenizer, HuggingFaceTokenizer, Tokenizer
 from mjax.errors import UsageError
-from mjax.generation.chat import PLAIN, TEMPLATE, Chat, Trained, UntrainableConversation, encode, preview, refusal
+from mjax.generation.chat import PLAIN, TEMPLATE, Chat, ChatError, Trained, encode, preview, refusal
 from mjax.utils.progress import facts
 from mjax.utils.remote import RemoteFile, remove
 
@@ -440,7 +440,7 @@ def _show_first(arguments: ConversationArguments, corpus: TextFiles, folder: Pat
     for document in islice(corpus, arguments.preview):
         try:
             encoded = encode(chat, document.fields, _turns_to_train(arguments))
-        except UntrainableConversation as error:
+        except ChatError as error:
             raise refusal(document.source, error, document.fields) from None
         console.rule(document.source, style="dim")
         console.print("dropped, it is too long" if encoded is None else preview(chat, encoded))
@@ -469,8 +469,8 @@ class ConversationEncoder:
                 one = encode(self.chat, document.fields, self.trained)
                 if one is not None and max(one.ids, default=0) >= (ids := self.tokenizer.vocabulary):
                     written = f"{self.chat.decode([max(one.ids)], special=True)}, id {max(one.ids)}"
-                    raise UntrainableConversation(f"the chat template writes {written}, and the model has {ids:,} ids")
-            except UntrainableConversation as error:
+                    raise ChatError(f"the chat template writes {written}, and the model has {ids:,} ids")
+            except ChatError as error:
                 if not self.skip:
                     raise refusal(document.source, error, document.fields) from None
                 malformed.append(f"{document.source}: {error}")

@@ -78,18 +78,6 @@ def describe_mesh(mesh, *shown: str) -> str:
 
 
 @lru_cache(maxsize=16384)
-def devices(mesh) -> int:
-    """Number of devices of the mesh."""
-    return math.prod(sizes(mesh).values())
-
-
-@lru_cache(maxsize=16384)
-def replicas(mesh) -> int:
-    """Number of parts of a batch: devices along the axes that split it."""
-    return math.prod(sizes(mesh)[name] for name in axes_splitting("batch"))
-
-
-@lru_cache(maxsize=16384)
 def copies(mesh) -> int:
     """Number of copies of a weight that neither layers nor columns nor experts split."""
     return math.prod(sizes(mesh)[name] for name in axes_sharing_weights())

@@ -34,6 +34,11 @@ def read(kind: type[T], file: Path, fix: str, missing: str | None = None) -> T:
     return check(kind, read_json(file, fix, missing), str(file), fix)
 
 
+def read_if_exists(kind: type[T], file: Path, fix: str) -> T | None:
+    """`read` a file; None if it does not exist."""
+    return read(kind, file, fix) if file.exists() else None
+
+
 def check(kind: type[T], value: Any, source: str, fix: str) -> T:
     """Check `value` against a type, and return it; a dataclass is built.
 

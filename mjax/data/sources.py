@@ -6,8 +6,6 @@ data.path    data/a                        one dataset, divided by data.split in
 data.train_path, valid_path                one blend each, of whole datasets
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -177,18 +175,18 @@ class _Datasets:
 
     def _open_dataset(self, split: str, prefix: str, samples: int | None) -> GPTDataset | BertDataset:
         data, model, indexed, name = self.config.data, self.config.model, self._opened[prefix], f"{split} split"
-        arguments = (indexed, self._documents(split, prefix), samples, model.sequence, self.config.train.seed)
+        arguments = (indexed, self._documents(split, prefix), samples, model.sequence, self.config.train.seed, name)
         options = {"vocabulary": model.vocabulary, "cache": self._cache(prefix)}
         if self._pieces is not None:
-            return BertDataset(*arguments, self._pieces, name, cache=options["cache"])
+            return BertDataset(*arguments, pieces=self._pieces, **options)
         if data.conversations:
-            return ConversationDataset(*arguments, name, pack=data.pack, **options)
+            return ConversationDataset(*arguments, pack=data.pack, **options)
         if indexed.has_mask:
             self.print_line(
                 f"note: {prefix} holds conversations, and all of their text is trained, in sequences that cut them; "
                 "set data.conversations in a config file to train what the assistant wrote"
             )
-        return GPTDataset(*arguments, name, **options)
+        return GPTDataset(*arguments, **options)
 
     def _documents(self, split: str, prefix: str) -> range:
         """Range of a split's sequences; for a BERT, whose sequences are sentences, of its documents."""

@@ -13,8 +13,6 @@ The checksum of a tokenizer that passes, or that mjax trained, is stored for thi
 `gpt2` and `bert-…` have rules of mjax and need no trial.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -64,14 +62,12 @@ def try_tokenizer(content: bytes, name: str, library: str) -> None:
     """
     checksum = _checksum(content, library)
     if checksum not in _problems and not _is_trusted(checksum):
-        child = Child(f"{__name__}:encode_texts", MAX_TRIAL_SECONDS, MAX_TRIAL_BYTES)
-        try:
-            if child.ask(library.encode() + b"\n" + content):
-                mark_trusted(content, library)
-        except ChildError as error:
-            _problems[checksum] = str(error)
-        finally:
-            child.close()
+        with contextlib.closing(Child(f"{__name__}:encode_texts", MAX_TRIAL_SECONDS, MAX_TRIAL_BYTES)) as child:
+            try:
+                if child.ask(library.encode() + b"\n" + content):
+                    mark_trusted(content, library)
+            except ChildError as error:
+                _problems[checksum] = str(error)
     if problem := _problems.get(checksum):
         fix = "get the file again from its publisher, or use another tokenizer"
         raise UsageError(f"{name} fails a trial in a child process: {problem}; {fix}")

@@ -84,6 +84,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 DESCRIPTION_FILE = "mjax_tokenizer.json"
 EOD_PIECE = "<|endoftext|>"
+Eod = str | int | None  # text or id of the token that ends documents; None: it is found
 FETCH_AGAIN = "get its files again, they may be damaged"
 
 SCHEMES = {
@@ -273,9 +274,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     encoder = "tokenizers"
 
-    def __init__(
-        self, backend: BackendTokenizer, scheme: str, contents: Sequence[bytes], name: str, eod: str | int | None = None
-    ):
+    def __init__(self, backend: BackendTokenizer, scheme: str, contents: Sequence[bytes], name: str, eod: Eod = None):
         self.backend, self.scheme, self.contents, self.name = backend, scheme, tuple(contents), name
         backend.no_truncation()
         backend.no_padding()
@@ -358,7 +357,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _special_tokens(self) -> list[str]:
         return [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
 
-    def _find_eod(self, eod: str | int | None) -> str:
+    def _find_eod(self, eod: Eod) -> str:
         """The token that ends documents: `eod`, by text or id, or the first of EOD_TOKENS."""
         token = self.backend.id_to_token(eod) if isinstance(eod, int) else eod
         if token in [added.content for added in self.backend.get_added_tokens_decoder().values()]:
@@ -395,8 +394,8 @@ class BertTokenizer(HuggingFaceTokenizer):
 
     special = ("[CLS]", "[SEP]", "[MASK]", "[PAD]", "[UNK]")
 
-    def __init__(self, backend: BackendTokenizer, *arguments, **named):
-        super().__init__(backend, *arguments, **named)
+    def __init__(self, backend: BackendTokenizer, *arguments: Any):
+        super().__init__(backend, *arguments)
         self.cls, self.sep, self.mask, self.pad, self.unk = map(backend.token_to_id, self.special)
 
     def find_bos(self) -> int | None:
@@ -464,9 +463,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return parse_tokenizer(kind, contents, names, eod or None)
 
 
-def parse_tokenizer(
-    kind: str, contents: Sequence[bytes], names: Sequence[str], eod: str | int | None = None
-) -> Tokenizer:
+def parse_tokenizer(kind: str, contents: Sequence[bytes], names: Sequence[str], eod: Eod = None) -> Tokenizer:
     """Build a tokenizer from its files.
 
     Args:
@@ -593,12 +590,10 @@ def is_same_tokenizer(first: Path, second: Path) -> bool:
 # --- Backends ---------------------------------------------------------------------------------------------------------
 
 
-def wrap_backend(
-    backend: BackendTokenizer, scheme: str, contents: Sequence[bytes], name: str, eod: str | int | None = None
-) -> HuggingFaceTokenizer:
+def wrap_backend(backend: BackendTokenizer, *arguments: Any) -> HuggingFaceTokenizer:
     """Wrap a backend: a BertTokenizer if it has BERT's special tokens; arguments as in `HuggingFaceTokenizer`."""
     bert = all(backend.token_to_id(token) is not None for token in BertTokenizer.special)
-    return (BertTokenizer if bert else HuggingFaceTokenizer)(backend, scheme, contents, name, eod)
+    return (BertTokenizer if bert else HuggingFaceTokenizer)(backend, *arguments)
 
 
 def open_backend(content: bytes, name: str) -> BackendTokenizer:

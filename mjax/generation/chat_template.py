@@ -5,8 +5,6 @@ gigabytes. So a child process renders it (`mjax/utils/child.py`), with Jinja set
 (`apply_chat_template`).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets
@@ -139,16 +137,14 @@ def environment(marks: tuple[str, str] = ("", "")) -> ImmutableSandboxedEnvironm
 
     `marks` stand around the assistant's text.
     """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
-    environment.globals["namespace"] = _Namespace
-    environment.extend(generation_marks=marks)
-    return environment
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    env.filters["tojson"] = _to_json
+    env.globals["raise_exception"] = _raise
+    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    env.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
+    env.globals["namespace"] = _Namespace
+    env.extend(generation_marks=marks)
+    return env
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

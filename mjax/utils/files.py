@@ -4,8 +4,6 @@ An atomic write has four steps: write under a temporary name, bring that file to
 rename to the disk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -141,9 +139,7 @@ def take_lock(stream: IO, print_line: Callable[[str], None]) -> bool:
         if error.errno not in CANNOT_LOCK:
             raise
         folder = Path(stream.name).parent
-        print_line(
-            f"{folder} is on a file system without locks ({error.strerror}): start only one process that writes to it"
-        )
+        print_line(f"{folder} is on a file system without locks ({error.strerror}): start only one process that writes")
     return True
 
 

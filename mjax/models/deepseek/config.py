@@ -45,7 +45,7 @@ class DeepSeekConfig(ExpertsConfig, RotaryConfig):
     title: ClassVar[str] = "a DeepSeek"
     module: ClassVar[str] = "mjax.models.deepseek.model:DeepSeek"
     families: ClassVar[str] = "mjax.models.deepseek.huggingface:FAMILIES"
-    tie_embeddings, hidden_dropout = False, 0.0
+    tie_embeddings = False
 
     @property
     def head_size(self) -> int:
