@@ -161,8 +161,8 @@ def measure(config: Config, widths: Sequence[int], depths: Sequence[int], steps:
     for along, shapes in sweeps.items():
         models = [_measure_model(_small(config, widths[0], *shape), steps) for shape in shapes]
         noise = {"start": START_NOISE * max(sizes["stream", "size"] for sizes in models)}
-        found = [Growth(*key, *along, tuple(sizes[key] for sizes in models)) for key in models[0]]
-        growths += [growth for growth in found if max(growth.sizes) > noise.get(growth.measure, NOISE)]
+        measured = [Growth(*key, *along, tuple(sizes[key] for sizes in models)) for key in models[0]]
+        growths += [growth for growth in measured if max(growth.sizes) > noise.get(growth.measure, NOISE)]
     return growths
 
 

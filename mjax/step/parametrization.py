@@ -3,7 +3,7 @@
     mup         m = hidden / base_width: wider models       arXiv 2203.03466, table 8
     completep   also l = layers / base_depth: deeper ones   arXiv 2505.01618, table 1 with α = 1
 
-With l = 1 in mup, the factors of a weight, beside standard ones:
+With l = 1 in mup, the factors of a weight, relative to the standard ones:
 
                                    multiplier   initial std   rate              decay   ε of Adam
     embedding, learned positions   1            1             1                 1       1 / m
