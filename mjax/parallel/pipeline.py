@@ -278,7 +278,7 @@ class _StageKind:
 
     # --- From F to B --------------------------------------------------------------------------------------------------
 
-    def _differentiate(self, slot: dict, x: Array) -> tuple[Array, Means, list[Array], _BackwardProgram]:
+    def _differentiate(self, slot: dict, x: Array) -> tuple[Array, Means, list, _BackwardProgram]:
         """The residual stream after the layers, their parts of means, and the derivative of both in two parts."""
         blocks = self.blocks(slot)
         trainable, frozen = partition_trainable(blocks)
@@ -308,7 +308,7 @@ class _StageKind:
         pullback = jax.tree.unflatten(self.backward_program.structure, map(find_leaf, self.backward_program.sources))
         return pullback((dy, loss_cotangents(self.program.loss_weights, self.means)))
 
-    def _write_residuals(self, buffers: dict, slot: Array, residuals: list[Array]) -> dict[ResidualType, Array]:
+    def _write_residuals(self, buffers: dict, slot: Array, residuals: list) -> dict[ResidualType, Array]:
         """The buffers with the residuals of a forward pass in a slot."""
         buffers = dict(buffers)
         for (key, place), value in zip(self.places, residuals, strict=True):

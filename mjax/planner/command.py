@@ -35,7 +35,7 @@ from mjax.parallel.mesh import make_mesh
 from mjax.planner import Section, error_bar, search
 from mjax.planner.layer import layer_forward, layer_kinds
 from mjax.planner.memory import HEADROOM, Memory, predict_memory, usable_memory
-from mjax.planner.scaling import PUBLISHED, ScalingLaw, describe_settings
+from mjax.planner.scaling import PUBLISHED, TUNED, ScalingLaw, describe_settings
 from mjax.planner.search import Budget, Candidate, MemoryOf, SearchResult, TrialResult, describe
 from mjax.planner.time import Calibration, bottlenecks, run_tokens
 from mjax.step.precision import uses_float8
@@ -334,16 +334,13 @@ def forecast_section(config: Config, law: ScalingLaw | None, is_budget: bool) ->
         more = needed / (factor * tokens) - 1
         possible = f"{format_tokens(round(needed))} tokens, {more:+.0%} training compute" if more < 100 else "never"
         costs.append(f"{size} as large: {possible}")
-        smaller.append(
-            {"parameters": parameters / factor, "tokens": needed, "compute": 1 + more} if more < 100 else None
-        )
-    values = {"loss": forecast.loss, "source": law.source, "same_loss": smaller, "interval": None}
-    if law.draws:
-        values["interval"] = [forecast.low, forecast.high]
+        same = {"parameters": parameters / factor, "tokens": needed, "compute": 1 + more}
+        smaller.append(same if more < 100 else None)
+    interval = [forecast.low, forecast.high] if law.draws else None
+    values = {"loss": forecast.loss, "interval": interval, "source": law.source, "same_loss": smaller}
     tuned = [f"{optimizer.learning_rate:g}, batch {config.train.global_batch}, {optimizer.parametrization}"]
-    names = ("optimizer.learning_rate", "optimizer.parametrization", "train.global_batch")
-    settings, now = law.settings, describe_settings(config)
-    if different := [f"{name} {settings[name]}" for name in names if settings.get(name, now[name]) != now[name]]:
+    then, now = law.settings, describe_settings(config)
+    if different := [f"{name} {then[name]}" for name in TUNED if then.get(name, now[name]) != now[name]]:
         tuned.append(f"the small runs had {', '.join(different)}")
     elif optimizer.parametrization == "standard":
         tuned.append("a larger model usually needs a lower one; in completep the best one is the same")
