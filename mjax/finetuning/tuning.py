@@ -10,8 +10,6 @@ All seeds share one compiled program. A finished seed is not trained again; an i
 checkpoint, with a bit-identical result.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

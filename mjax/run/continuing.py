@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mjax.checkpoint.folders import checkpoint_steps
-from mjax.config import Config, DataConfig, MeshConfig, differing_fields, read_config, read_settings, to_flag
+from mjax.config import Config, DataConfig, differing_fields, read_config, read_settings, to_flag
 from mjax.config.batch_size import BatchSizes, training_samples
-from mjax.config.checks import check_batch_sizes
 from mjax.config.datasets import parse_blend
 from mjax.config.marks import FILE_ONLY, FREE, NEW_RUN, RATE, TUNING, effective_value, field_marks, names_with
 from mjax.config.model import ModelConfig
@@ -107,7 +106,6 @@ def after_steps_taken(config: Config, folder: Path, step: int | None = None) -> 
     steps = checkpoint_steps(folder)
     if not steps:
         return replace(config, train=replace(config.train, batch_history=()))
-    check_batch_sizes(replace(config, mesh=MeshConfig(), train=replace(config.train, micro_batch=1)))
     before, last = read_config(folder / "config.json"), steps[-1] if step is None else step
     stretches = BatchSizes.from_config(before).stretches(last)
     for history in ((), before.train.batch_history, tuple(stretches)):
