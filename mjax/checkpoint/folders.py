@@ -6,8 +6,6 @@ CRC-32 of every file, host values, and a checksum of itself.
 A file that cannot be read is not damaged: reading is retried, and a file that stays unreadable is left alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

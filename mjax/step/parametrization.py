@@ -27,8 +27,6 @@ parametrization is an ordinary one, in generation, in an export, on every mesh. 
 they are clipped, so that their norm is the paper's.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, TypeVar
 
 import jax

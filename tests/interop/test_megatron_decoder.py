@@ -10,7 +10,7 @@ import pytest
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import SETTINGS, assume_arguments, decoder_config, describe_differences
 from mjax.interop.megatron.checkpoint import open_checkpoint
-from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, RankTensors, join_expert_ranks
+from mjax.interop.megatron.tensors import DECODER, MIXTURE, join_expert_ranks, join_tensor_ranks, split_fused
 from mjax.interop.weights import make_block_reader, match_tensors
 from scripts.make_megatron_settings import classify, read_classes
 from tests.interop.megatron_files import harmless_arguments
@@ -87,7 +87,7 @@ def share(layout, stage, rank, ranks, expert_rank=0, expert_ranks=1):
 
 
 def tensors_of(layout, ranks=1, expert_ranks=1, change=lambda shares: None):
-    """`RankTensors`; `change` takes what the expert ranks of tensor rank 0 and stage 0 hold."""
+    """`join_tensor_ranks`; `change` takes what the expert ranks of tensor rank 0 and stage 0 hold."""
     pieces = [
         [
             [share(layout, stage, rank, ranks, each, expert_ranks) for each in range(expert_ranks)]
@@ -97,12 +97,12 @@ def tensors_of(layout, ranks=1, expert_ranks=1, change=lambda shares: None):
     ]
     change(pieces[0][0])
     merged = [[join_expert_ranks(shares, "source") for shares in piece] for piece in pieces]
-    return RankTensors(merged, 3.0, "source", gated=True)
+    return join_tensor_ranks(merged, 3.0, "source", gated=True)
 
 
 def reader_of(tensors, arguments, family):
     model = decoder_config(arguments, tensors, "source", 3.0)
-    theirs = DecoderTensors(tensors, model, "source")
+    theirs = split_fused(tensors, model, "source")
     return make_block_reader(family, theirs, match_tensors(family, theirs, model, "source"), model, lambda size: None)
 
 
@@ -143,7 +143,7 @@ def test_decoder_shares_merge(ranks):
     )
     assert (model.rope_theta, model.norm_epsilon, model.rope_scaling) == (500_000, 1e-6, "none")
     check(reader_of(tensors, ARGUMENTS, DECODER), experts=False)
-    some = DecoderTensors(tensors, model, "source").read("decoder.layers.3.mlp.linear_fc1.up.weight", slice(2, 5))
+    some = split_fused(tensors, model, "source")["decoder.layers.3.mlp.linear_fc1.up.weight"][2:5]
     np.testing.assert_array_equal(some, matrix(3, "up", F, H)[2:5])
 
 
@@ -391,6 +391,6 @@ def test_harmless_arguments_change_no_decoder(tensors, said):
 def test_unsupported_arguments_are_refused_by_name(tensors, change, words):
     arguments = (OF_MIXTURE if tensors is TENSORS else ARGUMENTS) | change
     with pytest.raises(UsageError) as refused:
-        DecoderTensors(tensors, decoder_config(arguments, tensors, "source", 3.0), "source")
+        split_fused(tensors, decoder_config(arguments, tensors, "source", 3.0), "source")
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)

@@ -14,7 +14,7 @@ from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import split_into_virtual_stages
 from mjax.planner.layer import scores_in_chunks
 from mjax.planner.memory import predict_memory
-from tests.models.own_models import hybrid, mla
+from tests.models.own_models import hybrid, mtp
 from tests.small import batch_of, gradient_program
 from tests.traced import equations, traced_step
 
@@ -31,9 +31,9 @@ def means_of(config, **mesh):
 @pytest.mark.parametrize(
     ("config", "meshes"),
     [
-        (mla.config, [{"data": 2, "model": 2, "sequence_parallel": True, "zero": 3}, {"data": 2, "expert": 2}]),
-        (mla.config, [{"context": 2, "context_attention": way} for way in ("ulysses", "allgather")]),
-        (mla.config, [{"pipe": 2}, {"pipe": 3, "data": 2, "zero": 1}]),
+        (mtp.config, [{"data": 2, "model": 2, "sequence_parallel": True, "zero": 3}, {"data": 2, "expert": 2}]),
+        (mtp.config, [{"context": 2, "context_attention": way} for way in ("ulysses", "allgather")]),
+        (mtp.config, [{"pipe": 2}, {"pipe": 3, "data": 2, "zero": 1}]),
         (hybrid.config, [{"data": 2, "model": 2, "sequence_parallel": True}, {"pipe": 2, "zero": 1}]),
     ],
     ids=["latent attention", "latent attention over context", "latent attention in a pipeline", "hybrid"],
@@ -45,8 +45,8 @@ def test_means_are_those_of_one_device(config, meshes):
 
 
 def test_all_losses_of_a_model_are_in_chunks():
-    model = replace(mla.config.model, vocabulary=100, vocabulary_multiple=8)
-    config = replace(mla.config, model=model, precision=replace(mla.config.precision, compute="fp32"))
+    model = replace(mtp.config.model, vocabulary=100, vocabulary_multiple=8)
+    config = replace(mtp.config, model=model, precision=replace(mtp.config.precision, compute="fp32"))
     whole, chunked = (replace(config, train=replace(config.train, loss_chunks=chunks)) for chunks in (1, 3))
     np.testing.assert_allclose(means_of(chunked), means_of(whole), rtol=1e-6)
     logits = (config.train.micro_batch * config.model.sequence, config.model.padded_vocabulary)
@@ -65,8 +65,8 @@ def test_all_losses_of_a_model_are_in_chunks():
     [
         (hybrid.config, {"model": 2}),
         pytest.param(hybrid.config, {"pipe": 2}, marks=pytest.mark.ci),
-        pytest.param(mla.config, {"model": 2, "context": 2}, marks=pytest.mark.ci),
-        pytest.param(mla.config, {"pipe": 2}, marks=pytest.mark.ci),
+        pytest.param(mtp.config, {"model": 2, "context": 2}, marks=pytest.mark.ci),
+        pytest.param(mtp.config, {"pipe": 2}, marks=pytest.mark.ci),
     ],
     ids=["state", "state in a pipeline", "latent", "latent in a pipeline"],
 )

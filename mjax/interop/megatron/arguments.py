@@ -8,8 +8,6 @@ A model is a GPT or a BERT, or one of megatron-core's decoders: RMSNorm, rotary 
 no biases, and with --num-experts a mixture of experts.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import reprlib
@@ -22,7 +20,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from mjax.config import BERTConfig, GPTConfig, LlamaConfig, MixtureConfig, ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.megatron.tensors import EMBEDDING, POSITIONS, QKV, TRUNKS
-from mjax.interop.tensor_files import TensorInfo, Tensors
+from mjax.interop.tensor_files import LazyTensor, Tensors
 
 Activation = Literal["gelu_tanh", "gelu_erf"]
 
@@ -162,7 +160,7 @@ def _read_shapes(tensors: Tensors, trunk: str, source: str, mlp: str = "0.mlp.li
       source: the checkpoint, for messages.
       mlp: a layer and the second matrix of an MLP in it, for its width.
     """
-    layers = {int(match[1]) for name in tensors.infos if (match := re.match(rf"{trunk}\.layers\.(\d+)\.", name))}
+    layers = {int(match[1]) for name in tensors if (match := re.match(rf"{trunk}\.layers\.(\d+)\.", name))}
     return {
         "num_layers": max(layers, default=-1) + 1,
         "hidden_size": _dim_size(tensors, EMBEDDING, 1, source),
@@ -172,7 +170,7 @@ def _read_shapes(tensors: Tensors, trunk: str, source: str, mlp: str = "0.mlp.li
 
 
 def _dim_size(tensors: Tensors, name: str, dim: int, source: str) -> int:
-    shape = tensors.infos[name].shape if name in tensors.infos else ()
+    shape = tensors[name].shape if name in tensors else ()
     if len(shape) != 2:
         raise UsageError(f"{source} lacks the matrix {name}; copy the whole checkpoint, or convert another model")
     return shape[dim]
@@ -213,7 +211,7 @@ def model_config(
     """
     args = MegatronArguments(arguments or {}, source)
     args.check_known(SUPPORTED_VALUES, {"apply_residual_connection_post_layernorm"})
-    if kind == "gpt" and arguments is None and POSITIONS not in tensors.infos:
+    if kind == "gpt" and arguments is None and POSITIONS not in tensors:
         problem = f"neither args nor {POSITIONS}: its positions are rotary or missing, and args would describe them"
         raise UsageError(f"{source} has {problem}; save it again with Megatron, which stores args")
     shapes = _read_shapes(tensors, TRUNKS[kind], source)
@@ -300,7 +298,7 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
     heads = args.count("num_attention_heads", minimum=1)
     sequence = args.count("max_position_embeddings", minimum=1)
     experts = bool(args["num_experts"])
-    routers = [name for name in tensors.infos if name.endswith(".mlp.router.weight")]
+    routers = [name for name in tensors if name.endswith(".mlp.router.weight")]
     if routers and not experts:
         rows = _dim_size(tensors, routers[0], 0, source)
         problem = f"num_experts is missing among the arguments, and {routers[0]} has {rows} rows"
@@ -323,10 +321,10 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
         max_position_embeddings=sequence,
         **{field: shapes[argument] for field, argument in SHAPE_FIELDS.items()},
         qk_norm="head" if args["qk_layernorm"] else "none",
-        qkv_bias=f"{layer}.{QKV}.bias" in tensors.infos,
+        qkv_bias=f"{layer}.{QKV}.bias" in tensors,
         tie_embeddings=not args["untie_embeddings_and_output_weights"],
         **(
-            _mixture_fields(args, tensors.infos.get(router), shapes["num_layers"], width)
+            _mixture_fields(args, tensors.get(router), shapes["num_layers"], width)
             if experts
             else {"feed_forward": width}
         ),
@@ -354,7 +352,7 @@ of every layer, with T the tokens of a micro-batch or of a sequence, and the mea
 LOSS_TYPES = (*AUX_LOSS_SCOPES, "global_aux_loss", "none")
 
 
-def _mixture_fields(arguments: MegatronArguments, router: TensorInfo | None, layers: int, width: int) -> dict[str, Any]:
+def _mixture_fields(arguments: MegatronArguments, router: LazyTensor | None, layers: int, width: int) -> dict[str, Any]:
     """The fields of a `MixtureConfig` that a Llama does not have, and the width of the MLP.
 
     Args:

@@ -11,8 +11,6 @@ Megatron-Bridge writes no arguments. In their place each checkpoint has a run_co
 Classes and functions are compared by name, and never imported.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

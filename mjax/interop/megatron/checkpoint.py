@@ -7,8 +7,6 @@ The first file names one of the folders, whose files determine the format (torch
 architecture.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,11 +20,11 @@ from mjax.interop.megatron.arguments import is_decoder
 from mjax.interop.megatron.bridge import RUN_CONFIG, read_run_config
 from mjax.interop.megatron.tensors import (
     EXPERTS,
-    DistributedTensors,
     RankShard,
-    RankTensors,
     incomplete_error,
     join_expert_ranks,
+    join_tensor_ranks,
+    open_stacks,
     to_current_names,
 )
 from mjax.interop.model_folder import read_object
@@ -163,7 +161,7 @@ def _merge_ranks(folder: Path, files: Mapping[Rank, Path], contents: Mapping[Ran
     pieces = [[open_rank(*piece, rank) for rank in range(ranks)] for piece in product(chunks, range(stages))]
     old = any(name.startswith("language_model.") for name in names)
     version, missing = _read_version(first, folder, assumed=0 if old else 3)
-    tensors = RankTensors(pieces, version, str(folder), gated=kind == "decoder")
+    tensors = join_tensor_ranks(pieces, version, str(folder), gated=kind == "decoder")
 
     def open_slot(slot: str) -> Tensors:
         if slot == "param" and not any("fp32_from_fp16_params" in part for part in list_optimizers(first)):
@@ -322,7 +320,7 @@ def _open_distributed(folder: Path) -> MegatronCheckpoint:
     if entries.keys() & {*COMMON_ENTRIES}:
         stored = {strip_wrappers(name): tensor for name, tensor in stored.items() if name.startswith("model.")}
     kind = _detect_architecture(arguments, list(stored), folder)
-    tensors = DistributedTensors(folder, to_current_names(stored, kind, str(folder)))
+    tensors = open_stacks(folder, to_current_names(stored, kind, str(folder)))
     version, missing = _read_version(common, folder, assumed=3)
 
     def open_slot(slot: str) -> Tensors:
@@ -332,7 +330,7 @@ def _open_distributed(folder: Path) -> MegatronCheckpoint:
             return tensors
         if not moments:
             raise UsageError(f"{folder} has no {slot} for each weight; {SAVE_MOMENTS}")
-        return DistributedTensors(folder, to_current_names(moments, kind, str(folder)))
+        return open_stacks(folder, to_current_names(moments, kind, str(folder)))
 
     return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, None, False, common, open_slot)
 

@@ -8,8 +8,6 @@ Megatron trains on a `release` from step 0 with new moments. All tensors have th
 `GPTModel` and `BertModel`, `checkpoint_version` 3.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math
@@ -150,7 +148,7 @@ def _check_represented(model: ModelConfig, kind: Architecture, arguments: dict[s
     shapes |= {f"{layer}.{layout.QKV}.bias": (rows,)} if getattr(model, "qkv_bias", False) else {}
     shapes |= {f"{layer}.mlp.router.weight": (model.experts, model.hidden)} if model.experts else {}
     empty = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
-    tensors = layout.RankTensors([[empty]], 3.0, run)
+    tensors = layout.join_tensor_ranks([[empty]], 3.0, run)
     if kind == "decoder":
         represented: ModelConfig = decoder_config(arguments, tensors, run, 3.0)
     else:

@@ -9,13 +9,9 @@ of each module and states their order in a pattern:
 `*` is attention, `-` an MLP, `E` experts, and `|` a boundary of pipeline stages.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from mjax.errors import UsageError
 from mjax.interop.megatron.checkpoint import MegatronCheckpoint
@@ -52,11 +48,11 @@ def open_hybrid(checkpoint: MegatronCheckpoint) -> MegatronCheckpoint:
     if LAYER_SPEC.fullmatch(" ".join(map(str, arguments.get("spec") or []))):
         dropped.add("spec")
     settings: dict[str, Any] = {name: value for name, value in arguments.items() if name not in dropped}
-    tensors = HybridTensors(checkpoint.tensors, source)
+    tensors = _halve_layer_numbers(checkpoint.tensors, source)
     settings |= {"num_layers": len(sparse), **({"moe_layer_freq": sparse} if any(sparse) else {})}
 
-    def open_slot(slot: str) -> HybridTensors:
-        return HybridTensors(checkpoint.open_slot(slot), source)
+    def open_slot(slot: str) -> Tensors:
+        return _halve_layer_numbers(checkpoint.open_slot(slot), source)
 
     return replace(checkpoint, arguments=settings, tensors=tensors, open_slot=open_slot)
 
@@ -70,22 +66,15 @@ def _read_pattern(pattern: Any, name: str, source: str) -> list[int]:
     raise UsageError(f"{source}: {name} is {pattern!r}: {problem}; convert another model")
 
 
-class HybridTensors:
-    """`Tensors` of a `HybridModel`, with the layer numbers of a GPT: half of its own."""
+def _halve_layer_numbers(tensors: Tensors, source: str) -> Tensors:
+    """The tensors of a `HybridModel` with the layer numbers of a GPT: half of its own.
 
-    def __init__(self, tensors: Tensors, source: str):
-        """Renumber the layers.
-
-        Raises:
-          UsageError: two modules of the same kind follow each other.
-        """
-        self._tensors = tensors
-        self._origins: dict[str, str] = {}
-        for stored in tensors.infos:
-            name = re.sub(r"(?<=\.layers\.)\d+", lambda match: str(int(match[0]) // 2), stored)
-            if (earlier := self._origins.setdefault(name, stored)) != stored:
-                raise incomplete_error(f"{source} has both {earlier} and {stored}, which its pattern excludes")
-        self.infos = {name: tensors.infos[stored] for name, stored in self._origins.items()}
-
-    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        return self._tensors.read(self._origins[name], rows)
+    Raises:
+      UsageError: two modules of the same kind follow each other.
+    """
+    names: dict[str, str] = {}
+    for stored in tensors:
+        name = re.sub(r"(?<=\.layers\.)\d+", lambda match: str(int(match[0]) // 2), stored)
+        if (earlier := names.setdefault(name, stored)) != stored:
+            raise incomplete_error(f"{source} has both {earlier} and {stored}, which its pattern excludes")
+    return {name: tensors[stored] for name, stored in names.items()}

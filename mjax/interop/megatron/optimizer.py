@@ -13,8 +13,6 @@ default that optimizer saves the buffers of its ranks, which are not read. AdamW
 the groups, that of torch in each state, which the former cannot load.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -39,11 +39,13 @@ class DeepSeekConfig(ExpertsConfig, RotaryConfig):
     """Coefficient of the loss of this prediction, λ (DeepSeek-V3: 0.3, later 0.1)."""
     norm_epsilon: Annotated[Tuned, FILE_ONLY] = 1e-6
     """Added to the mean square in RMSNorm."""
+    latent_norm_epsilon: Annotated[Tuned, FILE_ONLY] = 1e-6
+    """Added to the mean square in the norms of the latents (in Hugging Face always 1e-6, in Megatron norm_epsilon)."""
 
     title: ClassVar[str] = "a DeepSeek"
     module: ClassVar[str] = "mjax.models.deepseek.model:DeepSeek"
     families: ClassVar[str] = "mjax.models.deepseek.huggingface:FAMILIES"
-    tie_embeddings, hidden_dropout = False, 0.0
+    tie_embeddings = False
 
     @property
     def head_size(self) -> int:
@@ -69,4 +71,4 @@ class DeepSeekConfig(ExpertsConfig, RotaryConfig):
 
     @property
     def has_router_bias(self) -> bool:
-        return self.router == "sigmoid"
+        return super().has_router_bias or self.router == "sigmoid"

@@ -91,7 +91,7 @@ class LatentAttention(nnx.Module):
         hidden, heads, std, rank = config.hidden, config.heads, config.init_std, config.q_lora_rank
         down = partial(ReplicatedLinear, width=hidden, std=std, dtype=dtype)
         up = partial(ColumnParallelLinear, split=0, std=std, dtype=dtype, bias=False)
-        norm = partial(RMSNorm, epsilon=config.norm_epsilon, dtype=dtype)
+        norm = partial(RMSNorm, epsilon=config.latent_norm_epsilon, dtype=dtype)
         self.config = config
         if rank is None:
             self.query = up(q_up, hidden, (heads, config.head_size))
