@@ -3,8 +3,6 @@
 This process imports no JAX, so a broken installation cannot stop it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

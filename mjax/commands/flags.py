@@ -52,10 +52,8 @@ OLD_FIELDS = {
     for section, names in RENAMED.items()
     for old, new in names.items()
 }
-SHORT_AXES = {
-    "mesh.pp": "mesh.pipe", "mesh.dp": "mesh.data", "mesh.tp": "mesh.model", "mesh.cp": "mesh.context",
-    "mesh.ep": "mesh.expert",
-}  # fmt: skip
+_SHORT_NAMES = {"pp": "pipe", "dp": "data", "tp": "model", "cp": "context", "ep": "expert"}
+SHORT_AXES = {f"mesh.{short}": f"mesh.{name}" for short, name in _SHORT_NAMES.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,5 @@
 """`mjax generate`: continue prompts with a run, or chat with it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -28,11 +26,8 @@ Decode, Ends = Callable[[list[int]], str], int | Sequence[int]
 Conversation = tuple[list[dict[str, Any]], Any]  # messages and tools
 
 
-def generate(arguments: GenerateArguments) -> int:
+def generate(arguments: GenerateArguments) -> None:
     """`mjax generate`: print prompts and continuations as they are generated; notices go to stderr.
-
-    Returns:
-      The exit code.
 
     Raises:
       UsageError: a flag is out of range, the run folder lacks a config, a tokenizer or a checkpoint, or there is no
@@ -52,7 +47,6 @@ def generate(arguments: GenerateArguments) -> int:
     writer = Writer(arguments)
     encoded = [writer.tokenizer.encode_prompt(prompt) for prompt in prompts]
     writer.write(prompts, encoded, prompts, writer.tokenizer.decode, writer.ends)
-    return 0
 
 
 class Writer:
@@ -133,7 +127,7 @@ def _is_terminal() -> bool:
 # --- Chat -------------------------------------------------------------------------------------------------------------
 
 
-def _chat(arguments: GenerateArguments) -> int:
+def _chat(arguments: GenerateArguments) -> None:
     """`mjax generate --chat`."""
     conversations, questions = _read_chat(arguments)
     writer = Writer(arguments)
@@ -147,12 +141,11 @@ def _chat(arguments: GenerateArguments) -> int:
     if conversations:
         several = len(conversations) > 1
         write(conversations, [f"{messages[-1].get('content')}\n" if several else "" for messages, _ in conversations])
-        return 0
+        return
     for question in filter(str.strip, questions):
         history.append({"role": "user", "content": question})
         (answer,) = write([([], None)], [""])
         history.append({"role": "assistant", "content": answer.continuation})
-    return 0
 
 
 def _read_chat(arguments: GenerateArguments) -> tuple[list[Conversation], Iterable[str]]:

@@ -3,8 +3,6 @@
 It is `train.py` with other defaults, which it prints, and takes its flags.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

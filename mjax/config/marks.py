@@ -85,7 +85,7 @@ FILE_ONLY = tyro.conf.Fixed
 def effective_value(settings: Any, name: str) -> Any:
     """The value of a field, or of its property (`By`) while the field is unset."""
     value = getattr(settings, name)
-    sources = [mark.property for mark in _marks(type(settings))[name] if isinstance(mark, By)]
+    sources = [mark.property for mark in _marks(type(settings)).get(name, ()) if isinstance(mark, By)]
     return getattr(settings, sources[0]) if value is None and sources else value
 
 

@@ -5,6 +5,8 @@ One `Config` describes one run. A short Python file defines it (`configs/gpt_8b.
 module imports no JAX, so `--help` is fast.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import json
@@ -305,6 +307,9 @@ class LogConfig:
     """Weights & Biases project to log to (needs the wandb package)."""
     trackio: Annotated[str | None, PER_PROCESS] = None
     """Trackio project to log to (needs the trackio package)."""
+    scaling: Annotated[str | None, PER_PROCESS] = None
+    """The scaling.json of `mjax scale`: its forecast is drawn into loss.png, and a validation loss outside of its
+    interval is reported."""
     prompt: Annotated[str | None, FILE_ONLY] = None
     """Prompt for the text sample at the end of training (by default the first tokens of validation data)."""
     sample_prompts: str | None = None

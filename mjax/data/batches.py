@@ -4,8 +4,6 @@ Samples are used in order: a batch begins where the previous one ended, whatever
 some devices reads its rows alone; they are the same however they are divided.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor

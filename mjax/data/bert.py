@@ -91,14 +91,17 @@ MASK_TOKEN_PROBABILITY, KEEP_TOKEN_PROBABILITY = 0.8, 0.5  # [MASK]; else the to
 
 @dataclass(frozen=True)
 class WordPieceVocabulary:
-    """Ids of a vocabulary that masking needs: the special ones, and the pieces that continue a word."""
+    """Ids of a vocabulary that masking needs: the special ones, and the pieces that continue a word.
+
+    Attributes:
+      is_continuation: True for "##" pieces, bool [vocabulary].
+    """
 
     cls: int
     sep: int
     mask: int
     pad: int
     is_continuation: np.ndarray
-    """True for "##" pieces, bool [vocabulary]."""
 
     @classmethod
     def from_tokenizer(cls, tokenizer: BertTokenizer) -> "WordPieceVocabulary":

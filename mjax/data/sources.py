@@ -6,8 +6,6 @@ data.path    data/a                        one dataset, divided by data.split in
 data.train_path, valid_path                one blend each, of whole datasets
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ The checksum of a tokenizer that passes, or that mjax trained, is stored for thi
 `gpt2` and `bert-…` have rules of mjax and need no trial.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Text from a trained model, and the options for sampling its tokens (`generate.sample_tokens`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

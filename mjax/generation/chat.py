@@ -16,8 +16,6 @@ put before an answer, is never trained (it would teach the model not to think), 
 answer already opens.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

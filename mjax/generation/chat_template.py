@@ -5,8 +5,6 @@ gigabytes. So a child process renders it (`mjax/utils/child.py`), with Jinja set
 (`apply_chat_template`).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -19,8 +19,6 @@ sequence overwrites its padding with its next tokens (`write_cache` explains why
 is an argument, so a second request of similar size compiles nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,36 +66,27 @@ from mjax.step.precision import COMPUTE_TYPES
 # tokens, and a continuation does not depend on the other prompts of a batch. Everything is float32.
 
 
-def sample_tokens(
-    logits: Array,
-    positions: Array,
-    vocabulary: int,
-    temperature: Array,
-    top_k: Array,
-    top_p: Array,
-    seed: Array,
-    streams: Array,
-) -> Array:
+def sample_tokens(logits: Array, positions: Array, vocabulary: int, request: dict[str, Array]) -> Array:
     """Sample the next token of each sequence: int32 [b].
 
     Args:
       logits: [b, v]; ids from `vocabulary` on are padding of the embedding and never sampled.
       positions: int [b], the positions of the new tokens.
-      temperature, top_k, top_p, seed: as in `Sampling`, scalars; they may be traced.
-      streams: uint32 [b], of noise; sequences of one stream have the same noise.
+      request: "temperature", "top_k", "top_p" and "seed", as in `Sampling`, scalars; and "streams", uint32 [b], of
+        noise: sequences of one stream have the same noise.
     """
     is_token = jnp.arange(logits.shape[-1]) < vocabulary
     logits = jnp.where(is_token, logits.astype(jnp.float32), -jnp.inf)
 
     def noisy(logits):
         # Shift the largest to 0 first: divided by a tiny temperature, none overflows to +∞.
-        scaled = (logits - logits.max(-1, keepdims=True)) / temperature
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), streams)
+        scaled = (logits - logits.max(-1, keepdims=True)) / request["temperature"]
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(request["seed"]), request["streams"])
         keys = jax.vmap(jax.random.fold_in)(keys, positions)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
-        return jnp.where(sampling_mask(scaled, top_k, top_p), scaled + noise, -jnp.inf)
+        return jnp.where(sampling_mask(scaled, request["top_k"], request["top_p"]), scaled + noise, -jnp.inf)
 
-    scores = jax.lax.cond(temperature > 0, noisy, lambda logits: logits, logits)
+    scores = jax.lax.cond(request["temperature"] > 0, noisy, lambda logits: logits, logits)
     return jnp.argmax(scores, -1).astype(jnp.int32)
 
 
@@ -328,8 +317,7 @@ def _decode(
 
     def step(carry: tuple[_State, Array, Array]) -> tuple[_State, Array, Array]:
         state, _, left = carry
-        settings = {name: request[name] for name in ("temperature", "top_k", "top_p", "seed", "streams")}
-        sampled = sample_tokens(state.logits, state.lengths, config.model.vocabulary, **settings)
+        sampled = sample_tokens(state.logits, state.lengths, config.model.vocabulary, request)
         at_eod = state.at_eod | (~state.ended & (sampled[:, None] == request["eod"]).any(-1))
         grows = ~state.ended & ~at_eod
         is_next = jnp.arange(state.tokens.shape[1]) == state.lengths[:, None]

@@ -155,8 +155,9 @@ def export_family(model: ModelConfig) -> Family:
     """The family for exporting a model of mjax."""
     if getattr(model, "mlm_activation", None) not in (None, getattr(model, "activation", None)):
         raise UsageError("transformers has one activation for MLP and MLM head, and this BERT two; convert another")
-    if is_user_defined(type(model)):
-        raise UsageError(f"mjax convert has no names for {model.title}; `mjax.open_run(RUN).weights` has its weights")
+    if is_user_defined(type(model)) and not model.families:
+        fix = "state `families` in its config, or use `mjax.open_run(RUN).weights`"
+        raise UsageError(f"mjax convert has no names for {model.title}; {fix}")
     differences = {}
     for family in families():
         if not (difference := unlike(family, model)):

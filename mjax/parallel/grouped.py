@@ -41,8 +41,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from mjax.parallel import mappings, named_scopes
-from mjax.parallel.autodiff import with_backward
+from mjax.parallel import named_scopes
+from mjax.parallel.autodiff import match_varying_axes, with_backward
 from mjax.parallel.reductions import accumulation_dtype
 
 TILE_ROWS = {"xla": 64, "pallas": 128}
@@ -147,15 +147,11 @@ def grouped_matmul(
     """
     expected = len(groups.of_tile) * groups.rows, len(groups.first), x.dtype
     if (x.shape[0], kernels.shape[0], kernels.dtype) != expected or x.shape[1:] != kernels.shape[1:2]:
-        raise ValueError(
-            f"grouped_matmul() takes x [tiles · rows, h] and kernels [E, h, f] of one dtype; it got {x.dtype} "
-            f"{x.shape} and {kernels.dtype} {kernels.shape} for {len(groups.of_tile)} tiles of {groups.rows} rows in "
-            f"{len(groups.first)} groups"
-        )
+        given = f"{x.dtype} {x.shape} and {kernels.dtype} {kernels.shape}"
+        raise ValueError(f"grouped_matmul() takes x [tiles · rows, h] and kernels [E, h, f] of one dtype; got {given}")
     if kernel != "xla" and (groups.rows < MULTIPLE or groups.rows & (groups.rows - 1)):
         raise ValueError(f"the kernel {kernel} has tiles of 16, 32, 64 … rows; these have {groups.rows}")
-    axes = frozenset().union(*map(mappings.varying_axes, jax.tree.leaves((x, kernels, groups))))
-    x, kernels, groups = jax.tree.map(partial(mappings.vary, axes=axes), (x, kernels, groups))
+    x, kernels, groups = match_varying_axes(x, kernels, groups)
     if kernel == STAND_IN:
         with jax.named_scope(named_scopes.GROUPED):
             return x @ kernels[0]

@@ -14,9 +14,9 @@ Weights among them are recognized and not copied. So recomputation inside a stag
 only the residuals that its `jax.checkpoint` saves.
 
 **Stages may differ.** Virtual stages with equally many layers of each stack are of one kind. The kinds are branches of
-the conditionals around F and B, each with its own layers and backward program. Every device has the same arrays, so it
-has as many rows of each stack of layers as the stage with most, of which a virtual stage reads its own. The residuals
-of all kinds share the buffer: one after the other in one flat array of each type, as long as the kind with most needs.
+the conditionals around F and B, each with separate layers and a backward program. Every device has the same arrays:
+as many rows of each stack of layers as the stage with most, of which a virtual stage reads its layers. The residuals of
+all kinds share the buffer: one after the other in one flat array of each type, as long as the kind with most needs.
 
 **Collectives over `model` inside a conditional are sound**, and collectives over `data` too: all ranks of such a group
 are on the same stage, read the same column and take the same branch. Collectives over `pipe` would hang. So everything
@@ -105,10 +105,10 @@ def pipeline_gradients(
     )
 
     def tick(state: _State, row: dict) -> tuple[_State, None]:
-        # Stored first: a write after the reads would make XLA copy both buffers in every tick.
-        activations = write_slot(state.activations, row["receive_activation"], state.received[0])
-        gradients = write_slot(state.gradients, row["receive_gradient"], state.received[1])
         f, b = row["forward"], row["backward"]
+        # Stored first: a write after the reads would make XLA copy both buffers in every tick.
+        activations = write_slot(state.activations, f["receive"], state.received[0])
+        gradients = write_slot(state.gradients, b["receive"], state.received[1])
         branches = [partial(kind.forward, f) for kind in stage.kinds]
         carry = activations[f["message"]], state.outputs, state.residuals, state.means
         y, outputs, residuals, means = run_branch(named_scopes.F, f["on"], branches, *carry)
@@ -131,7 +131,7 @@ def pipeline_sums(schedule: PipelineSchedule, program: StageProgram, shared: Wei
     def tick(carry, row):
         received, activations, total, aux = carry
         slot = row["forward"]
-        activations = write_slot(activations, row["receive_activation"], received)
+        activations = write_slot(activations, slot["receive"], received)
 
         def forward(kind, x, total, aux):
             y, new = kind.run_layers(slot, kind.blocks(slot), kind.input(slot, x))
@@ -355,21 +355,16 @@ def _count_rows(like) -> int:
     return -(-like.size // LANES)
 
 
-def _column(schedule: PipelineSchedule, kinds: tuple[int, ...]) -> dict:
+def _column(schedule: PipelineSchedule, kinds: tuple[int, ...]) -> dict[str, dict[str, Array]]:
     """This stage's column of the table: for each kind of operation its fields, int32 [ticks]; `on` counts the kinds of
     stages from 1."""
-    stage = mappings.rank(PIPE)
-
-    def local(table) -> Array:
-        return jnp.asarray(table)[:, stage]
-
-    column = {name: local(getattr(schedule, name)) for name in ("receive_activation", "receive_gradient")}
-    for kind in ("forward", "backward"):
-        if (slots := getattr(schedule, kind)) is not None:
-            fields = {name: local(table) for name, table in vars(slots).items()}
+    stage, column = mappings.rank(PIPE), {}
+    for name in ("forward", "backward"):
+        if (slots := getattr(schedule, name)) is not None:
+            fields = {field: jnp.asarray(table)[:, stage] for field, table in vars(slots).items()}
             virtual_stage = fields["chunk"] * schedule.stages + stage
             on = fields["on"] * (1 + jnp.asarray(kinds)[virtual_stage])
-            column[kind] = {**fields, "on": on, "virtual_stage": virtual_stage}
+            column[name] = {**fields, "on": on, "virtual_stage": virtual_stage}
     return column
 
 

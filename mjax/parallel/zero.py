@@ -132,10 +132,11 @@ def layer_rows(model, mesh: MeshConfig) -> list[StackRows | None]:
 def split_into_virtual_stages(model, mesh: MeshConfig):
     """The model with its layers as [V, l / V, …] if each stage has V chunks of equally many."""
     leaves, structure = jax.tree.flatten(model)
-    return structure.unflatten(
-        weight.reshape(rows.chunks, -1, *weight.shape[1:]) if num_layer_dims(rows) == 2 else weight
-        for weight, rows in zip(leaves, layer_rows(model, mesh), strict=True)
-    )
+    return structure.unflatten(map(_split_layers, leaves, layer_rows(model, mesh)))
+
+
+def _split_layers(weight: Array | np.ndarray, rows: StackRows | None) -> Array | np.ndarray:
+    return weight.reshape(rows.chunks, -1, *weight.shape[1:]) if num_layer_dims(rows) == 2 else weight
 
 
 def num_layer_dims(rows: StackRows | None) -> int:
@@ -194,9 +195,7 @@ def add_to_shards(model, whole: dict[str, Array], plan):
         added = remaining.pop(leaf_name(path), None)
         if added is None:
             return shard
-        if num_layer_dims(storage.rows) == 2:
-            added = added.reshape(storage.rows.chunks, -1, *added.shape[1:])
-        return shard + local_shard(added.astype(shard.dtype), storage.spec)
+        return shard + local_shard(_split_layers(added, storage.rows).astype(shard.dtype), storage.spec)
 
     remaining = dict(whole)
     model = jax.tree_util.tree_map_with_path(add_shard, model, plan)
@@ -267,7 +266,8 @@ def gather_for_inference(model, plan, dtype):
 
     def gather(shard: Array, storage: Storage) -> Array:
         weight = storage.to_stage(storage.cast(shard, dtype))
-        storage = replace(storage, gathers=()) if storage.gather_per_layer else storage
+        if storage.gather_per_layer:
+            return weight
         return materialize_weight(weight, storage, dtype, gather=mappings.all_gather_invariant)
 
     return jax.tree.map(gather, model, plan)
@@ -304,18 +304,19 @@ def _gather_layer(shard: Array, storage: Storage, dtype, in_float8: bool) -> Arr
     def gather(shard, _):
         return mappings.vary(materialize_weight(shard, storage, dtype, in_float8), frozenset(REPLICAS))
 
-    def transpose(gradient, _):
-        return _reduce_layer_gradient(gradient.astype(jnp.promote_types(dtype, jnp.float32)), storage.gathers, stored)
+    @jax.named_scope(named_scopes.GRADIENT)
+    def reduce(gradient, _):
+        gradient = _reduce_scatter(gradient.astype(jnp.promote_types(dtype, jnp.float32)), storage)
+        return mappings.psum(gradient, mappings.varying_axes(gradient) - stored)
 
-    return linear_call(gather, transpose, shard)
+    return linear_call(gather, reduce, shard)
 
 
-@jax.named_scope(named_scopes.GRADIENT)
-def _reduce_layer_gradient(gradient: Array, gathers: Gathers, stored: frozenset[str]) -> Array:
-    """Reduce a layer's gradient over its replicas; return this device's shard, varying over `stored`."""
-    for names, dim in gathers:  # at most one: layers are gathered over `data`, never over `pipe`
+def _reduce_scatter(gradient: Array, storage: Storage) -> Array:
+    """This device's shard of a gradient, summed over the axes along which its weight was gathered."""
+    for names, dim in reversed(storage.gathers):
         gradient = mappings.reduce_scatter(gradient, names, dim)
-    return mappings.psum(gradient, mappings.varying_axes(gradient) - stored)
+    return gradient
 
 
 def save_all_but_gathered_weights(primitive, *_, **parameters) -> bool:
@@ -331,16 +332,14 @@ def save_all_but_gathered_weights(primitive, *_, **parameters) -> bool:
 def reduce_gradients(gradients, model, plan):
     """Sum every gradient over the ranks that have a part of it, and return the shard that this device stores.
 
-    After all micro-batches and in the dtype of the gradients (float32). `_reduce_layer_gradient` has summed layers that
-    are gathered one by one. The rule: scatter along the dims that were gathered, then sum over the axes on which the
+    After all micro-batches and in the dtype of the gradients (float32). Layers that are gathered one by one have summed
+    theirs. The rule: scatter along the dims that were gathered, then sum over the axes on which the
     gradient still varies and its weight does not. That covers data parallelism, the weights between regions under
     sequence parallelism, and the embedding at both ends of a pipeline.
     """
 
     def reduce(gradient: Array, shard: Array, storage: Storage) -> Array:
-        if not storage.gather_per_layer:
-            for names, dim in reversed(storage.gathers):
-                gradient = mappings.reduce_scatter(gradient, names, dim)
+        gradient = gradient if storage.gather_per_layer else _reduce_scatter(gradient, storage)
         gradient = storage.from_stage(gradient, shard)
         return mappings.psum(gradient, mappings.varying_axes(gradient) - mappings.varying_axes(shard))
 

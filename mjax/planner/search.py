@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right, insort
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import chain, product
@@ -48,9 +48,10 @@ from mjax.config.model import ModelConfig
 from mjax.config.pattern import count_groups
 from mjax.config.run import Recompute
 from mjax.errors import UsageError
-from mjax.models.build import mixing_class
+from mjax.models.build import count_active, mixing_class
 from mjax.planner.layer import model_flops, scores_in_chunks
 from mjax.planner.memory import HEADROOM, Memory, count_weights, predict_memory
+from mjax.planner.scaling import ScalingLaw
 from mjax.planner.time import Calibration, StepTime, TimePredictor
 from mjax.utils.figures import GIB
 from mjax.utils.progress import progress
@@ -241,6 +242,7 @@ def search(
     among: Collection[Config] | None = None,
     mean_of: Callable[[Config], float] | None = None,
     balance: Callable[[Config], Config] = lambda config: config,
+    least_of: Callable[[Config], float] = lambda config: 0.0,
 ) -> SearchResult:
     """Rank the candidates that fit: at least the `top` fastest, and all within `MAX_SLOWDOWN` times the fastest.
 
@@ -256,15 +258,17 @@ def search(
       among: the candidates; by default all.
       mean_of: the mean of `time_of` alone, which is called for all candidates.
       balance: moves layers between the stages of a pipeline, so that the slowest is faster.
+      least_of: a lower bound of the bytes of a config and of its changes in the search; others are not timed.
     """
     mean_of, timed = mean_of or (lambda config: time_of(config).mean), []
-    among = list(candidates(config, devices, fix) if among is None else among)
+    among = candidates(config, devices, fix) if among is None else among
+    among, out_of_memory = divide_by_memory(among, least_of, (1 - HEADROOM) * capacity)
     with progress("searching", len(among), transient=True) as advance:
         for candidate in among:
             timed.append((candidate, mean_of(candidate)))
             advance(1)
     timed.sort(key=itemgetter(1))
-    ranked, out_of_memory, fastest, tried = [], [], [], 0
+    ranked, fastest, tried = [], [], 0
     for candidate, mean in timed:
         if len(fastest) >= top and mean > max(MAX_SLOWDOWN * fastest[0], 1.001 * fastest[top - 1]):
             break
@@ -286,6 +290,24 @@ def search(
     return SearchResult(devices, capacity, sorted(ranked, key=sort_key), out_of_memory, len(timed) - tried)
 
 
+def divide_by_memory(
+    candidates: Iterable[Config], least_of: Callable[[Config], float], limit: float
+) -> tuple[list[Config], list[tuple[Config, float]]]:
+    """The candidates whose least memory is within the limit, and the others with their least memory or less."""
+    groups: dict[Any, list[Config]] = {}  # with ascending micro-batches, which need ever more
+    for candidate in candidates:
+        train = candidate.train
+        key = candidate.mesh, train.recompute, train.loss_chunks, candidate.micro_batches == 1
+        groups.setdefault(key, []).append(candidate)
+    possible, excluded = [], []
+    for group in groups.values():
+        count = bisect_right(group, limit, key=least_of)
+        possible += group[:count]
+        if larger := group[count:]:
+            excluded += product(larger, [least_of(larger[0])])
+    return possible, excluded
+
+
 @lru_cache(maxsize=8)
 def search_and_time(
     config: Config,
@@ -298,7 +320,8 @@ def search_and_time(
     """`search` with the planner's predictions of memory and time."""
     memory_of, time_of = make_predictors(gpu, calibration)
     usable, host = gpu.usable_bytes, gpu.host_bytes
-    functions = {"mean_of": time_of.mean, "balance": time_of.balance}
+    least_of = lambda config: predict_memory(config, gpu.compute_capability, least=True).total  # noqa: E731
+    functions = {"mean_of": time_of.mean, "balance": time_of.balance, "least_of": least_of}
     return search(config, devices, memory_of, time_of, usable, fix, host, among=among, **functions)
 
 
@@ -527,21 +550,30 @@ def largest_within(size: Callable[[int], float], limit: float, first: int = FIRS
 
 # --- The largest model of a budget ------------------------------------------------------------------------------------
 #
-# The models are those of the config in other widths and depths (`size_grid`). Each is trained on `tokens_per_parameter`
-# tokens for each of its parameters (20 are compute-optimal: arXiv 2203.15556, section 3.4). The first is searched as
-# with --devices alone, all others among its fastest settings; a model that fits with none of them is searched too.
+# The models are those of the config in other widths and depths (`size_grid`). Each is trained on `Budget.tokens`: 20
+# tokens per parameter are compute-optimal (arXiv 2203.15556, section 3.4), or a scaling law has another optimum. The
+# first is searched as with --devices alone, all others among its fastest settings; a model that fits with none of them
+# is searched too.
 
 
 MAX_WIDTH_FACTOR = 4  # times the width of the config: 64 times its parameters, and more with the deeper models
 
 
 class Budget(NamedTuple):
-    """GPUs for a number of days, and the training tokens for each parameter of a model."""
+    """GPUs for a number of days, and the training tokens for each parameter of a model: of a number that was given, or
+    at the optimum of a scaling law, or 20."""
 
     devices: int
     gpu: Gpu
     days: float
-    tokens_per_parameter: float = 20.0
+    tokens_per_parameter: float | None = None
+    law: ScalingLaw | None = None
+
+    def tokens(self, size: ModelSize) -> int:
+        """Training tokens of a model."""
+        if self.law is None or self.tokens_per_parameter:
+            return math.ceil((self.tokens_per_parameter or 20.0) * size.parameters)
+        return math.ceil(self.law.optimal_tokens(count_active(size.config.model)))
 
     def peak(self, config: Config) -> float:
         """FLOP/s of all devices at their peak."""
@@ -653,9 +685,9 @@ def largest_model(
         print_line(f"{parameters} parameters on {tokens} tokens: {trial.duration}")
         return math.log(trial.days if trial.best else max(2 * trial.days_at_peak, 1.01 * budget.days))
 
-    # Tokens grow with parameters, so days with their square: at first as by arXiv 2203.15556 at half of the peak.
+    # Tokens grow with parameters, so days with their square: at first 6 N D FLOPs at half of the peak.
     flops = budget.days * 86_400 * budget.peak(sizes[0].config) / 2
-    first = bisect_right(sizes, math.sqrt(flops / (6 * budget.tokens_per_parameter)), key=attrgetter("parameters"))
+    first = bisect_right(sizes, flops / 6, key=lambda size: size.parameters * budget.tokens(size))
     best = largest_within(log_days, math.log(budget.days), min(max(first, 1), len(sizes)), len(sizes))
     if not best:
         raise UsageError(
@@ -668,7 +700,7 @@ def largest_model(
 
 def try_size(size: ModelSize, budget: Budget, search: Callable[[Config], SearchResult]) -> TrialResult:
     """A model size with its length and fastest candidate; not searched if peak speed would not be enough."""
-    config = with_tokens(size.config, math.ceil(budget.tokens_per_parameter * size.parameters))
+    config = with_tokens(size.config, budget.tokens(size))
     samples = BatchSizes.from_config(config).samples_before(config.train.steps)
     flops = model_flops(config) * samples / config.train.global_batch
     days_at_peak = flops / budget.peak(config) / 86_400

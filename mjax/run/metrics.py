@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mjax.config.run import LogConfig
+    from mjax.planner.scaling import Forecast
     from mjax.run.loop import Run
 
 FLUSH_INTERVAL = 10.0  # seconds until TensorBoard scalars are on disk, at most
@@ -246,6 +247,7 @@ class MetricsLog(Callback):
         metrics: Sequence[Metric] = (),
     ):
         self.folder, self.metrics, self._names = folder, metrics, curve_names(metrics)
+        self.forecast: Mapping[float, Forecast] = {}  # of the validation loss, by step
         self._print_line, self._failed = print_line, set[str]()
         self._begin_after(step)
         self._drawing: Future | None = None
@@ -342,7 +344,7 @@ class MetricsLog(Callback):
 
     def _draw(self, curves: Mapping[str, Curve], shares: tuple[int, np.ndarray] | None) -> None:
         with self._warn_once("loss.png"):
-            draw_loss(curves, self.folder / "loss.png", self.folder.name, self.metrics)
+            draw_loss(curves, self.folder / "loss.png", self.folder.name, self.metrics, self.forecast)
         if shares is None:
             return
         with self._warn_once("experts.json"):

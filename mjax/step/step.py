@@ -9,6 +9,8 @@ the layers.
     the optimizer, on the float32 master weights, and the model's adjustments, such as the bias of a router
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -372,7 +374,7 @@ def split_micro_batches(config: Config, batch: dict[str, Array]) -> dict[str, Ar
     for name in batch.keys() & {"tokens", "labels"}:
         chex.assert_axis_dimension(batch[name], -1, config.model.sequence // config.mesh.context)
     sequences = rows * config.model.sequences
-    samples = mappings.data_parallel_rank() * sequences + jnp.arange(sequences)
+    samples = mappings.rank(axes.axes_splitting("batch")) * sequences + jnp.arange(sequences)
 
     tokens, positions = token_layout(config), config.model.sequence // config.mesh.context
 

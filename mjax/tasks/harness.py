@@ -15,13 +15,11 @@ The token `bos` precedes every text. Without `bos` the end-of-document id preced
 This module needs the package lm-eval; `mjax lm-eval` reports it if it is missing.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from jax.sharding import Mesh
@@ -104,7 +102,7 @@ class HarnessModel(TemplateLM):
         self.step, self.weights = restore_weights(run, self.scorer.abstract_model, step, tqdm.write)
 
     @classmethod
-    def from_run(cls, run: Run) -> HarnessModel:
+    def from_run(cls, run: Run) -> Self:
         """The model of a run that trains, on its mesh; set `weights` before each use.
 
         Raises:

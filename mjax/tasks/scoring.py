@@ -12,8 +12,6 @@ last positions of all windows of a width have unmasked labels, as in a question'
 these positions only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -74,11 +72,11 @@ class RowScorer:
 
     Attributes:
       abstract_model: ShapeDtypeStructs with shardings: the target for restoring weights.
+      head: inside `shard_map`: weights, residual stream after the last layer [b·s, h], micro-batch and the context of
+        its tokens → numbers per row [b, …], replicated over `model`.
     """
 
     head: Callable[[Model, Array, dict[str, Array], ForwardContext], Array]
-    """Inside `shard_map`: weights, residual stream after the last layer [b·s, h], micro-batch and the context of its
-    tokens → numbers per row [b, …], replicated over `model`."""
 
     def __init__(self, config: Config, mesh: Mesh):
         """Nothing is compiled or allocated before the first batch.

@@ -12,8 +12,6 @@ on request, which takes longer and has a lower loss. Ends of documents are never
 metrics as the dataset prepared from it.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

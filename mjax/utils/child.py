@@ -5,8 +5,6 @@ a megabyte. A library that panics, aborts or exceeds its memory ends only the ch
 wall-clock time is limited: for functions of mjax that may hang or abort, such as calls of a driver.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -4,8 +4,6 @@ An atomic write has four steps: write under a temporary name, bring that file to
 rename to the disk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -22,8 +22,6 @@ class DecoderConfig(GroupedQueryConfig, RotaryConfig, GatedMLPConfig):
     hidden_dropout: HiddenDropout = 0.0
     """Dropout rate on the embedding and on both residual branches of all layers."""
 
-    tie_embeddings = True
-
 
 @register
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ class ExpertsConfig(GatedMLPConfig):
     """Factor of the weights (DeepSeek-V3: 2.5)."""
     router_n_groups: Annotated[Count, Synonyms("moe-router-num-groups n-group")] = 1
     """Groups of adjacent experts: a token first selects groups and then experts in them."""
-    router_topk_groups: Annotated[Count | None, Synonyms("moe-router-group-topk topk-group")] = None
+    router_topk_groups: Annotated[Count | None, By("top_groups"), Synonyms("moe-router-group-topk topk-group")] = None
     """Groups that a token selects (by default all)."""
     router_group_best: Count = 2
     """Best scores of a group whose sum selects it (DeepSeek-V3: 2, DeepSeek-V2: 1)."""

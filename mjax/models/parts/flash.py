@@ -32,7 +32,7 @@ from mjax.config.kernels import BLOCK, FLASH_INTERPRETED, FUSED, AttentionWork, 
 from mjax.errors import UsageError
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
-from mjax.parallel import mappings
+from mjax.parallel.autodiff import match_varying_axes
 from mjax.parallel.random import keep_mask_from_words
 
 FLASH_STAND_IN = "cudnn, traced only"
@@ -223,8 +223,7 @@ def _never_run(results, *inputs: Array) -> list[Array]:
     def refuse(*_):
         raise NotImplementedError("this attention kernel stands in for cuDNN's in programs that are only traced")
 
-    axes = frozenset().union(*map(mappings.varying_axes, inputs))
-    return [mappings.vary(result, axes) for result in jax.pure_callback(refuse, results, *inputs)]
+    return list(match_varying_axes(jax.pure_callback(refuse, results, *inputs), inputs)[0])
 
 
 # --- In a program of the grid -----------------------------------------------------------------------------------------
