@@ -41,7 +41,7 @@ from mjax.config import Config, differing_fields, read_settings
 from mjax.config.batch_size import BatchSizes
 from mjax.config.model import is_user_defined
 from mjax.config.model_file import MODEL_FILE, read_model_file
-from mjax.config.plain_values import read
+from mjax.config.plain_values import read_if_exists
 from mjax.errors import UsageError, check_picture, one_sentence, suggestion
 from mjax.pictures.runs import Curve, draw_runs, smooth, smoothing_window
 from mjax.run.callbacks import KINDS, read_goodput, sum_activities
@@ -252,8 +252,8 @@ def _parameters(folder: Path, config: Config) -> int | None:
     if is_user_defined(type(config.model)):
         recorded = read_model_file(folder)
         return recorded and recorded.parameters
-    file = folder / "environment.json"
-    starts = read(list[_StartRecord], file, "remove it, and the next start writes another") if file.exists() else []
+    fix = "remove it, and the next start writes another"
+    starts = read_if_exists(list[_StartRecord], folder / "environment.json", fix)
     if starts and "parameters" in starts[-1]:
         return starts[-1]["parameters"]
     steps = [] if config.model.lora_rank else checkpoint_steps(folder)  # of adapters, without the weights below them

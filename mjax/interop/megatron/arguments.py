@@ -306,12 +306,7 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
     heads = args.count("num_attention_heads", minimum=1)
     sequence = args.count("max_position_embeddings", minimum=1)
     experts = bool(args["num_experts"])
-    router = next((name for name in tensors if re.fullmatch(r"decoder\..+\.mlp\.router\.weight", name)), None)
-    if router and not experts:
-        rows = _dim_size(tensors, router, 0, source)
-        problem = f"num_experts is missing among the arguments, and {router} has {rows} rows"
-        args.reject(problem, f"set num_experts to {rows} in args and save the checkpoint again")
-    router = router or f"{layer}.mlp.router.weight"
+    router = _find_router(args, tensors) or f"{layer}.mlp.router.weight"
     expert = f"{router.split('.')[2]}.mlp.experts.0.linear_fc2"
     shapes = _read_shapes(tensors, "decoder", source, expert if experts else "0.mlp.linear_fc2")
     width = shapes.pop("ffn_hidden_size")
@@ -349,6 +344,16 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
         rotary_percent=args.number("rotary_percent"),
         **_rope_scaling_fields(args),
     )
+
+
+def _find_router(args: MegatronArguments, tensors: Tensors) -> str | None:
+    """The name of the first router, which a dense decoder has not."""
+    router = next((name for name in tensors if re.fullmatch(r"decoder\..+\.mlp\.router\.weight", name)), None)
+    if router and not args["num_experts"]:
+        rows = _dim_size(tensors, router, 0, args.source)
+        problem = f"num_experts is missing among the arguments, and {router} has {rows} rows"
+        args.reject(problem, f"set num_experts to {rows} in args and save the checkpoint again")
+    return router
 
 
 def _rope_scaling_fields(arguments: MegatronArguments) -> dict[str, Any]:
