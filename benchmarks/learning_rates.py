@@ -52,7 +52,7 @@ FIRST = -7  # log₂ of the first rate
 
 
 class Model(NamedTuple):
-    """What is trained, with several rates."""
+    """A model that is trained with several rates."""
 
     parametrization: str
     width: int
