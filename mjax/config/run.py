@@ -18,7 +18,6 @@ import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -101,7 +100,7 @@ class MeshConfig:
     """Layers of each virtual stage, in order (by default as equal as possible). Fewer on the last stage make up for the
     head."""
 
-    @cached_property
+    @property
     def devices(self) -> int:
         """Devices of the mesh."""
         return math.prod(axes.sizes(self).values())
