@@ -15,17 +15,17 @@ import pytest
 from mjax.commands import cli, scale, train
 from mjax.commands.train import choose_config
 from mjax.config import read_config, save_config
-from mjax.config.run import write_config
+from mjax.config.run import to_dict, write_config
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.planner import scaling
-from mjax.planner.scaling import describe_settings, read_scaling
+from mjax.planner.scaling import read_scaling
 from mjax.run.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.small import small_config
 from tests.test_train_command import run_here
 
-LLAMA = {"kind": "llama", "layers": 4, "hidden": 64, "heads": 8, "kv_heads": 4, "sequence": 16, "dropout": 0.0}
+LLAMA = {"kind": "llama", "layers": 2, "hidden": 64, "heads": 8, "kv_heads": 4, "sequence": 16, "dropout": 0.0}
 COMPLETEP = {"parametrization": "completep", "base_width": 32, "base_depth": 2, "warmup_steps": 10}
 
 
@@ -77,7 +77,7 @@ def trained(monkeypatch):
     return names
 
 
-FLAGS = ("--config", "mine.py", "--output", "out", "--minutes", "30")
+FLAGS = ("--config", "mine.py", "--output", "out", "--minutes", "40")
 
 
 def test_ladder_leaves_law_table_and_picture(config, trained, tmp_path, capsys):
@@ -92,12 +92,12 @@ def test_ladder_leaves_law_table_and_picture(config, trained, tmp_path, capsys):
         line[-2]["parameters"],
         pytest.approx(4 * line[-2]["tokens"], rel=0.01),
     )
-    assert all(run["layers"] == max(run["hidden"] // 16, 2) for run in line)
+    assert all(run["layers"] == max(round(run["hidden"] / 32), 2) for run in line)
     needed = sum(run["flops"] / (6 * line[-1]["parameters"] * 1e4) + scale.SECONDS_PER_RUN for run in law.runs)
-    assert 900 < needed < 1800
+    assert needed < 2400
     assert (tmp_path / "out" / "scaling.png").stat().st_size > 10_000
     assert not (tmp_path / "out" / "probe").exists()
-    wanted = float(re.search(r"forecast at 10 × .*: (\d\.\d+) \(95%", text)[1])
+    wanted = float(re.search(r"10 × the compute .*: (\d\.\d+) \(95%", text)[1])
     largest = line[-1]
     size, tokens = 10**0.5 * largest["parameters"], 10**0.5 * largest["tokens"]
     assert wanted == pytest.approx(2.0 + 20 / size**0.3 + 30 / tokens**0.35, rel=0.01)
@@ -124,7 +124,7 @@ def test_repeated_command_trains_what_is_missing(config, trained, tmp_path, monk
     assert (tmp_path / "out" / "ladder.json").read_text() == plan
     capsys.readouterr()
     assert cli.main(["scale", *FLAGS, "--optimizer.learning-rate", "1"]) == 2
-    expected = "out has runs with optimizer.learning_rate 0.01, now 1.0; choose another --output"
+    expected = "out was planned with optimizer.learning_rate 0.01, now 1.0; choose another --output"
     assert expected in capsys.readouterr().err
     assert cli.main(["scale", *FLAGS, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["alpha"] > 0
@@ -167,7 +167,7 @@ def test_jobs_are_submitted_once(config, trained, tmp_path, monkeypatch, capsys)
         return "7\n"
 
     monkeypatch.setattr(scale, "run_command", slurm)
-    monkeypatch.setattr(scale, "_measure_speed", lambda *_: 1e10)
+    monkeypatch.setattr(scale, "_measure_speed", lambda *_: 1e11)
     for _ in range(2):
         assert cli.main(["scale", *FLAGS, "--sbatch", "partition=gpu"]) == 0
         assert "when the jobs are done, repeat the command" in capsys.readouterr().out
@@ -214,7 +214,7 @@ def test_impossible_ladders_are_rejected(config, trained):
             "1",
             "--model.kv-heads",
             "1",
-        ): r"mine.py has 4 sizes .* too few for --ladder 16",
+        ): r"mine.py has 3 sizes .* too few for --ladder 16",
     }.items():
         with pytest.raises(UsageError, match=message):
             scale.scale([*FLAGS[:4], *flags])
@@ -275,9 +275,10 @@ def test_killed_ladder_continues(config, tmp_path):
         config, scale.list_sizes(config),
     )  # fmt: skip
     (tmp_path / "out").mkdir()
-    settings = describe_settings(config) | {"tokens per parameter": "0.5", "runs": "3"}
-    (tmp_path / "out" / "ladder.json").write_text(json.dumps({"settings": settings, "runs": runs}))
-    environment = {**scale.os.environ, "PYTHONPATH": str(ROOT)}
+    flags = {"minutes": 1000, "ladder": 3, "tokens_per_parameter": 0.5}
+    plan = {"flags": flags, "config": to_dict(config), "runs": runs}
+    (tmp_path / "out" / "ladder.json").write_text(json.dumps(plan))
+    environment = {**scale.os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment)
     metrics = tmp_path / "out" / runs[-1]["name"] / "metrics.jsonl"
     while process.poll() is None and len(read_metrics(metrics)) < 20:
@@ -288,5 +289,5 @@ def test_killed_ladder_continues(config, tmp_path):
     assert 20 <= done < read_config(metrics.parent / "config.json").train.steps
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "forecast at 10 × the compute" in result.stdout
+    assert "10 × the compute of" in result.stdout
     assert len(json.loads((metrics.parent / "goodput.json").read_text())) == 2

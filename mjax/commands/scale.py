@@ -5,10 +5,10 @@
     OUTPUT/scaling.json      the law, for `mjax plan --scaling` and `train.py --log.scaling`
     OUTPUT/scaling.png       its picture
 
-All sizes have the config's head size and ratios of widths and depth; the lengths of warm-up and final decay are in
-proportion to the run. The runs have compute C, C/4, C/16, …, each with the same tokens per parameter, which is best for
-a forecast there. One more run has four times the tokens of the second largest, because on one line the effects of
-parameters and tokens cannot be told apart:
+All sizes have the config's head size and ratios of widths and depth, but at least four of its layers. Warm-up and final
+decay have the config's share of the steps. The runs have compute C, C/4, C/16, …, each with the same tokens per
+parameter, which is best for a forecast there. One more run has four times the tokens of the second largest, because on
+one line the effects of parameters and tokens cannot be told apart:
 
     parameters    N/8   N/4   N/2   N     N/2
     tokens        D/8   D/4   D/2   D     2 D
@@ -28,7 +28,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -40,13 +40,15 @@ from mjax.commands.train import choose_config, default_name
 from mjax.config import Config, differing_fields, load_config, read_config, read_settings, to_flag
 from mjax.config.batch_size import BatchSizes, format_tokens
 from mjax.config.checks import resolve, validate
+from mjax.config.marks import FREE, field_marks
 from mjax.config.model import ModelConfig
 from mjax.config.plain_values import read
+from mjax.config.run import from_dict, to_dict
 from mjax.data.corpus.tasks import run_command
 from mjax.data.indexed import digest_folder
 from mjax.errors import RunError, UsageError
 from mjax.pictures.scaling import draw_scaling
-from mjax.planner.scaling import COVERAGE, Point, ScalingLaw, describe_settings, fit_law
+from mjax.planner.scaling import COVERAGE, Point, ScalingLaw, describe_settings, fit_law, make_point
 from mjax.run.continuing import DIGESTS
 from mjax.run.metrics import read_end, read_metrics
 from mjax.step.learning_rate import decay_end
@@ -55,15 +57,16 @@ from mjax.utils.files import make_folder, write_whole
 
 PLAN, SCALING = "ladder.json", "scaling.json"
 PREEMPTED = 75  # exit code of a run that was stopped after a save
-RATIO, MAX_WIDTH_FACTOR, EVALUATIONS = 2, 4, 10
+RATIO, MAX_WIDTH_FACTOR, MIN_LAYERS, EVALUATIONS = 2, 4, 4, 10
 PROBE_STEPS, SECONDS_PER_RUN = 8, 20.0
 """Steps of the run that measures the speed; and seconds in which a run starts, compiles and ends."""
 
 
 class Plan(TypedDict):
-    """Contents of ladder.json: the runs, and the settings that they were planned with."""
+    """Contents of ladder.json: the runs, and the flags and the config that they were planned with."""
 
-    settings: dict[str, str]
+    flags: dict[str, float]
+    config: dict[str, Any]
     runs: list[Point]
 
 
@@ -117,13 +120,19 @@ def _plan(arguments: ScaleArguments, config: Config, folder: Path) -> list[Point
     Raises:
       UsageError: the folder has runs of other settings, or as `choose_runs`.
     """
-    settings = describe_settings(config)
-    settings |= {"tokens per parameter": f"{arguments.tokens_per_parameter:g}", "runs": str(arguments.ladder)}
-    if (folder / PLAN).exists():
-        plan = read(Plan, folder / PLAN, "remove it to plan again")
-        for name, now in settings.items():
-            if (then := plan["settings"].get(name)) != now:
-                raise UsageError(f"{folder} has runs with {name} {then}, now {now}; choose another --output")
+    file, flags = (
+        folder / PLAN,
+        {name: getattr(arguments, name) for name in ("minutes", "ladder", "tokens_per_parameter")},
+    )
+    if file.exists():
+        plan = read(Plan, file, "remove it to plan again")
+        changed = differing_fields(from_dict(plan["config"], str(file)), config)
+        changed = {name: pair for name, pair in changed.items() if FREE not in field_marks(config, name)}
+        changed |= {
+            name: (plan["flags"].get(name), now) for name, now in flags.items() if plan["flags"].get(name) != now
+        }
+        for name, (then, now) in changed.items():
+            raise UsageError(f"{folder} was planned with {name} {then}, now {now}; choose another --output")
         return plan["runs"]
     if config.optimizer.parametrization == "standard":
         advice = "the best learning rate differs between sizes; in completep it does not"
@@ -132,7 +141,7 @@ def _plan(arguments: ScaleArguments, config: Config, folder: Path) -> list[Point
     runs = choose_runs(arguments, config, sizes)
     for _ in range(2):  # small models reach fewer FLOP/s
         runs = choose_runs(arguments, config, sizes, _measure_speed(arguments, config, runs[-2], folder))
-    write_whole(folder / PLAN, json.dumps({"settings": settings, "runs": runs}, indent=1) + "\n")
+    write_whole(file, json.dumps(Plan(flags=flags, config=to_dict(config), runs=runs), indent=1) + "\n")
     return runs
 
 
@@ -142,8 +151,8 @@ def list_sizes(config: Config) -> list[Size]:
 
     model, sizes = config.model, []
     step = max(model.heads // model.groups, 1)
-    for heads in range(step, MAX_WIDTH_FACTOR * model.heads + 1, step):
-        layers = max(round(model.layers * heads / model.heads), min(model.layers, 2))
+    for heads in range(2 * step, MAX_WIDTH_FACTOR * model.heads + 1, step):
+        layers = max(round(model.layers * heads / model.heads), min(model.layers, MIN_LAYERS))
         resized = model.resize(model.hidden * heads // model.heads, layers)
         with contextlib.suppress(UsageError):  # a width that something does not divide
             validate(replace(config, model=resized))
@@ -195,10 +204,7 @@ def _ladder(arguments: ScaleArguments, config: Config, sizes: Sequence[Size]) ->
 def _make_run(config: Config, size: Size, tokens_per_parameter: float) -> Point:
     sample, sizes = config.model.sequences * config.model.sequence, BatchSizes.from_config(config)
     tokens = sizes.samples_before(sizes.steps_for(round(tokens_per_parameter * size.parameters / sample))) * sample
-    name = f"{format_tokens(size.parameters)}-{format_tokens(tokens)}"
-    model = {"layers": size.model.layers, "hidden": size.model.hidden}
-    values = {"parameters": size.parameters, "tokens": tokens, "flops": 6.0 * size.parameters * tokens, **model}
-    return Point(name=name, **values, loss=None, curve=[])
+    return make_point(f"{format_tokens(size.parameters)}-{format_tokens(tokens)}", size.model, size.parameters, tokens)
 
 
 def _run_config(config: Config, run: Point) -> Config:
@@ -230,11 +236,9 @@ def _train(config: Config, arguments: ScaleArguments, runs: Path, name: str, wai
     if _is_done(runs / name):
         return 0
     changes = differing_fields(load_config(arguments.config), config).items()
-    flags = [word for field, (_, new) in changes for word in shlex.split(to_flag(field, new))]
-    command = [sys.executable, "-m", "mjax", "train", "--config", arguments.config, "--name", name]
-    command += ["--runs", str(runs), *flags]
+    command = [sys.executable, "-m", "mjax", "train", "--config", arguments.config, "--name", name, "--runs", str(runs)]
+    command += [word for field, (_, new) in changes for word in shlex.split(to_flag(field, new))]
     if arguments.sbatch:
-        runs.mkdir(parents=True, exist_ok=True)
         options = [f"--{option}" for option in arguments.sbatch] + ["--wait"] * wait
         label = f"mjax-{runs}-{name}"
         if run_command("squeue", "--me", "--noheader", "--format=%A", f"--name={label}").split():
@@ -255,9 +259,7 @@ def _train(config: Config, arguments: ScaleArguments, runs: Path, name: str, wai
         for number, handler in before.items():
             signal.signal(number, handler)
     if code not in (0, PREEMPTED):
-        raise RunError(
-            f"{runs / name} ended with exit code {code}, for the reason above; repeat the command to continue"
-        )
+        raise RunError(f"{runs / name} ended with exit code {code}, for the reason above; repeat the command")
     return code
 
 
@@ -280,10 +282,8 @@ def _measure_speed(arguments: ScaleArguments, config: Config, run: Point, folder
 
 def _is_done(folder: Path) -> bool:
     """True if a run has taken all its steps."""
-    file = folder / "config.json"
-    return (
-        file.exists() and read_end(folder / "metrics.jsonl", TAIL).last.get("step") == read_settings(file).train.steps
-    )
+    file, last = folder / "config.json", read_end(folder / "metrics.jsonl", TAIL).last
+    return file.exists() and last.get("step") == read_settings(file).train.steps
 
 
 def read_run(folder: Path) -> Point:
@@ -303,11 +303,8 @@ def read_run(folder: Path) -> Point:
     curve = [[round(one["step"] / steps, 1), one["val_loss"]] for one in records if "val_loss" in one]
     if not curve:
         raise UsageError(f"{folder} has no validation loss; train it with --train.eval-interval above 0")
-    parameters, tokens = count_active(config.model), records[-1]["tokens"]
-    size = {"parameters": parameters, "layers": config.model.layers, "hidden": config.model.hidden}
-    flops, loss = 6.0 * parameters * tokens, curve[-1][1]
-    curve = [point for point in curve if point[1] is not None]
-    return Point(name=folder.name, **size, tokens=tokens, flops=flops, loss=loss, curve=curve)
+    size, shown = (config.model, count_active(config.model)), [point for point in curve if point[1] is not None]
+    return make_point(folder.name, *size, records[-1]["tokens"], curve[-1][1], shown)
 
 
 def check_comparable(folders: Sequence[Path]) -> None:
@@ -338,19 +335,15 @@ def describe(law: ScalingLaw, folder: Path) -> str:
         fit = law.predict(run["parameters"], run["tokens"]).loss
         sizes = f"{run['parameters']:,}", format_tokens(run["tokens"]), f"{run['flops']:.3g}"
         rows.append((run["name"], *sizes, f"{run['loss']:.4f}", f"{fit:.4f}", f"{fit / run['loss'] - 1:+.2%}"))
-    names = "log A", "log B", "log E", "α", "β"
-    low, high = np.percentile(law.draws, [50 - COVERAGE / 2, 50 + COVERAGE / 2], axis=0)
-    ends = [f"{name} {a:.2f} to {b:.2f}" for name, a, b in zip(names, low, high, strict=True)]
-    largest = law.largest
-    parameters, tokens = (round(10**0.5 * largest[name]) for name in ("parameters", "tokens"))
+    names, tails = ("log A", "log B", "log E", "α", "β"), (50 - COVERAGE / 2, 50 + COVERAGE / 2)
+    ends = zip(names, *np.percentile(law.draws, tails, axis=0), strict=True)
+    parameters, tokens = (round(10**0.5 * law.largest[name]) for name in ("parameters", "tokens"))
+    further = f"{format_tokens(parameters)} parameters and {format_tokens(tokens)} tokens"
     lines = [
         *format_table(header, rows),
-        "",
-        f"L = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.3f} + {law.B:.4g} / D^{law.beta:.3f}, {law.source}",
-        f"{COVERAGE}%: {', '.join(ends)}",
-        f"forecast at 10 × the compute of {largest['name']}, {format_tokens(parameters)} parameters and "
-        f"{format_tokens(tokens)} tokens: {law.predict(parameters, tokens)}",
-        "",
-        f"{folder / SCALING} is for mjax plan --scaling and train.py --log.scaling; picture: {folder / 'scaling.png'}",
+        f"\n{law.formula}, {law.source}",
+        f"{COVERAGE}%: {', '.join(f'{name} {low:.2f} to {high:.2f}' for name, low, high in ends)}",
+        f"10 × the compute of {law.largest['name']}, {further}: {law.predict(parameters, tokens)}",
+        f"\n{folder / SCALING} is for mjax plan --scaling and --log.scaling; picture: {folder / 'scaling.png'}",
     ]
     return "\n".join(lines)

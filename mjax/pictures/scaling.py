@@ -44,6 +44,5 @@ def draw_scaling(law: ScalingLaw, file: Path) -> None:
     axes.set(xlabel="compute 6 N D (FLOPs)", ylabel="validation loss (nats per token)")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    constants = f"L = {law.E:.3g} + {law.A:.3g} / N^{law.alpha:.3f} + {law.B:.3g} / D^{law.beta:.3f}"
-    add_heading(axes, "Loss forecast from small runs", f"{constants}, {law.source}")
+    add_heading(axes, "Loss forecast from small runs", f"{law.formula}, {law.source}")
     save(figure, file)

@@ -6,6 +6,7 @@ the cheapest changes that make it fit (`search.changes_that_fit`).
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -35,7 +37,7 @@ from mjax.parallel.mesh import make_mesh
 from mjax.planner import Section, error_bar, search
 from mjax.planner.layer import layer_forward, layer_kinds
 from mjax.planner.memory import HEADROOM, Memory, predict_memory, usable_memory
-from mjax.planner.scaling import PUBLISHED, ScalingLaw, describe_settings
+from mjax.planner.scaling import PUBLISHED, TUNED, ScalingLaw, describe_settings
 from mjax.planner.search import Budget, Candidate, MemoryOf, SearchResult, TrialResult, describe
 from mjax.planner.time import Calibration, bottlenecks, run_tokens
 from mjax.step.precision import uses_float8
@@ -119,7 +121,12 @@ def reject_out_of_memory(
     Raises:
       UsageError: always.
     """
-    smallest, size = min(result.out_of_memory, key=lambda pair: pair[1])
+    smallest, size = result.out_of_memory[0][0], math.inf
+    for candidate, least in sorted(result.out_of_memory, key=itemgetter(1)):
+        if least >= size:
+            break
+        if (needed := memory_of(candidate).total) < size:
+            smallest, size = candidate, needed
     enough = enough_devices(config, result.devices, memory_of, result.capacity, fix)
     advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {MAX_DEVICES:,} is enough either"
     why = f"takes {size / GIB:.1f} GiB of {result.capacity / GIB:.1f}, of which {HEADROOM:.0%} must stay free"
@@ -334,16 +341,13 @@ def forecast_section(config: Config, law: ScalingLaw | None, is_budget: bool) ->
         more = needed / (factor * tokens) - 1
         possible = f"{format_tokens(round(needed))} tokens, {more:+.0%} training compute" if more < 100 else "never"
         costs.append(f"{size} as large: {possible}")
-        smaller.append(
-            {"parameters": parameters / factor, "tokens": needed, "compute": 1 + more} if more < 100 else None
-        )
-    values = {"loss": forecast.loss, "source": law.source, "same_loss": smaller, "interval": None}
-    if law.draws:
-        values["interval"] = [forecast.low, forecast.high]
+        same = {"parameters": parameters / factor, "tokens": needed, "compute": 1 + more}
+        smaller.append(same if more < 100 else None)
+    interval = [forecast.low, forecast.high] if law.draws else None
+    values = {"loss": forecast.loss, "interval": interval, "source": law.source, "same_loss": smaller}
     tuned = [f"{optimizer.learning_rate:g}, batch {config.train.global_batch}, {optimizer.parametrization}"]
-    names = ("optimizer.learning_rate", "optimizer.parametrization", "train.global_batch")
-    settings, now = law.settings, describe_settings(config)
-    if different := [f"{name} {settings[name]}" for name in names if settings.get(name, now[name]) != now[name]]:
+    then, now = law.settings, describe_settings(config)
+    if different := [f"{name} {then[name]}" for name in TUNED if then.get(name, now[name]) != now[name]]:
         tuned.append(f"the small runs had {', '.join(different)}")
     elif optimizer.parametrization == "standard":
         tuned.append("a larger model usually needs a lower one; in completep the best one is the same")

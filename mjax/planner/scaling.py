@@ -20,12 +20,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import permutations, product
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 import numpy as np
 
 from mjax.config import Config
+from mjax.config.model import ModelConfig
 from mjax.config.plain_values import read
 from mjax.errors import UsageError
 from mjax.utils.files import write_whole
@@ -38,6 +40,11 @@ EXPONENTS, WIDTHS, BALANCED = (0.35, 0.35), (0.1, 0.1, 1.0), 20.0
 SHARES = tuple((a, b, 1 - a - b) for a, b in product((0.02, 0.1, 0.3), repeat=2))
 """Starts of the fit: shares of the three terms in the mean loss."""
 DRAWS, COVERAGE = 200, 95
+OF_LAW, TUNED = (
+    ("model.kind", "model.vocabulary"),
+    ("optimizer.learning_rate", "optimizer.parametrization", "train.global_batch"),
+)
+"""Settings that a law is of, and settings that the runs were tuned for."""
 
 
 class Point(TypedDict):
@@ -51,6 +58,14 @@ class Point(TypedDict):
     hidden: int
     loss: float | None
     curve: list[list[float]]
+
+
+def make_point(
+    name: str, model: ModelConfig, parameters: int, tokens: int, loss: float | None = None, curve: Sequence = ()
+) -> Point:
+    """A run, with its compute 6 N D."""
+    sizes = {"parameters": parameters, "tokens": tokens, "flops": 6.0 * parameters * tokens}
+    return Point(name=name, layers=model.layers, hidden=model.hidden, **sizes, loss=loss, curve=list(curve))
 
 
 class Forecast(NamedTuple):
@@ -92,6 +107,11 @@ class ScalingLaw:
     def constants(self) -> np.ndarray:
         """[log A, log B, log E, α, β]."""
         return np.array([*np.log([self.A, self.B, self.E]), self.alpha, self.beta])
+
+    @property
+    def formula(self) -> str:
+        """The law in numbers."""
+        return f"L = {self.E:.4g} + {self.A:.4g} / N^{self.alpha:.3f} + {self.B:.4g} / D^{self.beta:.3f}"
 
     @property
     def largest(self) -> Point:
@@ -140,11 +160,11 @@ class ScalingLaw:
         Raises:
           UsageError: the runs were of another architecture or vocabulary.
         """
-        for name, now in describe_settings(config).items():
-            then = self.settings.get(name, now)
-            if name in ("model.kind", "model.vocabulary") and then != now:
+        now = describe_settings(config)
+        for name, then in self.settings.items():
+            if name in OF_LAW and then != now[name]:
                 raise UsageError(
-                    f"{file} is of runs with {name} {then}, and this config has {now}; type mjax scale for it"
+                    f"{file} is of runs with {name} {then}, and this config has {now[name]}; type mjax scale for it"
                 )
 
     def write(self, file: Path) -> None:
@@ -168,11 +188,8 @@ def read_scaling(file: Path) -> ScalingLaw:
 
 
 def describe_settings(config: Config) -> dict[str, str]:
-    """The settings that the runs of a fit share, in words."""
-    sections = {"model": ("kind", "vocabulary", "sequence"), "data": ("path", "train_path", "valid_path", "split")}
-    sections |= {"optimizer": ("name", "learning_rate", "schedule", "parametrization"), "train": ("global_batch",)}
-    names = [(section, name) for section, fields in sections.items() for name in fields]
-    return {f"{section}.{name}": str(getattr(getattr(config, section), name)) for section, name in names}
+    """The settings of a run that a plan compares, in words."""
+    return {name: str(attrgetter(name)(config)) for name in (*OF_LAW, *TUNED)}
 
 
 # --- The fit ----------------------------------------------------------------------------------------------------------
