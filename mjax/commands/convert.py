@@ -39,10 +39,9 @@ from mjax.interop import lora, model_folder, tokenizer_files, weights
 from mjax.interop.convert import check_vocabulary, write_checkpoint, write_run
 from mjax.interop.megatron import arguments as megatron
 from mjax.interop.megatron import optimizer
-from mjax.interop.megatron.checkpoint import MegatronCheckpoint, open_checkpoint
+from mjax.interop.megatron.checkpoint import MegatronCheckpoint, open_checkpoint, open_hybrid
 from mjax.interop.megatron.export import Export, gather_tensors, make_command, plan_export, write_release
-from mjax.interop.megatron.hybrid import open_hybrid
-from mjax.interop.megatron.tensors import DECODER, MIXTURE, megatron_family, split_fused
+from mjax.interop.megatron.tensors import decoder_family, megatron_family, split_fused
 from mjax.interop.tensor_files import Tensors, open_tensors, parse_shard_size, write_tensors
 from mjax.interop.tokenizer_files import to_fast_tokenizer
 from mjax.interop.torch_files import import_torch
@@ -222,8 +221,7 @@ def _model(checkpoint: MegatronCheckpoint, arguments: FromMegatronArguments) -> 
     if flags := [name for name in ("heads", "activation") if getattr(arguments, name) is not None]:
         raise UsageError(f"{folder} says everything of its model itself; leave out --{flags[0]}")
     model = megatron.decoder_config(settings, tensors, folder, version)
-    family = MIXTURE if model.experts else DECODER
-    return model, family, split_fused(tensors, model, folder)
+    return model, decoder_family(model), split_fused(tensors, model, folder)
 
 
 def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: MegatronCheckpoint, rows: int) -> int:

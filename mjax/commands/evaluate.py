@@ -6,6 +6,8 @@ Invalid flags and files are reported before the weights are read. JAX is not imp
 devices have to be simulated before that.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -41,7 +41,7 @@ from mjax.config import Config, differing_fields, read_settings
 from mjax.config.batch_size import BatchSizes
 from mjax.config.model import is_user_defined
 from mjax.config.model_file import MODEL_FILE, read_model_file
-from mjax.config.plain_values import read
+from mjax.config.plain_values import read_if_exists
 from mjax.errors import UsageError, check_picture, one_sentence, suggestion
 from mjax.pictures.runs import Curve, draw_runs, smooth, smoothing_window
 from mjax.run.callbacks import KINDS, read_goodput, sum_activities
@@ -252,8 +252,8 @@ def _parameters(folder: Path, config: Config) -> int | None:
     if is_user_defined(type(config.model)):
         recorded = read_model_file(folder)
         return recorded and recorded.parameters
-    file = folder / "environment.json"
-    starts = read(list[_StartRecord], file, "remove it, and the next start writes another") if file.exists() else []
+    fix = "remove it, and the next start writes another"
+    starts = read_if_exists(list[_StartRecord], folder / "environment.json", fix)
     if starts and "parameters" in starts[-1]:
         return starts[-1]["parameters"]
     steps = [] if config.model.lora_rank else checkpoint_steps(folder)  # of adapters, without the weights below them
@@ -295,13 +295,19 @@ def compare_runs(arguments: CompareArguments) -> None:
         raise UsageError(f"{empty[0]} has no losses to compare; leave it out, or train it first")
 
     common = min(history.last["step"] for history in histories.values())
-    results = {name: {"parameters": _parameters(folder, configs[name])} for name, folder in runs.items()}
-    for name, history in histories.items():
-        results[name] |= read_results(history, common)
+    results = {
+        name: {"parameters": _parameters(folder, configs[name]), **read_results(histories[name], common)}
+        for name, folder in runs.items()
+    }
     draw_runs({name: (history.losses, history.validation) for name, history in histories.items()}, figure, x)
     if arguments.json:
         print(json.dumps({"runs": results, "settings": settings, "figure": str(figure)}, ensure_ascii=False))
-        return
+    else:
+        _print_comparison(names, results, settings, figure)
+
+
+def _print_comparison(names: list[str], results: dict[str, dict], settings: dict[str, dict], figure: Path) -> None:
+    """Print a column for each run: its results, by run, then the settings that differ, by setting."""
     rows = [(result, *(_format_value(results[name][result]) for name in names)) for result in results[names[0]]]
     rows += [(setting, *(_format_value(values[name]) for name in names)) for setting, values in settings.items()]
     print(*format_table(("", *names), rows), "", f"settings that differ: {len(settings)}; curves in {figure}", sep="\n")

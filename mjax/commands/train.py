@@ -63,11 +63,9 @@ class TrainArguments:
     force: bool = False
     """Train even if the run is predicted not to fit into GPU memory."""
     deterministic: bool = False
-    """On GPUs: use only bit-reproducible kernels, the same at every start, so that a repeated or resumed run has the
-    same losses. Slower. CPUs need no flag."""
+    """Only bit-reproducible GPU kernels: a repeated or resumed run has the same losses. Slower. CPUs need no flag."""
     profile: str | None = None
-    """START:END: profile the steps from START up to END - 1, as in a Python slice. Prints where their time went and
-    writes a trace into RUN/profile."""
+    """START:END, as a Python slice: profile these steps. Prints where their time went; a trace is in RUN/profile."""
     usual: ClassVar = {
         "the run": ("config", "name", "run", "init", "step"),
         "data and length": ("data.path", "train.steps", "train.tokens", "train.global-batch", "train.micro-batch"),

@@ -33,7 +33,7 @@ from mjax.cluster.processes import is_first
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config, save_config
 from mjax.config.batch_size import BatchSizes
-from mjax.config.plain_values import read
+from mjax.config.plain_values import read_if_exists
 from mjax.data.sources import TrainingData
 from mjax.errors import UnhealthyError
 from mjax.models.bert.model import HEAD
@@ -338,9 +338,8 @@ def read_epochs(folder: Path) -> list[dict]:
     Raises:
       UsageError: it is damaged.
     """
-    file = folder / "epochs.json"
     fix = f"remove {folder}, to train this seed from scratch"
-    return read(list[EpochResult], file, fix) if file.exists() else []
+    return read_if_exists(list[EpochResult], folder / "epochs.json", fix) or []
 
 
 def find_best(epochs: list[dict], metric: str) -> dict:

@@ -1,5 +1,7 @@
 """Opening a trained run: its config on another mesh, its tokenizer, and only the weights of its state."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Generated text: samples of prompts, text that appears while it grows, and `mjax.generate` from Python."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path

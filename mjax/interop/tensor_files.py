@@ -40,6 +40,9 @@ SAFETENSORS, PYTORCH_BIN = "model.safetensors", "pytorch_model.bin"
 FLOAT_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(bfloat16)}
 """Dtypes that float32 represents exactly."""
 FLOAT8, FLOAT8_SCALES, FLOAT8_BLOCK = "F8_E4M3", "_scale_inv", 128
+FLOAT32_NAMES = ("_correction_bias", ".expert_bias")
+"""Tensors that files always have in float32, as transformers and Megatron compute with them: in another dtype a router
+would choose other experts."""
 DTYPE_NAMES = {dtype.name: word for word, dtype in FLOAT_DTYPES.items()}
 """safetensors' names of these dtypes, by their names in NumPy and torch."""
 
@@ -212,13 +215,14 @@ def write_tensors(
       folder: exists.
       shapes: of the tensors, by name, in the order in the files.
       parts: name, first row, and rows of a tensor; each row of each tensor once, in any order.
-      dtype: of the files.
+      dtype: of the tensors but `FLOAT32_NAMES`.
       max_shard_size: maximum bytes of tensors in a file; a larger tensor has a separate file.
       on_written: called with the bytes of tensors written since the last call.
     """
     files: list[list[str]] = [[]]
     free = max_shard_size
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    dtypes = {name: np.dtype(np.float32) if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     for name, size in sizes.items():
         if size > free and files[-1]:
             files.append([])
@@ -232,10 +236,10 @@ def write_tensors(
         starts: dict[str, tuple[BinaryIO, int]] = {}
         for file, part in zip(names, files, strict=True):
             stream = stack.enter_context((folder / file).open("wb"))
-            starts |= _write_header(stream, {name: shapes[name] for name in part}, dtype)
+            starts |= _write_header(stream, {name: shapes[name] for name in part}, dtypes)
         remaining = dict(sizes)
         for name, first, rows in parts:
-            data = np.ascontiguousarray(rows.astype(dtype, copy=False)).view(np.uint8)
+            data = np.ascontiguousarray(rows.astype(dtypes[name], copy=False)).view(np.uint8)
             stream, start = starts[name]
             stream.seek(start + first * (sizes[name] // shapes[name][0]))
             on_written(stream.write(data.data))
@@ -249,7 +253,7 @@ def write_tensors(
     return names
 
 
-def _write_header(stream: BinaryIO, shapes: Shapes, dtype: np.dtype) -> dict[str, tuple[BinaryIO, int]]:
+def _write_header(stream: BinaryIO, shapes: Shapes, dtypes: Mapping[str, np.dtype]) -> dict[str, tuple[BinaryIO, int]]:
     """Write the beginning of a safetensors file: the length of the header in 8 bytes, and the header.
 
     The function of `safetensors` needs all tensors in memory.
@@ -260,8 +264,8 @@ def _write_header(stream: BinaryIO, shapes: Shapes, dtype: np.dtype) -> dict[str
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0
     for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype.name], "shape": shape, "data_offsets": [start, end]}
+        start, end = end, end + math.prod(shape) * dtypes[name].itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtypes[name].name], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     stream.write(struct.pack("<Q", len(text)) + text)

@@ -1,11 +1,12 @@
 """LoRA (arXiv 2106.09685, section 4.1): a model whose weights are frozen, with adapters that are trained.
 
-They are added to any model after it is built: to every column- or row-parallel layer of its stacked layers whose name
-is among `lora.targets`. The experts of a mixture are no such layers: they are frozen without adapters. A kernel W is
-unchanged, and the layer learns a product of two narrow matrices, A of r columns and B of r rows:
+They are added to any model after it is built: to every linear layer of its stacked layers whose name is among
+`lora.targets`. The experts of a mixture are no such layers: they are frozen without adapters. A kernel W is unchanged,
+and the layer learns a product of two narrow matrices, A of r columns and B of r rows:
 
     column-parallel    y_i = f(x) W_i + s · (f(x) A) B_i       A is whole on every rank, B split as W by columns
     row-parallel       y = g(x_i W_i + s · (x_i A_i) B)        A is split as W by rows, B whole on every rank
+    replicated         y = x W + s · (x A) B                  A and B are whole on every rank
 
 The adapter is inside the region of its layer: f is applied once for both, and g sums both together. A weight that is
 whole on every rank has a part of its gradient on each, and these are summed once a step (`grad_partial_over_model`).
@@ -27,13 +28,13 @@ from mjax.config.axes import MODEL
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 from mjax.parallel import mappings
-from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, local_columns
+from mjax.parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, local_columns
 from mjax.parallel.linear import Rows, column_parallel_input, linear
 from mjax.parallel.random import DropoutKey, dropout, dropout_tokens
 from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.weights import COLUMNS, IN, INPUTS, LAYER, OUT, OUTPUTS, PART, ROWS, make_param
 
-Linear = ColumnParallelLinear | RowParallelLinear
+Linear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
 
 
 class Adapter(nnx.Module):
@@ -93,6 +94,14 @@ class RowAdapter(Adapter):
         return linear(self.scale * mappings.vary(self.b[...], mappings.varying_axes(narrow)), narrow, 1)
 
 
+class ReplicatedAdapter(Adapter):
+    """The adapter of a replicated kernel: A [i, r], B [r, o]."""
+
+    def __call__(self, x: Float[Array, "t i"], tokens: TokenLayout, key: DropoutKey | None) -> Float[Array, "t o"]:
+        narrow = linear(self.a[...], dropout_tokens(x, self.dropout, key, tokens))
+        return linear(self.scale * self.b[...], narrow)
+
+
 # --- Adding adapters to a model ---------------------------------------------------------------------------------------
 
 
@@ -114,15 +123,14 @@ def add_adapters(model: nnx.Module, key: Array, dtype) -> nnx.Module:
         known |= set(targets)
         if parts:
             layer_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
-            make = _column_adapter if isinstance(layer, ColumnParallelLinear) else _row_adapter
-            layer.adapter = make(layer_key, layer, config, parts, dtype)
+            layer.adapter = _MAKERS[type(layer)](layer_key, layer, config, parts, dtype)
     if unknown := sorted(wanted - known - {"all"}):
         raise UsageError(f"--lora.targets {unknown[0]} is not a layer of {config.title}; use {' '.join(sorted(known))}")
     return model
 
 
 def linear_layers(model: nnx.Module) -> Iterator[tuple[str, str, Linear]]:
-    """The column- and row-parallel layers of the stacked layers: dotted path, last name, and the layer."""
+    """The linear layers of the stacked layers: dotted path, last name, and the layer."""
     for path, layer in nnx.iter_modules(model):
         if isinstance(layer, Linear) and LAYER in layer.kernel.get_metadata()["dims"]:
             yield ".".join(map(str, path)), str(path[-1]), layer
@@ -153,6 +161,21 @@ def _row_adapter(key: Array, layer: RowParallelLinear, config: ModelConfig, _, d
     a = make((*into, rank), (ROWS, *(IN,) * (len(into) - 1), OUT), uniform(math.prod(into)))
     b = make((rank, width), (IN, OUT), grad_partial_over_model=True)
     return RowAdapter(a, b, config.lora_scale, config.lora_dropout)
+
+
+def _replicated_adapter(key: Array, layer: ReplicatedLinear, config: ModelConfig, _, dtype) -> ReplicatedAdapter:
+    """Make the adapter for a kernel [*layers, i, o]."""
+    (layers, (width,), (out,)), rank = _kernel_sizes(layer), config.lora_rank
+    _check_rank(rank, width, out)
+    a, b = _matrix(key, layers, (width, rank), (IN, OUT), uniform(width), dtype=dtype), (rank, out)
+    return ReplicatedAdapter(a, _matrix(key, layers, b, (IN, OUT), dtype=dtype), config.lora_scale, config.lora_dropout)
+
+
+_MAKERS = {
+    ColumnParallelLinear: _column_adapter,
+    RowParallelLinear: _row_adapter,
+    ReplicatedLinear: _replicated_adapter,
+}
 
 
 def _matrix(key: Array, layers, shape, dims, initializer=jax.nn.initializers.zeros, *, dtype, **marks) -> nnx.Param:

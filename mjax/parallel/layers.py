@@ -139,6 +139,22 @@ class RowParallelLinear(nnx.Module):
         return y if self.bias is None else add_bias(y, self.bias[...])  # before the sum it would be added t times
 
 
+class ReplicatedLinear(nnx.Module):
+    """y = x A of this rank's rows; every rank of `model` has A."""
+
+    adapter: Any = None
+    """LoRA's, if it has one (`lora/adapters.py`)."""
+
+    def __init__(self, key: Array, width: int, out: int, std: float, dtype):
+        self.kernel = make_param(key, normal_init(std), (width, out), (IN, OUT), dtype)
+
+    def __call__(
+        self, x: Float[Array, "t i"], tokens: TokenLayout, key: DropoutKey | None = None
+    ) -> Float[Array, "t o"]:
+        y = linear.linear(self.kernel[...], x, frozen=is_frozen(self.kernel))
+        return y if self.adapter is None else y + self.adapter(x, tokens, key)
+
+
 class VocabParallelEmbedding(nnx.Module):
     """Token embedding split by vocabulary rows, used at both ends of the model (tied weights).
 

@@ -14,9 +14,9 @@ Weights among them are recognized and not copied. So recomputation inside a stag
 only the residuals that its `jax.checkpoint` saves.
 
 **Stages may differ.** Virtual stages with equally many layers of each stack are of one kind. The kinds are branches of
-the conditionals around F and B, each with its own layers and backward program. Every device has the same arrays, so it
-has as many rows of each stack of layers as the stage with most, of which a virtual stage reads its own. The residuals
-of all kinds share the buffer: one after the other in one flat array of each type, as long as the kind with most needs.
+the conditionals around F and B, each with separate layers and a backward program. Every device has the same arrays:
+as many rows of each stack of layers as the stage with most, of which a virtual stage reads its layers. The residuals of
+all kinds share the buffer: one after the other in one flat array of each type, as long as the kind with most needs.
 
 **Collectives over `model` inside a conditional are sound**, and collectives over `data` too: all ranks of such a group
 are on the same stage, read the same column and take the same branch. Collectives over `pipe` would hang. So everything
@@ -278,7 +278,7 @@ class _StageKind:
 
     # --- From F to B --------------------------------------------------------------------------------------------------
 
-    def _differentiate(self, slot: dict, x: Array) -> tuple[Array, Means, list[Array], _BackwardProgram]:
+    def _differentiate(self, slot: dict, x: Array) -> tuple[Array, Means, list, _BackwardProgram]:
         """The residual stream after the layers, their parts of means, and the derivative of both in two parts."""
         blocks = self.blocks(slot)
         trainable, frozen = partition_trainable(blocks)
@@ -308,7 +308,7 @@ class _StageKind:
         pullback = jax.tree.unflatten(self.backward_program.structure, map(find_leaf, self.backward_program.sources))
         return pullback((dy, loss_cotangents(self.program.loss_weights, self.means)))
 
-    def _write_residuals(self, buffers: dict, slot: Array, residuals: list[Array]) -> dict[ResidualType, Array]:
+    def _write_residuals(self, buffers: dict, slot: Array, residuals: list) -> dict[ResidualType, Array]:
         """The buffers with the residuals of a forward pass in a slot."""
         buffers = dict(buffers)
         for (key, place), value in zip(self.places, residuals, strict=True):

@@ -6,6 +6,7 @@ the cheapest changes that make it fit (`search.changes_that_fit`).
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -119,7 +121,12 @@ def reject_out_of_memory(
     Raises:
       UsageError: always.
     """
-    smallest, size = min(result.out_of_memory, key=lambda pair: pair[1])
+    smallest, size = result.out_of_memory[0][0], math.inf
+    for candidate, least in sorted(result.out_of_memory, key=itemgetter(1)):
+        if least >= size:
+            break
+        if (needed := memory_of(candidate).total) < size:
+            smallest, size = candidate, needed
     enough = enough_devices(config, result.devices, memory_of, result.capacity, fix)
     advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {MAX_DEVICES:,} is enough either"
     why = f"takes {size / GIB:.1f} GiB of {result.capacity / GIB:.1f}, of which {HEADROOM:.0%} must stay free"

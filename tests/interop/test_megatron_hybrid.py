@@ -8,8 +8,7 @@ import pytest
 
 from mjax.commands import cli
 from mjax.errors import UsageError
-from mjax.interop.megatron.checkpoint import MegatronCheckpoint, strip_wrappers
-from mjax.interop.megatron.hybrid import open_hybrid
+from mjax.interop.megatron.checkpoint import MegatronCheckpoint, open_hybrid, strip_wrappers
 from mjax.interop.megatron.tensors import join_tensor_ranks
 from mjax.interop.tensor_files import LazyTensor
 

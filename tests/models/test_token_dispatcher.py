@@ -97,10 +97,12 @@ def test_mean_number_of_rounds_is_a_metric(router, rounds):
 
 
 @pytest.mark.parametrize(
-    ("recompute", "compute"), [("none", "bf16"), pytest.param("full", "fp32", marks=pytest.mark.ci)]
+    ("recompute", "compute"),
+    [("none", "bf16"), *(pytest.param(way, "fp32", marks=pytest.mark.ci) for way in ("none", "full"))],
 )
 def test_memory_does_not_depend_on_the_router(recompute, compute, monkeypatch):
-    """A program with any number of rounds needs at most a tenth more than one with only the first."""
+    """One program runs any number of rounds; it needs at most a tenth more than one with only the first, of a balanced
+    router."""
 
     def temporaries():
         changes = {"sequence": 512, "hidden": 64, "moe_ffn_hidden": 64, "attention": "xla_blocks"}

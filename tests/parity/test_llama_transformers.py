@@ -375,6 +375,8 @@ def test_float8_weights_equal_transformers(tmp_path):
     assert read_config(tmp_path / "run" / "config.json").precision.compute == "bf16"
     assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
     exported = load_file(tmp_path / "out" / "model.safetensors")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert exported[bias].dtype == torch.float32, "which transformers computes with"
     assert len(matrices) > 50
     for name in matrices:
         assert torch.equal(exported[name], dequantize(tensors[name], tensors[f"{name}_scale_inv"], torch.bfloat16))

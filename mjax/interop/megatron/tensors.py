@@ -17,7 +17,7 @@ orders, which only `checkpoint_version` determines, not names or shapes.
 
 Of t ranks, each has its shard along out (column parallel, arXiv 1909.08053) or in (row parallel), or a full copy:
 
-    out    linear_qkv and linear_fc1 with their biases; the embedding and the output bias, by tokens
+    out    linear_qkv, linear_q_proj, linear_…_up_proj, eh_proj, linear_fc1; the embedding and output bias, by tokens
     in     linear_proj and linear_fc2, whose biases are full copies
            the same for each expert
     all    everything else
@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from mjax.config import LlamaConfig
+from mjax.config import LlamaConfig, ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.distributed_files import StoredTensor, StoredTensors
 from mjax.interop.tensor_files import LazyTensor, Tensors
@@ -109,8 +109,11 @@ VOCABULARY = (EMBEDDING, SCORES, SCORES_BIAS)
 FUSED_NORMS = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+    ".self_attention.q_layernorm.": ".self_attention.linear_q_up_proj.layer_norm_",
+    ".self_attention.kv_layernorm.": ".self_attention.linear_kv_up_proj.layer_norm_",
 }
-"""Names with TransformerEngine, which fuses a LayerNorm with the matrix after it; torch_dist always has them."""
+"""Names with TransformerEngine, which fuses a LayerNorm with the matrix after it; torch_dist always has the first two,
+and latent attention all, because megatron-core's kernel has one width for keys and values."""
 _NAME_CHANGES = (
     (r"^language_model\.(transformer|encoder)\.", "TRUNK."),
     (r"^language_model\.", ""),
@@ -127,6 +130,7 @@ _NAME_CHANGES = (
     *((re.escape(fused), plain) for plain, fused in FUSED_NORMS.items()),
     (r"\.mlp\.experts\.experts\.", ".mlp.experts."),  # of the format torch_dist
     (r"^decoder\.final_norm\.", "decoder.final_layernorm."),  # of HybridModel
+    (r"\.mtp_model_layer\.", ".transformer_layer."),  # of the format torch since 0.17
 )
 
 
@@ -177,6 +181,7 @@ MIXTURE = replace(
     names={
         **DECODER.names,
         "blocks.mlp.router": f"{LAYER}.mlp.router",
+        "blocks.mlp.router.bias": f"{LAYER}.mlp.router.expert_bias",
         "blocks.mlp.up": tuple(f"{LAYER}.mlp.experts.{{2}}.linear_fc1.{part}" for part in ("gate", "up")),
         "blocks.mlp.down": f"{LAYER}.mlp.experts.{{2}}.linear_fc2",
         "blocks.mlp.up.kernel": DECODER.names["blocks.mlp.up"],  # of layers without experts
@@ -184,12 +189,52 @@ MIXTURE = replace(
         "blocks.mlp.shared.up": tuple(f"{LAYER}.mlp.shared_experts.linear_fc1.{part}" for part in ("gate", "up")),
         "blocks.mlp.shared.down": f"{LAYER}.mlp.shared_experts.linear_fc2",
     },
+    ignored=r"mtp\..*",  # with --ignore mtp_num_layers
 )
+LATENT_ATTENTION = {
+    "query": "linear_q_proj", "q_down": "linear_q_down_proj", "q_norm": "q_layernorm", "q_up": "linear_q_up_proj",
+    "kv_down": "linear_kv_down_proj", "kv_norm": "kv_layernorm", "kv_up": "linear_kv_up_proj", "out": "linear_proj",
+}  # fmt: skip
+_LATENT_BLOCK = {
+    **{
+        ours: theirs
+        for ours, theirs in MIXTURE.names.items()
+        if ours.startswith("blocks.") and "attention." not in ours
+    },
+    **{f"blocks.attention.{ours}": f"{LAYER}.self_attention.{theirs}" for ours, theirs in LATENT_ATTENTION.items()},
+}
+MTP = "mtp.layers.0"
+
+
+def _to_mtp(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """The names of a layer's tensors in the layer of multi-token prediction."""
+    return names.replace(LAYER, f"{MTP}.transformer_layer") if isinstance(names, str) else tuple(map(_to_mtp, names))
+
+
+LATENT = replace(
+    MIXTURE,
+    model="Megatron's mixture of experts with latent attention",
+    names={
+        **{ours: theirs for ours, theirs in MIXTURE.names.items() if not ours.startswith("blocks.")},
+        **_LATENT_BLOCK,
+        **{ours.replace("blocks.", "mtp.block."): _to_mtp(theirs) for ours, theirs in _LATENT_BLOCK.items()},
+        "mtp.embedding_norm": f"{MTP}.enorm",
+        "mtp.hidden_norm": f"{MTP}.hnorm",
+        "mtp.projection": f"{MTP}.eh_proj",
+        "mtp.final_norm": f"{MTP}.final_layernorm",
+    },
+    ignored=DECODER.ignored,
+)
+
+
+def decoder_family(model: ModelConfig) -> Family:
+    """Current names of the tensors of a decoder."""
+    return LATENT if model.kind == "deepseek" else MIXTURE if model.experts else DECODER
 
 
 # --- Tensor parallelism -----------------------------------------------------------------------------------------------
 
-_COLUMN_PARALLEL = re.compile(r".*\.(linear_qkv|linear_fc1)\.(weight|bias)")
+_COLUMN_PARALLEL = re.compile(r".*\.(linear_(qkv|fc1|q_proj|q_up_proj|kv_up_proj)|eh_proj)\.(weight|bias)")
 _ROW_PARALLEL = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
 
 
@@ -221,7 +266,7 @@ def rank_view(whole: np.ndarray, name: str, rank: int, ranks: int, parts: int = 
 
 RankShard = dict[str, np.ndarray]
 """The tensors of one rank for one piece of the model, by current names."""
-_LAYER_NUMBER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+_LAYER_NUMBER = re.compile(r"(?<=coder\.layers\.)\d+(?=\.)")
 EXPERTS = ".mlp.experts."
 
 

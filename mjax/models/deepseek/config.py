@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Bounds, Count, NotNegative, Positive
-from mjax.config.marks import FILE_ONLY, TUNING, Synonyms
+from mjax.config.marks import FILE_ONLY, TUNING, WIDE, Synonyms
 from mjax.config.model import Tuned, register
 from mjax.models.parts.config import ExpertsConfig, RotaryConfig
 
@@ -19,9 +19,9 @@ class DeepSeekConfig(ExpertsConfig, RotaryConfig):
 
     kind: Literal["deepseek"] = "deepseek"
     """Architecture of the model."""
-    q_lora_rank: Count | None = None
+    q_lora_rank: Annotated[Count | None, WIDE] = None
     """Width of the latent of the queries (by default none: one matmul computes the queries)."""
-    kv_lora_rank: Count = 512
+    kv_lora_rank: Annotated[Count, WIDE] = 512
     """Width of the latent of keys and values, which a cache stores instead of them."""
     qk_nope_head_dim: Annotated[Count, Synonyms("qk-head-dim")] = 128
     """Dims of a head's queries and keys without positions."""
