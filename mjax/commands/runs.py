@@ -295,13 +295,19 @@ def compare_runs(arguments: CompareArguments) -> None:
         raise UsageError(f"{empty[0]} has no losses to compare; leave it out, or train it first")
 
     common = min(history.last["step"] for history in histories.values())
-    results = {name: {"parameters": _parameters(folder, configs[name])} for name, folder in runs.items()}
-    for name, history in histories.items():
-        results[name] |= read_results(history, common)
+    results = {
+        name: {"parameters": _parameters(folder, configs[name]), **read_results(histories[name], common)}
+        for name, folder in runs.items()
+    }
     draw_runs({name: (history.losses, history.validation) for name, history in histories.items()}, figure, x)
     if arguments.json:
         print(json.dumps({"runs": results, "settings": settings, "figure": str(figure)}, ensure_ascii=False))
-        return
+    else:
+        _print_comparison(names, results, settings, figure)
+
+
+def _print_comparison(names: list[str], results: dict[str, dict], settings: dict[str, dict], figure: Path) -> None:
+    """Print a column for each run: its results, by run, then the settings that differ, by setting."""
     rows = [(result, *(_format_value(results[name][result]) for name in names)) for result in results[names[0]]]
     rows += [(setting, *(_format_value(values[name]) for name in names)) for setting, values in settings.items()]
     print(*format_table(("", *names), rows), "", f"settings that differ: {len(settings)}; curves in {figure}", sep="\n")

@@ -8,7 +8,7 @@
 All sizes have the config's head size and ratios of widths and depth, but at least four of its layers. Warm-up and final
 decay have the config's share of the steps. The runs have compute C, C/4, C/16, …, each with the same tokens per
 parameter, which is best for a forecast there. One more run has four times the tokens of the second largest, because on
-one line the effects of parameters and tokens cannot be told apart:
+one line the effects of parameters and tokens are the same:
 
     parameters    N/8   N/4   N/2   N     N/2
     tokens        D/8   D/4   D/2   D     2 D

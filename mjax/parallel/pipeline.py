@@ -14,16 +14,14 @@ Weights among them are recognized and not copied. So recomputation inside a stag
 only the residuals that its `jax.checkpoint` saves.
 
 **Stages may differ.** Virtual stages with equally many layers of each stack are of one kind. The kinds are branches of
-the conditionals around F and B, each with its own layers and backward program. Every device has the same arrays, so it
-has as many rows of each stack of layers as the stage with most, of which a virtual stage reads its own. The residuals
-of all kinds share the buffer: one after the other in one flat array of each type, as long as the kind with most needs.
+the conditionals around F and B, each with separate layers and a backward program. Every device has the same arrays:
+as many rows of each stack of layers as the stage with most, of which a virtual stage reads its layers. The residuals of
+all kinds share the buffer: one after the other in one flat array of each type, as long as the kind with most needs.
 
 **Collectives over `model` inside a conditional are sound**, and collectives over `data` too: all ranks of such a group
 are on the same stage, read the same column and take the same branch. Collectives over `pipe` would hang. So everything
 that a branch differentiates is typed as varying over `pipe` before, and sums over stages come after the scan.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -211,6 +209,21 @@ class _Stage:
         }
 
 
+@register_static
+@dataclass(frozen=True)
+class _BackwardProgram:
+    """The structure of the result of `jax.vjp`, without its arrays.
+
+    Attributes:
+      structure: of the pytree.
+      sources: for each of its leaves the number of a weight, or None: the next residual; or a shape: the gradient of
+        integers, which has no numbers.
+    """
+
+    structure: Any
+    sources: tuple[int | tuple[int, ...] | None, ...]
+
+
 class _StageKind:
     """The passes of virtual stages with equally many layers of each stack.
 
@@ -324,21 +337,6 @@ class _StageKind:
 
     def _first_row(self, key: ResidualType, slot: Array, place: int) -> Array:
         return slot * self.stage.residual_rows[key] + place
-
-
-@register_static
-@dataclass(frozen=True)
-class _BackwardProgram:
-    """The structure of the result of `jax.vjp`, without its arrays.
-
-    Attributes:
-      structure: of the pytree.
-      sources: for each of its leaves the number of a weight, or None: the next residual; or a shape: the gradient of
-        integers, which has no numbers.
-    """
-
-    structure: Any
-    sources: tuple[int | tuple[int, ...] | None, ...]
 
 
 def _place_residuals(residuals: Sequence) -> tuple[list[tuple[ResidualType, int]], Counter[ResidualType]]:

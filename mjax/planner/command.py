@@ -6,6 +6,7 @@ the cheapest changes that make it fit (`search.changes_that_fit`).
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -119,7 +121,12 @@ def reject_out_of_memory(
     Raises:
       UsageError: always.
     """
-    smallest, size = min(result.out_of_memory, key=lambda pair: pair[1])
+    smallest, size = result.out_of_memory[0][0], math.inf
+    for candidate, least in sorted(result.out_of_memory, key=itemgetter(1)):
+        if least >= size:
+            break
+        if (needed := memory_of(candidate).total) < size:
+            smallest, size = candidate, needed
     enough = enough_devices(config, result.devices, memory_of, result.capacity, fix)
     advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {MAX_DEVICES:,} is enough either"
     why = f"takes {size / GIB:.1f} GiB of {result.capacity / GIB:.1f}, of which {HEADROOM:.0%} must stay free"
@@ -301,7 +308,10 @@ def run_budget(
     time = best.best.time
     remarks = [f"* fits in {budget.days:g} days ({error_bar(time.error)})", *time.caveats]
     if best.config.model != config.model:
-        remarks.append(f"batch size and learning rate of {name}; a larger model usually needs a lower learning rate")
+        lower = "; a larger model usually needs a lower learning rate" * (
+            config.optimizer.parametrization == "standard"
+        )
+        remarks.append(f"batch size and learning rate of {name}{lower}")
     if best is tried[-1]:
         remarks.append("the largest model tried: the budget would train a larger one too")
     values = {
@@ -342,14 +352,12 @@ def forecast_section(config: Config, law: ScalingLaw | None, is_budget: bool) ->
     then, now = law.settings, describe_settings(config)
     if different := [f"{name} {then[name]}" for name in TUNED if then.get(name, now[name]) != now[name]]:
         tuned.append(f"the small runs had {', '.join(different)}")
-    elif optimizer.parametrization == "standard":
-        tuned.append("a larger model usually needs a lower one; in completep the best one is the same")
     rows = {
         "loss": f"{forecast}, by {law.source}",
         "same loss": "\n".join(costs),
         "learning rate": "\n".join(tuned),
     }
-    return Section("Loss", values, format_rows(rows), rows)
+    return Section("Loss", values, format_rows(rows))
 
 
 def _trial_cells(trial: TrialResult, is_best: bool) -> dict[str, Any]:

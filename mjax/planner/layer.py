@@ -54,11 +54,13 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.cluster.hardware import find_gpu
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
+from mjax.config.axes import EXPERT
 from mjax.config.kernels import FUSED, with_moe_kernel
 from mjax.config.model import ModelConfig
-from mjax.config.pattern import StackRows, layer_stacks, stack_rows
+from mjax.config.pattern import StackRows, find_stack, layer_stacks, stack_rows
 from mjax.config.plain_values import to_tuples
 from mjax.errors import UsageError
+from mjax.models.build import abstract_weights
 from mjax.models.parts.flash import FLASH_STAND_IN
 from mjax.models.stack import layer_runs, run_blocks
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
@@ -198,7 +200,13 @@ class TraceSpec:
             context_attention=config.context_attention or "auto",
             sequence_parallel=config.mesh.splits_tokens,
         )
-        return cls(_drop_dropout_and_barriers(config.model), _list_arrays(config.data), config.precision.compute, mesh)
+        model = _drop_dropout_and_barriers(resolve_dispatcher(config.model, config.mesh.expert))
+        return cls(model, _list_arrays(config.data), config.precision.compute, mesh)
+
+    def without_experts(self) -> TraceSpec:
+        """The same for what no rank of `expert` splits."""
+        mesh = replace(self.mesh, data=1, expert=1)
+        return replace(self, model=resolve_dispatcher(self.model, 1), mesh=mesh)
 
     @property
     def scores(self) -> tuple[int, int]:
@@ -215,6 +223,15 @@ class TraceSpec:
             precision=PrecisionConfig(compute=self.compute),
             train=TrainConfig(global_batch=self.mesh.data, micro_batch=1, recompute=recompute),
         )
+
+
+@lru_cache(maxsize=64)
+def resolve_dispatcher(model: ModelConfig, ranks: int) -> ModelConfig:
+    """The model with its way of tokens to experts on so many ranks of `expert`; `auto` on one, where all are equal."""
+    if not model.experts:
+        return model
+    changes: dict[str, Any] = {"moe_token_dispatcher": model.token_dispatcher(ranks) if ranks > 1 else "auto"}
+    return replace(model, **changes)
 
 
 def expert_rows(spec: TraceSpec, samples: int) -> int:
@@ -247,8 +264,16 @@ def _drop_dropout_and_barriers(model: ModelConfig) -> ModelConfig:
 def layer_kinds(config: Config) -> list[tuple[StackRows, TraceSpec]]:
     """List, for each stack in order, its layers on each stage and the trace spec of one of them."""
     spec, rows = TraceSpec.from_config(config), stack_rows(config.model, config.mesh)
-    kinds = range(len(rows)) if len(rows) > 1 else [None]
-    return [(layers, replace(spec, kind=kind)) for layers, kind in zip(rows, kinds, strict=True)]
+    if len(rows) == 1:
+        return [(rows[0], spec)]
+    specs = (spec if with_experts else spec.without_experts() for with_experts in _stacks_with_experts(config.model))
+    return [(layers, replace(spec, kind=kind)) for kind, (layers, spec) in enumerate(zip(rows, specs, strict=True))]
+
+
+@lru_cache(maxsize=64)
+def _stacks_with_experts(model: ModelConfig) -> tuple[bool, ...]:
+    weights = [find_stack(model, name) for name, (_, spec) in abstract_weights(model).items() if EXPERT in spec]
+    return tuple(stack in weights for stack in layer_stacks(model))
 
 
 def layer_forward(spec: TraceSpec) -> Layer:
@@ -274,8 +299,8 @@ def layer_backward(spec: TraceSpec, kernel: str, recompute: str) -> Backward:
 
 def head(spec: TraceSpec) -> Head:
     """The trace of the head, which follows the last layer."""
-    mesh = replace(spec.mesh, data=1, expert=1, context_attention="auto")
-    return _record(replace(spec, kind=None, mesh=mesh), Head)
+    spec = replace(spec.without_experts(), kind=None)
+    return _record(replace(spec, mesh=replace(spec.mesh, context_attention="auto")), Head)
 
 
 @lru_cache(maxsize=64)

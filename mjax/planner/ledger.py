@@ -33,7 +33,7 @@ from mjax.config.pattern import stage_kinds
 from mjax.parallel import named_scopes
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.pipeline_schedules import PipelineSchedule, find_schedule
-from mjax.planner.layer import trace_once
+from mjax.planner.layer import resolve_dispatcher, trace_once
 from mjax.planner.program import NO_COMMUNICATION, collective_axes, inner_jaxprs
 from mjax.step.step import build_program
 from mjax.utils.figures import format_table, human_bytes
@@ -171,7 +171,8 @@ def ledger(config: Config) -> Ledger:
     Traced with XLA's attention, which every machine can trace, and without dropout, whose masks are a third of the
     equations: neither communicates.
     """
-    config = replace(config, model=replace(config.model.without_dropout(), attention="xla"))
+    model = resolve_dispatcher(config.model.without_dropout(), config.mesh.expert)
+    config = replace(config, model=replace(model, attention="xla"))
 
     def trace() -> list[tuple]:
         with jax.enable_x64(config.precision.compute == "fp64"):

@@ -5,7 +5,8 @@
     compute weights          a copy in the compute dtype, cast at the start of the step, gathered if sharded
     saved activations        for the backward pass, of every layer and micro-batch in flight; with `train.recompute
                              offload` the layer inputs count as host memory
-    gradients                of each weight in the compute dtype; float32 accumulators with several micro-batches
+    gradients                of each weight in the compute dtype; float32 accumulators with several micro-batches, and
+                             of a layer's experts with several rounds of all-to-alls
     logits                   [b·s, v / t] of one micro-batch
     workspace                temporaries of one layer's backward pass at its peak
 
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter, itemgetter, mul
@@ -47,7 +49,7 @@ from mjax.config import Config, MeshConfig, axes
 from mjax.config.axes import copies, shards
 from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu, is_unrolled
 from mjax.config.model import ModelConfig
-from mjax.config.pattern import StackRows, find_rows, find_stack, layer_stacks, stack_rows
+from mjax.config.pattern import StackRows, find_stack, layer_stacks, stack_rows
 from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, trace_model, weight_dims
 from mjax.models.stack import layer_runs
 from mjax.parallel.chunked_cross_entropy import split_rows
@@ -126,17 +128,18 @@ def usable_memory(device) -> float | None:
     return (device.memory_stats() or {}).get("bytes_limit") if device.platform == "gpu" else None
 
 
-def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memory:
+def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER, least: bool = False) -> Memory:
     """Predict the memory of a training step of `config`, on the device that needs most; no device is used.
 
     Args:
       config: validated; `model.attention` is a kernel's name, or `auto`, resolved as on this GPU.
       capability: compute capability of the GPU.
+      least: return a lower bound, for which no backward pass is traced.
 
     Raises:
       UsageError: `model.attention` is cudnn, which does not support the config.
     """
-    sizes = _Sizes(config, attention_on_gpu(config, capability))
+    sizes = _Sizes(config, attention_on_gpu(config, capability), _bound_sizes if least else _measure_sizes)
     points = [_head(sizes), _backward(sizes), _reduction(sizes)]
     if config.optimizer.name == "muon":
         points.append(_update(sizes))
@@ -169,7 +172,7 @@ class _Sizes:
       sums: float32 accumulators of gradients over micro-batches.
     """
 
-    def __init__(self, config: Config, kernel: str):
+    def __init__(self, config: Config, kernel: str, measure: Callable[..., _PerSample]):
         mesh, train, model, recompute = config.mesh, config.train, config.model, config.train.recompute
         self.config, self.unrolled = config, is_unrolled(config, on_gpu=True)
         self.weights, self.trained = (device_weights(model, mesh, trained=trained) for trained in (False, True))
@@ -178,7 +181,7 @@ class _Sizes:
         self.layers = []
         for rows, spec in trace.layer_kinds(config):
             weights = (device_weights(model, mesh, spec.kind, trained) for trained in (False, True))
-            sample = _measure_sizes(spec, kernel, recompute, train.micro_batch)
+            sample = measure(spec, kernel, recompute, train.micro_batch)
             self.layers.append(_LayerGroup(rows, *weights, sample))
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it during one of them, so its probabilities exist twice.
@@ -281,13 +284,17 @@ def _measure_sizes(spec: trace.TraceSpec, kernel: str, recompute: str, samples: 
     )
 
 
+@lru_cache(maxsize=4096)
+def _bound_sizes(spec: trace.TraceSpec, kernel: str, recompute: str, samples: int) -> _PerSample:
+    """Lower bounds of `_measure_sizes` from the forward pass: saved are the layer's input, or those of its matmuls."""
+    layer, width = trace.layer_forward(spec), DTYPE_BYTES[spec.compute]
+    stream = samples * width * layer.elements / (spec.mesh.model if spec.mesh.sequence_parallel else 1)
+    inputs = samples * width * sum(p.batch * p.m * p.k for p in layer.trained_products)
+    saved = {"full": stream, "offload": 0.0}.get(recompute, inputs)
+    return _PerSample(stream, saved, 0.0, saved, 0.0, LIVE_RESIDUAL_STREAMS * stream, 0.0, 0.0, 0.0)
+
+
 # --- Residuals --------------------------------------------------------------------------------------------------------
-
-
-def layer_residual_bytes(config: Config) -> float:
-    """Mean bytes per layer of the saved activations of one micro-batch on the device."""
-    sizes = _Sizes(config, attention_on_gpu(config))
-    return sizes.saved / (sizes.largest_chunk * sum(kind.rows.slots for kind in sizes.layers))
 
 
 def _chunks_in_flight(config: Config) -> int:
@@ -329,12 +336,15 @@ def _layer_gradients(sizes: _Sizes) -> float:
 def _live_weights(sizes: _Sizes) -> float:
     """Bytes of the weights that an iteration of a scan has sliced from the stack, or gathered, and of their gradients;
     and of the copy of a virtual stage's weights, if it does not use all rows of a rank."""
-    loops = Counter()
-    for kind, stack in zip(sizes.layers, layer_stacks(sizes.config.model), strict=True):
+    loops, model, ranks = Counter(), sizes.config.model, sizes.config.mesh.expert
+    in_rounds = ranks > 1 and model.token_dispatcher(ranks) == "alltoall"
+    for kind, stack in zip(sizes.layers, layer_stacks(model), strict=True):
         # Reduce-scatter of float32 gradients whose shards are not contiguous: a copy in another order.
         weights = sizes.width * (kind.weights.layers + kind.weights.gathered)
         gradients = sizes.master * (kind.trained.gathered + kind.trained.transposed)
-        loops[stack.run] += (weights + gradients) / kind.rows.slots
+        # The sum over the rounds of an all-to-all, and the gradient of one.
+        sums = in_rounds * (sizes.master + sizes.width) * kind.trained.experts
+        loops[stack.run] += (weights + gradients + sums) / kind.rows.slots
     copied = sizes.largest_chunk if any({kind.rows.slots} != {*kind.rows.counts} for kind in sizes.layers) else 0
     return max(loops.values()) + copied * sizes.width * sizes.weights.layers
 
@@ -426,12 +436,15 @@ class DeviceWeights:
     transposed: int = 0
 
 
+OF_ONE_WEIGHT = "table", "largest", "transposed"  # fields of one weight, the largest
+
+
 def device_weights(
     model: ModelConfig, mesh: MeshConfig, kind: int | None = None, trained: bool = False
 ) -> DeviceWeights:
     """Elements of `model` that one device of `mesh` holds, or of those that are `trained`; with `kind`
     (`trace.layer_kinds`) of the layers of that kind alone."""
-    return _elements(model, _storage_fields(model, mesh), kind, trained and _has_frozen(model))
+    return _elements(model, _storage_fields(model, mesh), trained and _has_frozen(model))[kind]
 
 
 def muon_matrices(model: ModelConfig, mesh: MeshConfig) -> tuple[MatrixLayout, ...]:
@@ -454,10 +467,10 @@ def _mesh(storage: tuple) -> MeshConfig:
 
 
 class Weight(NamedTuple):
-    """A weight of a traced model: its shape, PartitionSpec and dims (`parallel/weights.py`), its rows and columns if it
-    is a matrix for Muon, and whether it is trained."""
+    """A weight of a traced model: the number of its stack (`config/pattern.py`) or None, its shape, PartitionSpec and
+    dims (`parallel/weights.py`), its rows and columns if it is a matrix for Muon, and whether it is trained."""
 
-    name: str
+    stack: int | None
     shape: tuple[int, ...]
     spec: tuple
     dims: Dims
@@ -466,7 +479,7 @@ class Weight(NamedTuple):
 
     def storage(self, model: ModelConfig, mesh: MeshConfig) -> Storage:
         """The storage of the weight of a model on a mesh, except for the shape that virtual stages give it."""
-        rows = find_rows(model, mesh, self.name)
+        rows = None if self.stack is None else stack_rows(model, mesh)[self.stack]
         if rows and rows.even:
             rows = StackRows((rows.slots,) * rows.stages, rows.stages)
         return plan_weight_storage(rows, self.shape, P(*self.spec), mesh)
@@ -478,10 +491,13 @@ def measure_weights(model: ModelConfig) -> tuple[Weight, ...]:
 
     def trace() -> tuple[Weight, ...]:
         frozen, dims, matrices = frozen_weights(model), weight_dims(model), matrix_dims(model)
-        return tuple(
-            Weight(name, shape, tuple(spec), dims[name], matrices.get(name), name not in frozen)
-            for name, (shape, spec) in abstract_weights(model).items()
-        )
+        stacks = [None, *layer_stacks(model)]
+        weights = []
+        for name, (shape, spec) in abstract_weights(model).items():
+            kind = stacks.index(find_stack(model, name))
+            described = shape, tuple(spec), dims[name], matrices.get(name), name not in frozen
+            weights.append(Weight(kind - 1 if kind else None, *described))
+        return tuple(weights)
 
     return trace_once(("weights", model), model, trace, lambda *weights: tuple(Weight(*fields) for fields in weights))
 
@@ -519,34 +535,33 @@ def cache_bytes(config: Config) -> tuple[int, int] | None:
 
 
 @lru_cache(maxsize=8192)
-def _elements(model: ModelConfig, storage: tuple, kind: int | None, trained: bool) -> DeviceWeights:
+def _elements(model: ModelConfig, storage: tuple, trained: bool) -> dict[int | None, DeviceWeights]:
+    """The elements of the layers of each kind, and of all weights: None."""
     mesh = _mesh(storage)
-    total: Counter[str] = Counter()
+    sizes, totals = axes.sizes(mesh), {kind: Counter() for kind in (None, *range(len(layer_stacks(model))))}
     for weight in measure_weights(model):
-        is_other = kind is not None and find_stack(model, weight.name) != layer_stacks(model)[kind]
-        if is_other or (trained and not weight.trained):
+        if trained and not weight.trained:
             continue
         storage, computed_as = weight.storage(model, mesh), compute_spec(weight.shape, P(*weight.spec), mesh)
-        stored, computed = _local(weight.shape, storage.spec, mesh), _local(weight.shape, computed_as, mesh)
-        total["stored"] += stored
-        total["matrices"] += stored if weight.matrix else 0
+        stored, computed = _local(weight.shape, storage.spec, sizes), _local(weight.shape, computed_as, sizes)
+        parts = {"stored": stored, "matrices": stored if weight.matrix else 0}
         if (rows := storage.rows) is None:
-            total["shared"] += computed
-            total["table"] = computed if weight.dims == (TOKEN, OUT) else total["table"]
-            continue
-        computed = computed // weight.shape[0] * rows.slots
-        total["layers"] += computed
-        shard = computed // _count_replicas(storage, mesh)
-        total["exchanged"] += 0 if rows.even else shard
-        total["experts"] += computed if axes.EXPERT in computed_as else 0
-        total["largest"] = max(total["largest"], computed)
-        if storage.gather_per_layer:
-            total["gathered"] += computed
-            total["gathered_shards"] += shard
-            ((_, dim),) = storage.gathers
-            if _local(weight.shape[1:dim], P(*computed_as[1:dim]), mesh) > 1:
-                total["transposed"] = max(total["transposed"], computed)
-    return DeviceWeights(**total)
+            parts |= {"shared": computed, "table": computed if weight.dims == (TOKEN, OUT) else 0}
+        else:
+            computed = computed // weight.shape[0] * rows.slots
+            shard = computed // math.prod(sizes[axis] for names, _ in storage.gathers for axis in names)
+            experts = computed if axes.EXPERT in computed_as else 0
+            parts |= {"layers": computed, "exchanged": 0 if rows.even else shard, "experts": experts}
+            parts |= {"largest": computed}
+            if storage.gather_per_layer:
+                ((_, dim),) = storage.gathers
+                is_transposed = _local(weight.shape[1:dim], P(*computed_as[1:dim]), sizes) > 1
+                parts |= {"gathered": computed, "gathered_shards": shard, "transposed": is_transposed * computed}
+        for kind in {None, weight.stack}:
+            for name, elements in parts.items():
+                known = totals[kind][name]
+                totals[kind][name] = max(known, elements) if name in OF_ONE_WEIGHT else known + elements
+    return {kind: DeviceWeights(**total) for kind, total in totals.items()}
 
 
 @lru_cache(maxsize=4096)
@@ -558,15 +573,10 @@ def _matrices(model: ModelConfig, storage: tuple) -> tuple[MatrixLayout, ...]:
     )
 
 
-def _count_replicas(storage: Storage, mesh: MeshConfig) -> int:
-    """The devices from which a weight is gathered."""
-    return math.prod(axes.sizes(mesh)[axis] for names, _ in storage.gathers for axis in names)
-
-
-def _local(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> int:
-    """Elements per device of an array that is sharded so."""
+def _local(shape: tuple[int, ...], spec: P, sizes: dict[str, int]) -> int:
+    """Elements per device of an array that is sharded so over axes of these sizes."""
     split = (axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry))
-    return math.prod(shape) // math.prod(axes.sizes(mesh)[axis] for axis in split)
+    return math.prod(shape) // math.prod(sizes[axis] for axis in split)
 
 
 # --- Muon: matmuls of its iteration, resharding, memory ---------------------------------------------------------------

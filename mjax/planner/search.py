@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right, insort
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import chain, product
@@ -242,6 +242,7 @@ def search(
     among: Collection[Config] | None = None,
     mean_of: Callable[[Config], float] | None = None,
     balance: Callable[[Config], Config] = lambda config: config,
+    least_of: Callable[[Config], float] = lambda config: 0.0,
 ) -> SearchResult:
     """Rank the candidates that fit: at least the `top` fastest, and all within `MAX_SLOWDOWN` times the fastest.
 
@@ -257,15 +258,17 @@ def search(
       among: the candidates; by default all.
       mean_of: the mean of `time_of` alone, which is called for all candidates.
       balance: moves layers between the stages of a pipeline, so that the slowest is faster.
+      least_of: a lower bound of the bytes of a config and of its changes in the search; others are not timed.
     """
     mean_of, timed = mean_of or (lambda config: time_of(config).mean), []
-    among = list(candidates(config, devices, fix) if among is None else among)
+    among = candidates(config, devices, fix) if among is None else among
+    among, out_of_memory = divide_by_memory(among, least_of, (1 - HEADROOM) * capacity)
     with progress("searching", len(among), transient=True) as advance:
         for candidate in among:
             timed.append((candidate, mean_of(candidate)))
             advance(1)
     timed.sort(key=itemgetter(1))
-    ranked, out_of_memory, fastest, tried = [], [], [], 0
+    ranked, fastest, tried = [], [], 0
     for candidate, mean in timed:
         if len(fastest) >= top and mean > max(MAX_SLOWDOWN * fastest[0], 1.001 * fastest[top - 1]):
             break
@@ -287,6 +290,24 @@ def search(
     return SearchResult(devices, capacity, sorted(ranked, key=sort_key), out_of_memory, len(timed) - tried)
 
 
+def divide_by_memory(
+    candidates: Iterable[Config], least_of: Callable[[Config], float], limit: float
+) -> tuple[list[Config], list[tuple[Config, float]]]:
+    """The candidates whose least memory is within the limit, and the others with their least memory or less."""
+    groups: dict[Any, list[Config]] = {}  # with ascending micro-batches, which need ever more
+    for candidate in candidates:
+        train = candidate.train
+        key = candidate.mesh, train.recompute, train.loss_chunks, candidate.micro_batches == 1
+        groups.setdefault(key, []).append(candidate)
+    possible, excluded = [], []
+    for group in groups.values():
+        count = bisect_right(group, limit, key=least_of)
+        possible += group[:count]
+        if larger := group[count:]:
+            excluded += product(larger, [least_of(larger[0])])
+    return possible, excluded
+
+
 @lru_cache(maxsize=8)
 def search_and_time(
     config: Config,
@@ -299,7 +320,8 @@ def search_and_time(
     """`search` with the planner's predictions of memory and time."""
     memory_of, time_of = make_predictors(gpu, calibration)
     usable, host = gpu.usable_bytes, gpu.host_bytes
-    functions = {"mean_of": time_of.mean, "balance": time_of.balance}
+    least_of = lambda config: predict_memory(config, gpu.compute_capability, least=True).total  # noqa: E731
+    functions = {"mean_of": time_of.mean, "balance": time_of.balance, "least_of": least_of}
     return search(config, devices, memory_of, time_of, usable, fix, host, among=among, **functions)
 
 

@@ -8,14 +8,18 @@ import numpy as np
 import pytest
 
 from mjax.config import MeshConfig
+from mjax.config.model import convert_kind
 from mjax.generation.generate import Generator, Sampling
 from mjax.models.build import build_model
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import split_into_virtual_stages
 from mjax.planner.layer import scores_in_chunks
 from mjax.planner.memory import predict_memory
+from tests import reference
 from tests.models.own_models import hybrid, mtp
-from tests.small import batch_of, gradient_program
+from tests.models.own_models.mla import LatentConfig
+from tests.models.test_own_model import compare
+from tests.small import MEANS, batch_of, gradient_program
 from tests.traced import equations, traced_step
 
 
@@ -42,6 +46,36 @@ def test_means_are_those_of_one_device(config, meshes):
     expected = means_of(config)
     for mesh in meshes:
         np.testing.assert_allclose(means_of(config, **mesh), expected, rtol=1e-12, err_msg=str(mesh))
+
+
+def neighbors(weights, model):
+    """The weights of a DeepSeek, whose rotated pairs of dims are neighbors, and not in two halves."""
+    dims = model.qk_rope_head_dim
+    order = np.arange(dims).reshape(2, -1).T.reshape(-1)
+    rotated = ("q_up.kernel", "kv_down.kernel")
+    both = {name: jnp.split(w, [w.shape[-1] - dims], axis=-1) for name, w in weights.items() if name.endswith(rotated)}
+    return weights | {name: jnp.concatenate([w, rope[..., order]], -1) for name, (w, rope) in both.items()}
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 2, "model": 2, "sequence_parallel": True, "zero": 3},
+        pytest.param({"data": 4, "expert": 4}, marks=pytest.mark.ci),
+        pytest.param({"pipe": 2}, marks=pytest.mark.ci),
+    ],
+    ids=str,
+)
+def test_gradients_of_latent_attention_equal_the_serial_reference(mesh):
+    sizes = mtp.SIZES | mtp.LATENTS | mtp.SPARSE | mtp.ROUTER | {"feed_forward": 48, "attention": "xla"}
+    model = LatentConfig(**sizes, aux_loss_coef=0.1, z_loss=0.01)
+    config = replace(mtp.config, model=model, mesh=MeshConfig(**mesh))
+
+    def total(weights):
+        loss, (means, _) = reference.total(neighbors(weights, model), convert_kind(model, "deepseek"), batch_of(config))
+        return loss, means
+
+    compare(config, total, MEANS["mixture"])
 
 
 def test_all_losses_of_a_model_are_in_chunks():

@@ -17,7 +17,15 @@ from mjax.generation.generate import Generator
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.pipeline_schedules import build_schedule
 from mjax.planner.command import memory_section
-from mjax.planner.memory import _chunks_in_flight, cache_bytes, device_weights, layer_residual_bytes, predict_memory
+from mjax.planner.memory import (
+    _bound_sizes,
+    _chunks_in_flight,
+    _live_weights,
+    _Sizes,
+    cache_bytes,
+    device_weights,
+    predict_memory,
+)
 from mjax.planner.search import LOSS_CHUNKS, changes_that_fit, with_loss_chunks
 from tests.conftest import ROOT
 from tests.models.own_models import hybrid, mtp
@@ -53,6 +61,7 @@ def test_memory_is_within_five_percent_of_xla(row):
     memory = predict_memory(config)
     assert abs(memory.total / row["total"] - 1) < 0.05
     assert memory.host == row.get("host", 0)
+    assert 0.6 * memory.total < predict_memory(config, least=True).total <= memory.total
     elements = sum(math.prod(shape) * {"int32": 4, "bool": 1}[kind] for shape, kind in config.batch_arrays().values())
     batch = elements * config.train.global_batch / copies(config.mesh)
     expected = 4 * device_weights(config.model, config.mesh).stored + memory.optimizer + batch
@@ -99,7 +108,17 @@ def test_full_recomputation_keeps_inputs_alone():
     """2 s b h bytes of a layer in bf16."""
     config = changed(load_config("gpt_1b"), train={"recompute": "full", "unroll": "off"})
     model, samples = config.model, config.train.micro_batch
-    assert layer_residual_bytes(config) == 2 * samples * model.sequence * model.hidden
+    assert predict_memory(config).activations == model.layers * 2 * samples * model.sequence * model.hidden
+
+
+def test_rounds_to_experts_sum_gradients_of_one_layer():
+    """4 bytes an element of a rank's experts for the sum over the rounds, and 2 for the gradient of one."""
+    config = changed(load_config("mixtral_8x7b"), mesh={"data": 8, "expert": 8, "zero": 1})
+    gather, rounds = (
+        _live_weights(_Sizes(changed(config, model={"moe_token_dispatcher": way}), "cudnn", _bound_sizes))
+        for way in ("allgather", "alltoall")
+    )
+    assert rounds - gather == 6 * 3 * 4096 * 14336
 
 
 def test_batch_is_split_over_replicas():

@@ -12,8 +12,8 @@ from mjax.config.checks import validate
 from mjax.config.model import convert_kind
 from mjax.errors import UsageError
 from mjax.planner.command import check_searchable, enough_devices, reject_out_of_memory
-from mjax.planner.memory import Memory
-from mjax.planner.search import LOSS_CHUNKS, MAX_SLOWDOWN, candidates, search
+from mjax.planner.memory import HEADROOM, Memory, predict_memory
+from mjax.planner.search import LOSS_CHUNKS, MAX_SLOWDOWN, candidates, divide_by_memory, search
 from mjax.planner.time import StepTime
 from tests.planner.configs import changed
 
@@ -133,6 +133,22 @@ def test_search_finds_what_exhaustion_finds(capacity):
     within = [each for each in found.ranked if each.time.mean <= MAX_SLOWDOWN * found.ranked[0].time.mean]
     assert few.ranked == found.ranked[: max(3, len(within))]
     assert few.tried == found.tried
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, pytest.param({"experts": 4, "first_dense_layers": 1}, marks=pytest.mark.ci)], ids=["gpt", "mixture"]
+)
+def test_least_memory_leaves_out_no_candidate_that_fits(kind):
+    mixture = replace(convert_kind(SMALL.model, "mixture"), **kind) if kind else SMALL.model
+    config = replace(SMALL, model=mixture)
+    among = list(candidates(config, 4))
+    needed = {candidate: predict_memory(candidate) for candidate in among}
+    capacity = sorted(memory.total for memory in needed.values())[len(among) // 2]
+    limit = (1 - HEADROOM) * capacity
+    possible, excluded = divide_by_memory(among, lambda config: predict_memory(config, least=True).total, limit)
+    assert excluded
+    assert {*possible} >= {candidate for candidate in among if needed[candidate].fits(capacity)}
+    assert all(least <= needed[candidate].total for candidate, least in excluded)
 
 
 def test_search_tries_loss_in_chunks():

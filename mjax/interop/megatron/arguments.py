@@ -306,12 +306,7 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
     heads = args.count("num_attention_heads", minimum=1)
     sequence = args.count("max_position_embeddings", minimum=1)
     experts = bool(args["num_experts"])
-    routers = [name for name in tensors if re.fullmatch(r"decoder\..+\.mlp\.router\.weight", name)]
-    if routers and not experts:
-        rows = _dim_size(tensors, routers[0], 0, source)
-        problem = f"num_experts is missing among the arguments, and {routers[0]} has {rows} rows"
-        args.reject(problem, f"set num_experts to {rows} in args and save the checkpoint again")
-    router = routers[0] if experts and routers else f"{layer}.mlp.router.weight"
+    router = _find_router(args, tensors) or f"{layer}.mlp.router.weight"
     expert = f"{router.split('.')[2]}.mlp.experts.0.linear_fc2"
     shapes = _read_shapes(tensors, "decoder", source, expert if experts else "0.mlp.linear_fc2")
     width = shapes.pop("ffn_hidden_size")
@@ -349,6 +344,16 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
         rotary_percent=args.number("rotary_percent"),
         **_rope_scaling_fields(args),
     )
+
+
+def _find_router(args: MegatronArguments, tensors: Tensors) -> str | None:
+    """The name of the first router, which a dense decoder has not."""
+    router = next((name for name in tensors if re.fullmatch(r"decoder\..+\.mlp\.router\.weight", name)), None)
+    if router and not args["num_experts"]:
+        rows = _dim_size(tensors, router, 0, args.source)
+        problem = f"num_experts is missing among the arguments, and {router} has {rows} rows"
+        args.reject(problem, f"set num_experts to {rows} in args and save the checkpoint again")
+    return router
 
 
 def _rope_scaling_fields(arguments: MegatronArguments) -> dict[str, Any]:
@@ -495,7 +500,8 @@ def describe_differences(arguments: Mapping[str, Any], source: str) -> list[str]
     lines = [_aux_loss_fields(args)[1]] if args["num_experts"] else []
     latent, factor = args["multi_latent_attention"], args.number("rope_scaling_factor")
     for name in ("hidden_dropout", "attention_dropout"):
-        lines += [f"{name} {args[name]:g}: mjax has none with latent attention"] if latent and args.number(name) else []
+        if latent and args.number(name):
+            lines.append(f"{name} {args[name]:g}: left out, because latent attention trains without dropout here")
     if not latent and args["use_rope_scaling"] and factor != DEFAULTS["rope_scaling_factor"]:
         lines.append(
             f"rope_scaling_factor {factor:g} applies; pretrain_gpt.py ignores it and computes with 8: if it trained "

@@ -113,7 +113,7 @@ FUSED_NORMS = {
     ".self_attention.kv_layernorm.": ".self_attention.linear_kv_up_proj.layer_norm_",
 }
 """Names with TransformerEngine, which fuses a LayerNorm with the matrix after it; torch_dist always has the first two,
-and latent attention all, because megatron-core's own kernel has one width for keys and values."""
+and latent attention all, because megatron-core's kernel has one width for keys and values."""
 _NAME_CHANGES = (
     (r"^language_model\.(transformer|encoder)\.", "TRUNK."),
     (r"^language_model\.", ""),
