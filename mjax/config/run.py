@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import re
 import shlex
 import sys
@@ -23,7 +22,6 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from mjax.config import axes
 from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed, Share
 from mjax.config.marks import (
     BLEND,
@@ -102,8 +100,8 @@ class MeshConfig:
 
     @property
     def devices(self) -> int:
-        """Devices of the mesh."""
-        return math.prod(axes.sizes(self).values())
+        """Devices of the mesh; `replicate` and `expert` only divide those of `data`."""
+        return self.pipe * self.data * self.context * self.model
 
     @property
     def splits_tokens(self) -> bool:
