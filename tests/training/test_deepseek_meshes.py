@@ -24,7 +24,7 @@ WAYS = {
     "sequence_parallel": (False, True),
     "lora_rank": (0, 3),
 }
-DEVICES = 32
+DEVICES = 16
 
 
 def devices_of(case):
