@@ -46,7 +46,7 @@ def datasets(prefix: str, samples: int, sequence: int) -> tuple:
     from megatron.core.datasets.utils import Split
 
     indexed = IndexedDataset(prefix)
-    ours = BertDataset(indexed, range(indexed.documents), samples, sequence, SEED, PIECES)
+    ours = BertDataset(indexed, range(indexed.documents), samples, sequence, SEED, pieces=PIECES)
     words = {number: "##x" if continues else "x" for number, continues in enumerate(PIECES.is_continuation.tolist())}
     ids = {"cls": PIECES.cls, "sep": PIECES.sep, "mask": PIECES.mask, "pad": PIECES.pad}
     config = bert_dataset.BERTMaskedWordPieceDatasetConfig(

@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import check_counts, check_peers, in_one_sentence
-from mjax.data.corpus import TextFiles
+from mjax.data.corpus.documents import TextFiles
 from mjax.data.corpus.near_duplicates import NUM_HASHES, choose_bands, estimate_similarity, min_estimate, minhash
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.command import check_counts, check_peers, in_one_sentence
 from mjax.commands.prepare import PrepareArguments, prepare
-from mjax.data.corpus import TextFiles
+from mjax.data.corpus.documents import TextFiles
 from mjax.data.gigatoken import ENVIRONMENT_VARIABLE
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError

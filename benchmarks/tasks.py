@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.command import check_counts, in_one_sentence
-from mjax.data.corpus import TextFiles
+from mjax.data.corpus.documents import TextFiles
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = {"prepare": ["--tokenizer", "bytes"], "dedup": [], "clean": []}

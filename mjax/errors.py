@@ -44,14 +44,18 @@ def one_sentence(message: str) -> str:
     return "".join(c if c.isprintable() or unicodedata.category(c) == "Zs" else ascii(c)[1:-1] for c in message)
 
 
-class UsageError(ValueError):
+class OneSentence(Exception):
+    """An error whose message is one printable line without secrets."""
+
+    def __init__(self, message: object = ""):
+        super().__init__(one_sentence(str(message)))
+
+
+class UsageError(OneSentence, ValueError):
     """An invalid flag, file or shape: exit code 2, nothing was started and nothing was lost.
 
     The message is one sentence: the value, the allowed values and the line to type.
     """
-
-    def __init__(self, message: object = ""):
-        super().__init__(one_sentence(str(message)))
 
 
 FLAG = re.compile(r"--(?:([a-z]+)\.)?((?:no-)?[a-z0-9-]+)( (?=[A-Z0-9]))?")
@@ -87,11 +91,8 @@ def check_options(function: str, options: Iterable[str], known: Iterable[str]) -
         raise UsageError(f"mjax.{function} has no argument {option}; {near}")
 
 
-class RunError(RuntimeError):
+class RunError(OneSentence, RuntimeError):
     """A run cannot continue (a full disk, a damaged checkpoint with none before it): exit code 1."""
-
-    def __init__(self, message: object = ""):
-        super().__init__(one_sentence(str(message)))
 
 
 class UnhealthyError(RunError):

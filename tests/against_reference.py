@@ -51,14 +51,14 @@ PARTS = {"qkv": "q k v", "query": "q", "key_value": "k v"}
 def adapters_of(weights, model):
     """Yield each kernel with adapters: its name, and for each of these its index in the kernel, A [l, in, r], B [l, r,
     out] and the shape of that part of the kernel."""
-    named = {"q", "k", "v", "out", "gate", "up", "down", "query", "q_up", "kv_up"}
+    named = {"q", "k", "v", "out", "gate", "up", "down", "query", "q_up", "kv_up", "q_down", "kv_down"}
     wanted = named if "all" in model.lora_targets else {*model.lora_targets}
     for name, a in weights.items():
         if not name.endswith(".adapter.a"):
             continue
         layer = name.removesuffix(".adapter.a")
         kernel, b, last = weights[f"{layer}.kernel"], weights[f"{layer}.adapter.b"], layer.rpartition(".")[2]
-        if last in ("out", "down"):
+        if last in ("out", "down", "q_down", "kv_down"):
             yield layer, [(np.s_[:], a.reshape(len(a), -1, a.shape[-1]), b, kernel.shape)]
             continue
         parts = "gate up" if last == "up" and kernel.ndim - b.ndim == 0 else PARTS.get(last, last)

@@ -217,9 +217,9 @@ def route(scores, model, bias=0.0):
     """The weight of every expert for every token [b, s, E], 0 for those not chosen; 1 for those; and their shares."""
     each = jax.nn.softmax(scores) if model.router == "softmax" else 1 / (1 + jnp.exp(-scores))
     preferred = each + bias
-    if model.router_n_groups > 1:  # arXiv 2412.19437, section 2.1.2: groups by the sum of their two best
+    if model.router_n_groups > 1:  # arXiv 2412.19437, section 2.1.2: groups by the sum of their best
         groups = preferred.reshape(*each.shape[:-1], model.router_n_groups, -1)
-        best = jnp.sort(groups, -1)[..., -2:].sum(-1)
+        best = jnp.sort(groups, -1)[..., -model.router_group_best :].sum(-1)
         worst_chosen = jnp.sort(best, -1)[..., -model.top_groups][..., None]
         preferred = jnp.where((best >= worst_chosen)[..., None], groups, -jnp.inf).reshape(each.shape)
     chosen = preferred >= jnp.sort(preferred, -1)[..., -model.experts_per_token][..., None]

@@ -75,7 +75,7 @@ def test_unknown_flag_leads_to_ours(line, capsys):
 
 
 def old_flags(command):
-    return dict(pair.split("=") for pair in OLD_FLAGS[command].split())
+    return OLD_FLAGS[command]
 
 
 @pytest.mark.parametrize("command", OLD_FLAGS)
@@ -162,8 +162,8 @@ def test_names_elsewhere_are_not_ours_and_values_are(cls):
 
 
 def test_plan_has_no_flags_that_it_ignores():
-    assert len({(flag.owner, flag.field) for flag in list_flags(TrainArguments, TrainArguments())}) <= 86
-    assert len(list(flags_of(PlanArguments, PlanArguments()))) <= 56
+    assert len({(flag.owner, flag.field) for flag in list_flags(TrainArguments, TrainArguments())}) <= 88
+    assert len(list(flags_of(PlanArguments, PlanArguments()))) <= 57
 
 
 def test_flags_are_read_as_tyro_writes_them():

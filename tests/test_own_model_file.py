@@ -8,6 +8,7 @@ import shutil
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import mjax
@@ -43,6 +44,10 @@ def test_readme_counts_the_lines_of_the_example():
     lines = sum(bool(line.strip()) for line in PALM.splitlines())
     readme = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text())
     assert f"{lines} lines of code in the example" in readme
+
+
+def test_latent_attention_of_own_is_short():
+    assert len((ROOT / "tests" / "models" / "own_models" / "mla.py").read_text().splitlines()) <= 150
 
 
 def command(*argv):
@@ -115,6 +120,7 @@ NEED_IT = [
     "train --run 'runs/my palm'",
     "train --config 'runs/my palm/config.json' --name new",
     "plan --run 'runs/my palm'",
+    "convert to-hf 'runs/my palm' out",
 ]
 
 
@@ -146,10 +152,22 @@ def test_settings_and_curves_need_no_class(place, capsys, monkeypatch):
 
 
 def test_export_of_own_model_is_one_sentence(place, capsys):
-    assert command("convert to-hf 'runs/my palm' out") == 2
-    error = capsys.readouterr().err
-    assert "has no names for 'palm', a custom model; `mjax.open_run(RUN).weights` has its weights" in error
+    assert command("convert to-hf 'runs/my palm' out --config 'my models/palm.py'") == 2
+    sentence = "has no names for a GPT with parallel layers; state `families` in its config, or use `mjax.open_run(RUN)"
+    assert sentence in capsys.readouterr().err
     assert not (place / "out").exists()
+
+
+@pytest.mark.ci
+def test_own_model_with_names_opens_in_transformers(place):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    file, ids = ROOT / "tests" / "models" / "own_models" / "mla.py", list(b"the city of the sea")
+    assert command(f"train --config '{file}' --data.path data/corpus --name latent --train.steps 2") == 0
+    assert command(f"convert to-hf runs/latent out --config '{file}'") == 0
+    with torch.no_grad():
+        expected = transformers.AutoModelForCausalLM.from_pretrained("out")(torch.tensor([ids])).logits[0]
+    (logits,) = mjax.logits("runs/latent", [ids], compute="fp32")
+    np.testing.assert_allclose(logits, expected, atol=1e-6)
 
 
 EDITS = {

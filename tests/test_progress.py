@@ -39,7 +39,7 @@ def watch(monkeypatch):
                 ended.set()
             return 100_000 * look
 
-        with show_progress("read (1 of 15)", 6_000_000, read, Pace(), after="training"):
+        with show_progress("read (1 of 15)", 6_000_000, read, Pace()):
             assert ended.wait(60)
         return console.file.getvalue()
 
@@ -48,7 +48,7 @@ def watch(monkeypatch):
 
 def test_watched_work_is_a_bar_on_terminal(watch):
     shown = watch(True)
-    assert all(part in shown for part in ("training", "6.0/6.0 MB", "MB/s"))
+    assert all(part in shown for part in ("read (1 of 15)", "6.0/6.0 MB", "MB/s"))
 
 
 def test_watched_work_is_lines_elsewhere(watch, monkeypatch):
@@ -58,7 +58,7 @@ def test_watched_work_is_lines_elsewhere(watch, monkeypatch):
     monkeypatch.setattr(module, "NEXT_LINE", 0)
     lines = watch(False).splitlines()
     assert re.fullmatch(r"read \(1 of 15\): 1.6 MB of 6.0 MB, \d+.\d MB/s, 0:00:0\d left", lines[5])
-    assert re.fullmatch(r"training: 0:\d\d:\d\d", lines[60])
+    assert re.fullmatch(r"read \(1 of 15\): 0:\d\d:\d\d", lines[60])
 
 
 def test_short_work_prints_nothing_elsewhere(capsys):

@@ -1,5 +1,7 @@
 """Draws of tokens against NumPy, and their frequencies."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,9 +28,10 @@ def reference_probabilities(logits, temperature, top_k, top_p):
     return result
 
 
-@jax.jit
-def compiled_draw(logits, positions, temperature, top_k, top_p, seed):
-    return sample_tokens(logits, positions, 6, temperature, top_k, top_p, seed, jnp.arange(len(logits)))
+@partial(jax.jit, static_argnums=6)
+def compiled_draw(logits, positions, temperature, top_k, top_p, seed, vocabulary=6):
+    request = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    return sample_tokens(logits, positions, vocabulary, request | {"streams": jnp.arange(len(logits))})
 
 
 @pytest.mark.parametrize(
@@ -48,9 +51,8 @@ def test_tokens_are_drawn_with_their_probabilities(temperature, top_k, top_p):
 
 def test_bf16_logits_are_drawn_from_in_float32():
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 10, (2048, 64)), jnp.bfloat16)
-    settings = np.int32(60), np.float32(7), np.int32(40), np.float32(0.95), np.uint32(7), jnp.arange(2048)
-    sample = jax.jit(sample_tokens)
-    narrow, wide = (sample(x, jnp.arange(2048), *settings) for x in (logits, logits.astype(jnp.float32)))
+    settings = np.float32(7), np.int32(40), np.float32(0.95), np.uint32(7), 60
+    narrow, wide = (compiled_draw(x, jnp.arange(2048), *settings) for x in (logits, logits.astype(jnp.float32)))
     np.testing.assert_array_equal(narrow, wide)
 
 

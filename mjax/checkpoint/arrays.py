@@ -1,7 +1,5 @@
 """The arrays of a checkpoint: by dotted path, in their shapes on disk, and whether they fit a config."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

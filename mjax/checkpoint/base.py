@@ -8,8 +8,6 @@ A base is recognised by its digest, which depends on the numbers alone: not on t
 files they are in. A base that was converted again or moved is the same one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -6,8 +6,6 @@ CRC-32 of every file, host values, and a checksum of itself.
 A file that cannot be read is not damaged: reading is retried, and a file that stays unreadable is left alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from mjax.config.plain_values import misfit, read
-from mjax.errors import PrintLine, UsageError, first_line, one_sentence
+from mjax.errors import OneSentence, PrintLine, UsageError, first_line
 from mjax.utils.files import make_folder, open_nofollow, path_below, remove_temporary, take_lock, write_whole
 from mjax.utils.stores import is_address, to_absolute
 
@@ -151,7 +149,7 @@ class Good(TypedDict):
     step: int
 
 
-class Unusable(Exception):
+class Unusable(OneSentence):
     """The problem of a checkpoint, as half a sentence.
 
     Attributes:
@@ -159,9 +157,6 @@ class Unusable(Exception):
     """
 
     label = "unusable"
-
-    def __init__(self, message: str):
-        super().__init__(one_sentence(message))
 
 
 class Damaged(Unusable):

@@ -6,8 +6,6 @@ clock. It does so by a conditional write, too, of an object that is named after 
 its lock back at each heartbeat. A token of another process, or a missing lock, means that the run was taken over.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

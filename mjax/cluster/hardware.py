@@ -6,13 +6,16 @@ These are the manufacturer's numbers. The rates of programs are measured (`mjax/
 A server is described as NVIDIA builds it: its GPUs, the link between them, and the network cards they share. For other
 servers use --devices-per-node and --network of `mjax plan`.
 
-To add a GPU, add a row to `DATA_SHEETS`: its name in JAX, printed by `python -c "import jax;
+To add a GPU, add a row to gpus.txt: its name in JAX, printed by `python -c "import jax;
 print(jax.devices()[0].device_kind)"`, and its dense peaks, without sparsity.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from mjax.errors import UsageError, either, suggestion
 from mjax.utils.figures import GB, MIB
@@ -120,46 +123,26 @@ class Gpu:
 #   b200              HGX B200, 2024, for eight and with sparsity: 72 PFLOP/s of FP8, 36 of 16 bits, 18 of TF32. DGX
 #                     B200: 64 TB/s on eight GPUs, NVLink 14.4 TB/s both ways, eight 400 Gb/s network cards
 #
-# Columns: compute capability, multiprocessors, MiB; peaks in TFLOP/s of bf16, fp16, fp32 and fp8; GB/s of the memory,
-# between GPUs of a server, of its network cards, and to its memory; GPUs of a server, GB of its memory; names in JAX.
-DATA_SHEETS = """
-v100-16gb       7.0  80  16160     -   125  15.7      -  900 150  50 16  8  512 Tesla V100-SXM2-16GB
-v100            7.0  80  32510     -   125  15.7      -  900 150  50 16  8  512 Tesla V100-SXM2-32GB
-v100-dgx2h      7.0  80  32510     -   130  16.3      -  981 150 100 16 16 1500 Tesla V100-SXM3-32GB-H
-v100-dgx2       7.0  80  32510     -   125  15.7      -  981 150 100 16 16 1500 Tesla V100-SXM3-32GB
-a100-40gb       8.0 108  40536   312   312   156      - 1555 300 200 32  8 1000 NVIDIA A100-SXM4-40GB,A100-SXM4-40GB
-a100            8.0 108  81251   312   312   156      - 2039 300 200 32  8 2000 NVIDIA A100-SXM4-80GB,A100-SXM4-80GB
-a100-40gb-pcie  8.0 108  40536   312   312   156      - 1555  32  25 32  8    - NVIDIA A100-PCIE-40GB,A100-PCIE-40GB
-a100-pcie       8.0 108  81251   312   312   156      - 1935  32  25 32  8    - NVIDIA A100 80GB PCIe
-h100            9.0 132  81559 989.4 989.4 494.7 1978.9 3352 450 400 64  8 2000 NVIDIA H100 80GB HBM3
-h100-pcie       9.0 114  81559 756.5 756.5 378.0 1513.0 2039  64  25 64  8    - NVIDIA H100 PCIe
-h200            9.0 132 143771 989.4 989.4 494.7 1978.9 4800 450 400 64  8 2000 NVIDIA H200
-b200           10.0 148 183359  2250  2250  1125   4500 8000 900 400 64  8    - NVIDIA B200
-"""
+# Columns of gpus.txt: fields of `Gpu`, in the units below, and peaks in TFLOP/s by compute dtype; `-` is not known.
+UNITS = {"memory_bytes": MIB, "host_memory_per_node": GB}
+UNITS |= dict.fromkeys(("memory_bandwidth", "node_bandwidth", "network_bandwidth_per_node", "host_bandwidth"), GB)
 
 
-def _gpu(row: str) -> Gpu:
-    name, capability, *numbers, kinds = row.split(maxsplit=14)
-    values = [None if number == "-" else float(number) for number in numbers]
-    multiprocessors, memory, *peaks, memory_bandwidth, node, network, host, gpus, host_memory = values
-    major, minor = capability.split(".")
-    return Gpu(
-        name=name,
-        device_kinds=tuple(kinds.split(",")),
-        compute_capability=(int(major), int(minor)),
-        multiprocessors=int(multiprocessors),
-        memory_bytes=memory * MIB,
-        peak_tflops={kind: peak for kind, peak in zip(("bf16", "fp16", "fp32", "fp8"), peaks, strict=True) if peak},
-        memory_bandwidth=memory_bandwidth * GB,
-        node_bandwidth=node * GB,
-        network_bandwidth_per_node=network * GB,
-        host_bandwidth=host * GB,
-        host_memory_per_node=host_memory and host_memory * GB,
-        gpus_per_node=int(gpus),
-    )
+def _read_gpus() -> Iterator[Gpu]:
+    columns, *rows = Path(__file__).with_name("gpus.txt").read_text(encoding="utf-8").splitlines()
+    for row in rows:
+        cells = dict(zip(columns.split(), row.split(maxsplit=14), strict=True))
+        name, capability, kinds = (cells.pop(text) for text in ("name", "compute_capability", "device_kinds"))
+        values: dict[str, Any] = {
+            column: None if cell == "-" else float(cell) * UNITS.get(column, 1) for column, cell in cells.items()
+        }
+        peaks = {kind: peak for kind in ("bf16", "fp16", "fp32", "fp8") if (peak := values.pop(kind))}
+        counts = {column: int(values[column]) for column in ("multiprocessors", "gpus_per_node")}
+        version = tuple(map(int, capability.split(".")))
+        yield Gpu(name, tuple(kinds.split(",")), version, peak_tflops=peaks, **values | counts)
 
 
-GPUS = tuple(map(_gpu, DATA_SHEETS.strip().splitlines()))
+GPUS = tuple(_read_gpus())
 
 
 def gpu_named(name: str) -> Gpu:

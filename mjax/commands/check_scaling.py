@@ -5,7 +5,8 @@ Small models of several widths take a few steps on one batch. Then for every wei
 mean squares:
 
     start     the residual stream, minus the one with W = 0        must not grow with the width
-    updates   the logits, minus those with W of the start          must neither grow nor vanish
+    updates   the logits, minus those with W of the start,         must neither grow nor vanish
+              by the share of the layers that W is of
     decay     the share of W that a step without gradient takes    must neither grow nor vanish
     size      the residual stream, and the logits                  must not grow
 
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +38,7 @@ from mjax.config.checks import validate
 from mjax.errors import RunError, UsageError, check_folder
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import batch_specs, make_mesh
-from mjax.parallel.weights import PART, has_weight_decay, leaf_name, read_dims, weight_metadata
+from mjax.parallel.weights import LAYER, PART, has_weight_decay, leaf_name, read_dims, weight_metadata
 from mjax.pictures.figures import save
 from mjax.step.layout import build_layout
 from mjax.step.optimizer import make_optimizer
@@ -47,6 +49,9 @@ from mjax.utils.figures import format_table
 LIMIT = 0.3
 """Largest exponent of a size that neither grows nor vanishes: wrong factors give about 1/2 or 1."""
 HEAD_SIZE, LAYERS, RATE, NOISE = 32, 4, 1e-3, 1e-6
+START_NOISE = 0.01
+"""Part of the residual stream up to which a weight may change it at the start: as much as a token that changes its
+expert."""
 BATCHES, POSITIONS, TOKENS = 4, 8, 8
 """Sizes are means over batches of one short sequence: muP is a limit of models that are wider than a batch has tokens,
 and beyond it updates of many tokens cancel, as width^−1/4."""
@@ -116,9 +121,9 @@ def check_scaling(arguments: CheckScalingArguments) -> int:
         values = [{**growth._asdict(), "exponent": growth.exponent, "fails": growth.fails} for growth in growths]
         print(json.dumps({"ok": not failures, "growths": values}))
         return bool(failures)
-    rows = [(g.part, g.measure, g.along, f"{g.exponent:+.2f}", *(f"{size:.2g}" for size in g.sizes)) for g in growths]
-    columns = ("part", "measure", "along", "exponent", *[""] * max(len(growth.at) for growth in growths))
-    print("\n".join(format_table(columns, [(*row, *[""] * (len(columns) - len(row))) for row in rows], 3)))
+    for (along, at), rows in groupby(growths, lambda growth: (growth.along, growth.at)):
+        cells = [(g.part, g.measure, f"{g.exponent:+.2f}", *(f"{size:.2g}" for size in g.sizes)) for g in rows]
+        print("\n".join(format_table((along, "", "exponent", *at), cells, 2)))
     print("\n".join(f"✗ {growth.describe()}" for growth in failures) or "✓ no part grows or vanishes")
     return bool(failures)
 
@@ -149,18 +154,16 @@ def draw(growths: Sequence[Growth], file: Path) -> None:
 def measure(config: Config, widths: Sequence[int], depths: Sequence[int], steps: int) -> list[Growth]:
     """All sizes along the width, and for completep along the depth."""
     layers = min(config.model.layers, LAYERS)
-    sweeps = {"width": [(width, layers) for width in widths]}
+    sweeps = {("width", tuple(widths)): [(width, layers) for width in widths]}
     if config.optimizer.parametrization == "completep":
-        sweeps["depth"] = [(widths[0], depth) for depth in depths]
+        sweeps["depth", tuple(depths)] = [(widths[0], depth) for depth in depths]
     growths = []
     for along, shapes in sweeps.items():
-        at = tuple(shape[along == "depth"] for shape in shapes)
-        models = []
-        for shape in shapes:
-            print("width {}, {} layers …".format(*shape), file=sys.stderr, flush=True)
-            models.append(_measure_model(_small(config, widths[0], *shape), steps))
-        growths += [Growth(*key, along, at, tuple(sizes[key] for sizes in models)) for key in models[0]]
-    return [growth for growth in growths if max(growth.sizes) > NOISE]
+        models = [_measure_model(_small(config, widths[0], *shape), steps) for shape in shapes]
+        noise = {"start": START_NOISE * max(sizes["stream", "size"] for sizes in models)}
+        measured = [Growth(*key, *along, tuple(sizes[key] for sizes in models)) for key in models[0]]
+        growths += [growth for growth in measured if max(growth.sizes) > noise.get(growth.measure, NOISE)]
+    return growths
 
 
 def _small(config: Config, first: int, width: int, layers: int) -> Config:
@@ -184,6 +187,7 @@ def _small(config: Config, first: int, width: int, layers: int) -> Config:
 
 def _measure_model(config: Config, steps: int) -> dict[tuple[str, str], float]:
     """The sizes of one model, by part and measure."""
+    print(f"width {config.model.hidden}, {config.model.layers} layers …", file=sys.stderr, flush=True)
     mesh = make_mesh(MeshConfig())
     program, layout = build_program(config, mesh), build_layout(config, mesh)
     specs = layout.specs, batch_specs(config.batch_arrays(), POSITIONS)
@@ -210,30 +214,28 @@ def _measure_model(config: Config, steps: int) -> dict[tuple[str, str], float]:
         new = jax.tree.leaves(state.model)
         (stream, logits), (_, trained) = forward(start, batch), forward(state.model, batch)
         sizes.update({("stream", "size"): _rms(stream), ("logits", "size"): _rms(logits)})
-        for i, label, mask in _matrices(start):
+        for i, label, mask, share in _matrices(start):
             zeroed = [*old[:i], jnp.where(mask, 0.0, old[i]), *old[i + 1 :]]
             before = [*new[:i], jnp.where(mask, old[i], new[i]), *new[i + 1 :]]
             sizes[label, "start"] += _rms(forward(structure.unflatten(zeroed), batch)[0] - stream)
-            sizes[label, "updates"] += _rms(forward(structure.unflatten(before), batch)[1] - trained)
+            sizes[label, "updates"] += _rms(forward(structure.unflatten(before), batch)[1] - trained) / share
             sizes[label, "decay"] += _rms(jnp.where(mask, decayed[i], 0.0)) / _rms(jnp.where(mask, old[i], 0.0))
     if broken := next((key for key, size in sizes.items() if not np.isfinite(size)), None):
         raise RunError(f"{' '.join(broken)} is not finite at width {config.model.hidden}; look at the model's layers")
     return {key: float(size) / BATCHES for key, size in sizes.items()}
 
 
-def _matrices(model: Model) -> Iterator[tuple[int, str, np.ndarray | bool]]:
-    """The matrices and embeddings, part by part: number of the weight, name, and mask of its elements."""
-    names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(model)]
-    cards = zip(names, read_dims(model), weight_metadata(model, "parts"), strict=True)
-    for i, (name, dims, parts) in enumerate(cards):
-        if not has_weight_decay(dims):
-            continue
-        if PART not in dims or not parts:
-            yield i, name, True
-            continue
-        for number, part in enumerate(parts):
-            mask = np.arange(len(parts)) == number
-            yield i, f"{name} ({part})", mask.reshape([len(parts) if dim == PART else 1 for dim in dims])
+def _matrices(model: Model) -> Iterator[tuple[int, str, np.ndarray | bool, float]]:
+    """The matrices and embeddings, part by part: number of the weight, name, mask of its elements, share of layers."""
+    weights = jax.tree_util.tree_leaves_with_path(model)
+    cards = zip(weights, read_dims(model), weight_metadata(model, "parts"), strict=True)
+    for i, ((path, weight), dims, parts) in enumerate(cards):
+        name, parts = leaf_name(path), (parts or ()) if PART in dims else ()
+        shape = [len(parts) if dim == PART else 1 for dim in dims]
+        masks = {f"{name} ({part})": np.reshape([part == other for other in parts], shape) for part in parts}
+        share = weight.shape[0] / model.config.layers if LAYER in dims else 1.0
+        if has_weight_decay(dims):
+            yield from ((i, label, mask, share) for label, mask in (masks or {name: True}).items())
 
 
 def _rms(x: Array) -> float:

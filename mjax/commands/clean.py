@@ -48,7 +48,8 @@ import ftfy
 import numpy as np
 
 from mjax.commands.arguments import CleanArguments
-from mjax.data.corpus import Document, MalformedLines, TextFiles, find_files, parse_block, tasks
+from mjax.data.corpus import tasks
+from mjax.data.corpus.documents import Document, MalformedLines, TextFiles, find_files, parse_block
 from mjax.data.corpus.near_duplicates import window_hashes, word_hashes
 from mjax.data.corpus.tasks import RETAINED, FilterJob, Tally, check_outputs
 from mjax.data.tokenizers import load_tokenizer, tokenizer_files
@@ -61,8 +62,7 @@ MIN_PIECE_CHARACTERS = 200  # characters; a piece must have more
 MAX_PIECES = 10
 SENTENCE_ENDS = ".!?"
 
-Grams = dict[int, np.ndarray]
-"""Evaluation text: sorted hashes of its runs, uint64, by their number of words."""
+Grams = dict[int, np.ndarray]  # evaluation text: sorted hashes of its runs, uint64, by their number of words
 
 Matches = dict[int, list[tuple[int, int]]]
 """Runs of it in a document: first word and hash of each, in order, by their number of words."""

@@ -5,8 +5,6 @@ it before restarting · 75 stopped after saving, run the same command again · 1
 plan | head`) · 1 any other error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -38,7 +36,7 @@ class Command(NamedTuple):
       early: whether `run` imports more than its flags need, which are in `arguments.py`: --help does not wait for it.
     """
 
-    run: str | Commands
+    run: "str | Commands"
     about: str
     on_cpu: bool = False
     early: bool = False
@@ -75,6 +73,7 @@ COMMANDS: Commands = {
     "convert": Command(CONVERT_COMMANDS, "convert checkpoints from and to Hugging Face and Megatron-LM"),
     "generate": Command("generate:generate", "generate text with a trained model", early=True),
     "plan": Command("plan:plan", "predict memory, communication and time of a run, without a device", on_cpu=True),
+    "scale": Command("scale:scale", "train small runs, and forecast the loss of a large one", True, True),
     "check-scaling": Command("check_scaling:check_scaling", "check that a learning rate fits other sizes", True, True),
     "configs": Command("cli:list_configs", "list the configs of models and demos, one line each"),
     "doctor": Command("doctor:doctor", "check this installation and machine, and suggest fixes"),

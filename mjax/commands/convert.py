@@ -11,8 +11,6 @@ folder on the run of its base.
 All run on the CPU, with one layer of one weight in memory, whatever the size of the model.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -30,14 +28,8 @@ from mjax.checkpoint.arrays import read_in_blocks
 from mjax.checkpoint.base import base_folder, check_base, digest_in_blocks, without_base
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
-from mjax.commands.arguments import (
-    FromHfArguments,
-    FromMegatronArguments,
-    ImportArguments,
-    ToHfArguments,
-    ToMegatronArguments,
-)
-from mjax.config import Config, DataConfig, read_settings, save_config
+from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHfArguments, ToMegatronArguments
+from mjax.config import Config, DataConfig, load_user_model, read_config, read_settings, save_config
 from mjax.config.model import ModelConfig
 from mjax.config.run import describe_missing_run
 from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer, stop_token_ids, tokenizer_from_folder
@@ -47,10 +39,9 @@ from mjax.interop import lora, model_folder, tokenizer_files, weights
 from mjax.interop.convert import check_vocabulary, write_checkpoint, write_run
 from mjax.interop.megatron import arguments as megatron
 from mjax.interop.megatron import optimizer
-from mjax.interop.megatron.checkpoint import MegatronCheckpoint, open_checkpoint
+from mjax.interop.megatron.checkpoint import MegatronCheckpoint, open_checkpoint, open_hybrid
 from mjax.interop.megatron.export import Export, gather_tensors, make_command, plan_export, write_release
-from mjax.interop.megatron.hybrid import open_hybrid
-from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, megatron_family
+from mjax.interop.megatron.tensors import decoder_family, megatron_family, split_fused
 from mjax.interop.tensor_files import Tensors, open_tensors, parse_shard_size, write_tensors
 from mjax.interop.tokenizer_files import to_fast_tokenizer
 from mjax.interop.torch_files import import_torch
@@ -61,11 +52,13 @@ from mjax.utils.files import is_hub_name, rename
 from mjax.utils.progress import progress, status
 from mjax.utils.stores import find_address, to_absolute, with_addresses
 
+Import = FromHfArguments | FromMegatronArguments
+
 # --- Import from Hugging Face -----------------------------------------------------------------------------------------
 
 
-def from_hf(arguments: FromHfArguments) -> int:
-    """`mjax convert from-hf`. Returns the exit code.
+def from_hf(arguments: FromHfArguments) -> None:
+    """`mjax convert from-hf`.
 
     Raises:
       UsageError: something in the source is missing, damaged or not supported, or the output exists; nothing was
@@ -106,6 +99,8 @@ def from_hf(arguments: FromHfArguments) -> int:
         # transformers' loss pools the layers and is k when balanced; the one of mjax is of each layer, and 1.
         flag = f"--model.aux-loss-coef {coefficient * model.experts_per_token / model.expert_layers:g}"
         print(f"router_aux_loss_coef {coefficient:g} is a setting of training; to train with it type {flag}")
+    if values.get("num_nextn_predict_layers") and not getattr(model, "mtp_layers", 0):
+        print("multi-token prediction, num_nextn_predict_layers, is left out")
     if left_out:
         print(f"the embedding has no rows for {', '.join(left_out[:8])}, which no text encodes to: left out")
     if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -114,16 +109,13 @@ def from_hf(arguments: FromHfArguments) -> int:
         print(f"texts begin with id {tokenizer.bos}, as in transformers")
     for name in (tokenizer_files.GENERATION_CONFIG, tokenizer_files.CHAT_TEMPLATE):
         if tokenizer is not None and not carried and (source / name).is_file():
-            print(
-                f"{source / name} is left out: it needs the folder's tokenizer and {tokenizer_files.TOKENIZER_CONFIG}"
-            )
+            print(f"{source / name} is left out: it needs the folder's tokenizer and tokenizer_config.json")
     if absent:
         print(f"not in {source}, initialised from seed {config.train.seed}: {', '.join(map(family.heads.get, absent))}")
     _print_next_steps(arguments, rope, config, tokenizer)
-    return 0
 
 
-def _from_peft(arguments: FromHfArguments) -> int:
+def _from_peft(arguments: FromHfArguments) -> None:
     """Convert a peft folder into a run with adapters on the run `--base`."""
     source, output, run = arguments.source, arguments.output, arguments.base
     if run is None:
@@ -146,14 +138,13 @@ def _from_peft(arguments: FromHfArguments) -> int:
         write_checkpoint(folder / "checkpoints", {"model": target}, lambda name, first, end: adapters[name][first:end])
     print(f"{output}: adapters of rank {model.lora_rank} on checkpoint {step} of {run}, checkpoint 0")
     print(f'generate     mjax generate --run {shlex.quote(str(output))} --prompt "…"')
-    return 0
 
 
 # --- Import from Megatron-LM ------------------------------------------------------------------------------------------
 
 
-def from_megatron(arguments: FromMegatronArguments) -> int:
-    """`mjax convert from-megatron`. Returns the exit code.
+def from_megatron(arguments: FromMegatronArguments) -> None:
+    """`mjax convert from-megatron`.
 
     Raises:
       UsageError: something in the source is missing, damaged or not supported, torch is not installed, or the output
@@ -207,13 +198,12 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     if arguments.optimizer:
         print(f"continue     python train.py --run {shlex.quote(str(output))} --data.path data/corpus")
     _print_next_steps(arguments, rope, config, tokenizer)
-    return 0
 
 
 def _open_slot(checkpoint: MegatronCheckpoint, slot: str, model: ModelConfig) -> Tensors:
     """The tensors of a moment, or the main weights in float32, by the names of the model's family."""
     tensors = checkpoint.open_slot(slot)
-    return DecoderTensors(tensors, model, str(checkpoint.folder)) if checkpoint.architecture == "decoder" else tensors
+    return split_fused(tensors, model, str(checkpoint.folder)) if checkpoint.architecture == "decoder" else tensors
 
 
 def _model(checkpoint: MegatronCheckpoint, arguments: FromMegatronArguments) -> tuple[ModelConfig, Family, Tensors]:
@@ -231,8 +221,7 @@ def _model(checkpoint: MegatronCheckpoint, arguments: FromMegatronArguments) -> 
     if flags := [name for name in ("heads", "activation") if getattr(arguments, name) is not None]:
         raise UsageError(f"{folder} says everything of its model itself; leave out --{flags[0]}")
     model = megatron.decoder_config(settings, tensors, folder, version)
-    family = MIXTURE if model.experts else DECODER
-    return model, family, DecoderTensors(tensors, model, folder)
+    return model, decoder_family(model), split_fused(tensors, model, folder)
 
 
 def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: MegatronCheckpoint, rows: int) -> int:
@@ -262,9 +251,7 @@ def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Megat
 # --- Both imports -----------------------------------------------------------------------------------------------------
 
 
-def _find_tokenizer(
-    arguments: ImportArguments, values: dict, model: ModelConfig
-) -> tuple[Tokenizer | None, dict[str, bytes]]:
+def _find_tokenizer(arguments: Import, values: dict, model: ModelConfig) -> tuple[Tokenizer | None, dict[str, bytes]]:
     """The tokenizer of an import, and the files next to it that the run carries until `to-hf` (not those it writes)."""
     tokenizer = tokenizer_files.open_tokenizer(arguments.source, arguments.tokenizer)
     if tokenizer is None or arguments.tokenizer is not None or not model.causal:
@@ -274,7 +261,7 @@ def _find_tokenizer(
     return tokenizer, {name: content for name, content in carried.items() if name not in tokenizer.files}
 
 
-def _print_next_steps(arguments: ImportArguments, rope: str, config: Config, tokenizer: Tokenizer | None) -> None:
+def _print_next_steps(arguments: Import, rope: str, config: Config, tokenizer: Tokenizer | None) -> None:
     """Print the next commands after an import."""
     run, causal = shlex.quote(str(arguments.output)), config.model.causal
     if rope:
@@ -299,8 +286,8 @@ def _print_next_steps(arguments: ImportArguments, rope: str, config: Config, tok
 # --- Export to Hugging Face -------------------------------------------------------------------------------------------
 
 
-def to_hf(arguments: ToHfArguments) -> int:
-    """`mjax convert to-hf`. Returns the exit code.
+def to_hf(arguments: ToHfArguments) -> None:
+    """`mjax convert to-hf`.
 
     Raises:
       UsageError: the run has no such checkpoint, transformers has no class for the model or no equivalent tokenizer, or
@@ -312,7 +299,8 @@ def to_hf(arguments: ToHfArguments) -> int:
     if find_address(output):
         raise UsageError(f"{output} is in a store, and mjax convert to-hf writes files; give a folder, and copy it")
     model_folder.check_output(output, arguments.overwrite)
-    config = read_settings(run / "config.json")
+    load_user_model(arguments.config, run, print)
+    config = read_config(run / "config.json")
     model = config.model.without_lora()
     family = models.export_family(model)
     _check_adapters(arguments, config)
@@ -356,7 +344,6 @@ def to_hf(arguments: ToHfArguments) -> int:
     print(f" and {len(names) - 2} more" if len(names) > 1 else "")
     if tokenizer is None and arguments.tokenizer is None:
         print(f"{run} has no tokenizer, and {output} neither; to add it: --tokenizer KIND:FILES --overwrite")
-    return 0
 
 
 def _generation_config(arguments: ToHfArguments, tokenizer: Tokenizer | None, carried: dict[str, bytes]) -> dict:
@@ -409,7 +396,7 @@ def _read_weights(run: Path, config: Config, saved: Path) -> tuple[lora.BlockRea
     return blocks, f", merged into checkpoint {base.step} of {base.run}"
 
 
-def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Path, dtype: np.dtype) -> int:
+def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Path, dtype: np.dtype) -> None:
     """Write the adapters of a checkpoint as a peft folder."""
     run, output = arguments.run, arguments.output
     modules, base = lora.adapter_modules(family, config.model), read_base(run)
@@ -425,7 +412,6 @@ def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Pa
     origin = f"checkpoint {saved.name} of {with_addresses(str(run))}"
     print(f"{output}: {len(modules)} adapters of rank {config.model.lora_rank}, {origin}")
     print(f"base: {values['base_model_name_or_path']}, with the digest {base.digest}")
-    return 0
 
 
 def _card(arguments: ToHfArguments, family: Family, model: ModelConfig, size: int, step: int, tokenizer: bool) -> str:
@@ -443,8 +429,8 @@ def _card(arguments: ToHfArguments, family: Family, model: ModelConfig, size: in
 # --- Export to Megatron-LM --------------------------------------------------------------------------------------------
 
 
-def to_megatron(arguments: ToMegatronArguments) -> int:
-    """`mjax convert to-megatron`. Returns the exit code.
+def to_megatron(arguments: ToMegatronArguments) -> None:
+    """`mjax convert to-megatron`.
 
     Raises:
       UsageError: the run has no such checkpoint, megatron-core lacks the model or the split, torch is not installed, or
@@ -493,7 +479,6 @@ def to_megatron(arguments: ToMegatronArguments) -> int:
     split_words = f" for {ranks} ranks" if ranks > 1 else ""
     print(f"{output}: {origin} as {export.family.model}, {size:,.1f} MB in {form}{split_words}")
     _print_megatron_command(arguments, export, files.tokenizer)
-    return 0
 
 
 def _check_megatron_flags(arguments: ToMegatronArguments, split: dict[str, int], config: Config) -> None:
@@ -528,9 +513,7 @@ def _print_megatron_command(arguments: ToMegatronArguments, export: Export, toke
     place = arguments.output.absolute()  # for a command in the folder of Megatron-LM
     flags = ["--tokenizer-type", kind, flag, str(place / "tokenizer" / file)] if tokenizer is not None else []
     if export.arguments.get("use_rope_scaling") and (factor := export.arguments["rope_scaling_factor"]) != 8:
-        print(
-            f"pretrain_gpt.py ignores --rope-scaling-factor {factor:g} and computes with 8; pass it to GPTModel there"
-        )
+        print(f"pretrain_gpt.py ignores --rope-scaling-factor {factor:g} and computes with 8; pass it to GPTModel")
     command = make_command(export, place, arguments.format, arguments.dtype, flags)
     print(f"load it      {shlex.join(command)}")
 

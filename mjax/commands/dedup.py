@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mjax.commands.arguments import DedupArguments
-from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, parse_block, tasks
+from mjax.data.corpus import near_duplicates, tasks
+from mjax.data.corpus.documents import Document, MalformedLines, TextFiles, parse_block
 from mjax.data.corpus.near_duplicates import EDGE, NUM_HASHES, ROUNDS, Bands, Shingles, group_starts, shingle_hashes
 from mjax.data.corpus.tasks import MAX_EXAMPLES, RETAINED, FilterJob, Tally, check_outputs, diff_excerpts
 from mjax.errors import RunError

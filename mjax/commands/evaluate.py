@@ -34,8 +34,8 @@ SHORT_TASKS: dict[str, Callable[..., Task]] = {"wikitext103": WikiText103, "lamb
 TEXT_TASKS = (*SHORT_TASKS, "positions")
 
 
-def evaluate(arguments: EvaluateArguments) -> int:
-    """Run the command; progress and notices go to stderr. Returns the exit code.
+def evaluate(arguments: EvaluateArguments) -> None:
+    """Run the command; progress and notices go to stderr.
 
     A file without labels, such as a benchmark's test set, gives predictions only.
 
@@ -51,7 +51,6 @@ def evaluate(arguments: EvaluateArguments) -> int:
     step, metrics = _measure(arguments)
     if processes.is_first():
         report(arguments, step, metrics)
-    return 0
 
 
 @name_arguments(*(field.name for field in fields(EvaluateArguments)))

@@ -27,7 +27,7 @@ from mjax.config.bounds import check_bounds, describe_choice, is_unsectioned, se
 from mjax.config.marks import FILE_ONLY, PLANNED, RUN_SYNONYMS, Mark, Synonyms
 from mjax.config.model import KIND_FLAG, REGISTRY
 from mjax.config.plain_values import describe, fits, get_type_hints
-from mjax.config.run import RENAMED, RENAMED_VALUES, available_configs
+from mjax.config.run import OLD_NAMES, RENAMED, RENAMED_VALUES, available_configs
 from mjax.errors import UsageError, either, suggestion
 from mjax.utils.files import resolve_parents
 
@@ -45,29 +45,15 @@ NO_FLAG = {
     "use-mcore-models distributed-backend dataloader-num-workers num-workers do-train": "remove it",
 }
 """Flags of other programs without a field here, and the replacement."""
-OLD_FLAGS = {
-    "train": "resume=run",
-    "sft": "resume=run template=chat-template turns=train-on",
-    "prepare": "longest=max-length template=chat-template too-long=overflow turns=train-on",
-    "clean": "keep=filter minimum-tokens=min-tokens",
-    "evaluate": "checkpoint=run overlap=stride",
-    "lm-eval": "checkpoint=run",
-    "finetune": "checkpoint=run",
-    "from-hf": "draw-heads=init-missing-heads",
-    "generate": "checkpoint=run",
-    "plan": "keep=fix longest=max-sequence-on",
-    "doctor": "limit=timeout",
-}
+OLD_FLAGS = OLD_NAMES["flags"]
 """Flags of mjax 0.2.0 by command, and their names since. They are accepted until 0.4.0."""
 OLD_FIELDS = {
     f"{section}.{old}".replace("_", "-"): f"{section}.{new}".replace("_", "-")
     for section, names in RENAMED.items()
     for old, new in names.items()
 }
-SHORT_AXES = {
-    "mesh.pp": "mesh.pipe", "mesh.dp": "mesh.data", "mesh.tp": "mesh.model", "mesh.cp": "mesh.context",
-    "mesh.ep": "mesh.expert",
-}  # fmt: skip
+_SHORT_NAMES = {"pp": "pipe", "dp": "data", "tp": "model", "cp": "context", "ep": "expert"}
+SHORT_AXES = {f"mesh.{short}": f"mesh.{name}" for short, name in _SHORT_NAMES.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,8 +118,7 @@ def parse_known(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[s
 
 def rename_old_flags(argv: Sequence[str], prog: str) -> list[str]:
     """Return `argv` with today's names of flags, and full names of axes; a line on stderr reports each old one."""
-    command_flags = dict(pair.split("=") for pair in OLD_FLAGS.get(prog.rpartition(" ")[2], "").split())
-    renamed, words = SHORT_AXES | OLD_FIELDS | command_flags, []
+    renamed, words = SHORT_AXES | OLD_FIELDS | OLD_FLAGS.get(prog.rpartition(" ")[2], {}), []
     for word in argv:
         flag, equals, value = word.partition("=")
         typed = flag.removeprefix("--").replace("_", "-") if flag.startswith("--") else ""

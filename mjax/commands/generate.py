@@ -1,7 +1,6 @@
 """`mjax generate`: continue prompts with a run, or chat with it."""
 
-from __future__ import annotations
-
+import contextlib
 import dataclasses
 import json
 import sys
@@ -15,7 +14,6 @@ from mjax.checkpoint.base import restore_weights
 from mjax.cluster.launch import enable_compilation_cache
 from mjax.commands.arguments import GenerateArguments
 from mjax.config import MeshConfig, load_user_model
-from mjax.config.bounds import check_bounds
 from mjax.data.tokenizers import Tokenizer, stop_token_ids
 from mjax.errors import UsageError, split_lines
 from mjax.generation.chat import Chat, read_conversations
@@ -25,22 +23,17 @@ from mjax.generation.text import Live, StreamingText, TextContinuation, continue
 from mjax.parallel.mesh import make_mesh
 
 Decode, Ends = Callable[[list[int]], str], int | Sequence[int]
-Conversation = tuple[list[dict[str, Any]], Any]
-"""Messages and tools."""
+Conversation = tuple[list[dict[str, Any]], Any]  # messages and tools
 
 
-def generate(arguments: GenerateArguments) -> int:
+def generate(arguments: GenerateArguments) -> None:
     """`mjax generate`: print prompts and continuations as they are generated; notices go to stderr.
-
-    Returns:
-      The exit code.
 
     Raises:
       UsageError: a flag is out of range, the run folder lacks a config, a tokenizer or a checkpoint, or there is no
         prompt.
       RunError: the checkpoint is damaged.
     """
-    check_bounds(arguments)
     copies = arguments.num_samples
     if copies > 1 and arguments.sampling.temperature == 0:
         raise UsageError(f"--num-samples {copies} with --temperature 0 is one text {copies} times; leave one out")
@@ -54,7 +47,6 @@ def generate(arguments: GenerateArguments) -> int:
     writer = Writer(arguments)
     encoded = [writer.tokenizer.encode_prompt(prompt) for prompt in prompts]
     writer.write(prompts, encoded, prompts, writer.tokenizer.decode, writer.ends)
-    return 0
 
 
 class Writer:
@@ -135,7 +127,7 @@ def _is_terminal() -> bool:
 # --- Chat -------------------------------------------------------------------------------------------------------------
 
 
-def _chat(arguments: GenerateArguments) -> int:
+def _chat(arguments: GenerateArguments) -> None:
     """`mjax generate --chat`."""
     conversations, questions = _read_chat(arguments)
     writer = Writer(arguments)
@@ -149,12 +141,11 @@ def _chat(arguments: GenerateArguments) -> int:
     if conversations:
         several = len(conversations) > 1
         write(conversations, [f"{messages[-1].get('content')}\n" if several else "" for messages, _ in conversations])
-        return 0
+        return
     for question in filter(str.strip, questions):
         history.append({"role": "user", "content": question})
         (answer,) = write([([], None)], [""])
         history.append({"role": "assistant", "content": answer.continuation})
-    return 0
 
 
 def _read_chat(arguments: GenerateArguments) -> tuple[list[Conversation], Iterable[str]]:
@@ -162,10 +153,9 @@ def _read_chat(arguments: GenerateArguments) -> tuple[list[Conversation], Iterab
     prompts = _prompts(arguments) if arguments.prompt else []
     on_terminal = not prompts and _is_terminal()
     stdin = "" if prompts or on_terminal else _stdin()
-    is_json = stdin.lstrip()[:1] in ("[", "{")
-    conversations = (
-        read_conversations(stdin) if is_json else [([{"role": "user", "content": text}], None) for text in prompts]
-    )
+    conversations = [([{"role": "user", "content": text}], None) for text in prompts]
+    if stdin.lstrip()[:1] in ("[", "{"):
+        conversations = read_conversations(stdin)
     if not (prompts or on_terminal or stdin.strip()):
         raise UsageError("there is no question; add --prompt TEXT, or write one a line to stdin")
     if arguments.num_samples > 1 and not conversations:
@@ -175,9 +165,7 @@ def _read_chat(arguments: GenerateArguments) -> tuple[list[Conversation], Iterab
 
 def _read_questions():
     """Questions typed on a terminal, until it ends."""
-    while True:
-        try:
+    with contextlib.suppress(EOFError):
+        while True:
             yield input("> ")
-        except EOFError:
-            print()
-            return
+    print()

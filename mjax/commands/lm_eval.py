@@ -42,8 +42,8 @@ class LmEvalArguments:
     """Number of CPU devices to simulate."""
 
 
-def lm_eval(argv: Sequence[str]) -> int:
-    """Run the harness's command line, with the model `mjax` registered. Returns the exit code.
+def lm_eval(argv: Sequence[str]) -> None:
+    """Run the harness's command line, with the model `mjax` registered.
 
         mjax lm-eval --run runs/x --tasks hellaswag
         mjax lm-eval run --model mjax --model_args run=runs/x --tasks hellaswag     the same
@@ -76,7 +76,6 @@ def lm_eval(argv: Sequence[str]) -> int:
         cli_evaluate()
     finally:
         sys.argv = before
-    return 0
 
 
 def harness_arguments(arguments: LmEvalArguments, rest: Sequence[str]) -> list[str]:

@@ -65,15 +65,18 @@ class PlanArguments:
     """Fields that the search leaves alone: any of mesh, train.micro_batch, train.recompute, train.loss_chunks."""
     days: Positive | None = None
     """With --devices: find the largest size of --config that trains in this many days."""
-    tokens_per_parameter: Positive = 20.0
-    """With --days: training tokens per parameter. 20 is compute-optimal (arXiv 2203.15556)."""
+    tokens_per_parameter: Positive | None = None
+    """With --days: training tokens per parameter (by default 20, which is compute-optimal by arXiv 2203.15556, or the
+    optimum of --scaling)."""
+    scaling: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
+    """The scaling.json of `mjax scale`: forecasts the loss. With --days: chooses the size and tokens of lowest loss."""
     write: Path | None = None
     """Write the fastest config into this new .py file for `python train.py`."""
     without: ClassVar = UNPLANNED
     usual: ClassVar = {
         "the run": ("config", "run", "mesh.data", "mesh.model", "mesh.pipe", "mesh.zero", "train.recompute"),
         "the cluster": ("gpu", "devices-per-node", "network", "calibration"),
-        "searches": ("devices", "days", "max-sequence-on"),
+        "searches": ("devices", "days", "scaling", "max-sequence-on"),
         "the output": ("details", "compile", "json", "memory-figure", "communication-figure", "schedule-figure"),
     }
     examples: ClassVar = (
@@ -136,7 +139,19 @@ NEEDS = {
 }
 PYTHON_CONFIG = "this config"  # of a caller from Python
 # Keys of the sections in --json, in printing order. The first that a plan has is its answer.
-KEYS = ("budget", "search", "longest", "run", "compile", "schedule", "memory", "communication", "time", "dispatch")
+KEYS = (
+    "budget",
+    "search",
+    "longest",
+    "run",
+    "forecast",
+    "compile",
+    "schedule",
+    "memory",
+    "communication",
+    "time",
+    "dispatch",
+)
 
 
 @name_arguments(*(field.name for field in fields(PlanArguments)))
@@ -181,18 +196,20 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
     """
     _check_flags(arguments)
     from mjax.planner import command
+    from mjax.planner.scaling import read_scaling
     from mjax.planner.search import Budget
     from mjax.planner.time import default_calibration, read_calibration, time_section
 
     config, name, devices, fixed = arguments.settings, arguments.config, arguments.devices, arguments.fix
     sections: dict[str, Section | None] = dict.fromkeys(KEYS)
     gpu = calibration = None
+    law = arguments.scaling and read_scaling(arguments.scaling, config)
     if arguments.gpu is not None:
         gpu = gpu_named(arguments.gpu).with_server(arguments.devices_per_node, arguments.network)
         file = arguments.calibration
         calibration = default_calibration(gpu) if file is None else read_calibration(file)
     if arguments.days is not None:
-        budget = Budget(devices, gpu, arguments.days, arguments.tokens_per_parameter)
+        budget = Budget(devices, gpu, arguments.days, arguments.tokens_per_parameter, law)
         config, sections["budget"] = command.run_budget(config, name, budget, calibration, fixed)
     if devices is not None:
         config, sections["search"] = command.run_search(config, name, devices, gpu, calibration, fixed)
@@ -222,6 +239,7 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
             sections["time"] = Section(f"Step time on {gpu.name}", why, [str(error)], {"step": str(error)})
     rows = {key: row for part in filter(None, sections.values()) for key, row in part.answer.items()}
     sections["run"].lines.extend(format_rows(rows))
+    sections["forecast"] = command.forecast_section(config, law, arguments.days is not None)
     if arguments.compile:
         sections["compile"] = command.compile_for(config, gpu)
     if (devices := arguments.max_sequence_on) is not None:
@@ -232,11 +250,13 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
 
 
 def _add_command(line: str, details: bool, sections: dict[str, Section | None]) -> None:
-    """End the first section with the command that trains the config, if the config fits."""
+    """End the first section with the forecast of the loss and the command that trains the config, if it fits."""
     fits = sections["longest"] or sections["memory"].values.get("fits", True)
     sections["run"].values["command"] = line if fits else None
     more = ["--details adds memory by kind, collectives and step time by part"] * (not details)
-    next(filter(None, sections.values())).lines.extend([*(["to train it:", f"  {line}"] if fits else []), *more])
+    forecast = ["", *sections["forecast"].lines] if sections["forecast"] and not details else []
+    lines = [*forecast, *(["to train it:", f"  {line}"] if fits else []), *more]
+    next(filter(None, sections.values())).lines.extend(lines)
 
 
 def _command(arguments: PlanArguments, config: Config) -> str:

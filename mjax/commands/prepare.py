@@ -37,15 +37,14 @@ from rich.console import Console
 from mjax import __version__
 from mjax.commands.arguments import ConversationArguments, PrepareArguments
 from mjax.config import DataConfig, read_settings
-from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
 from mjax.data import indexed, tokenizers
-from mjax.data.corpus import TextFiles, parse_block, tasks
-from mjax.data.corpus.documents import TABULAR, Block, Wikipedia, file_ending
+from mjax.data.corpus import tasks
+from mjax.data.corpus.documents import TABULAR, Block, TextFiles, Wikipedia, file_ending, parse_block
 from mjax.data.indexed import DatasetSize, index_file, mask_file, token_dtype, token_file
 from mjax.data.tokenizers import BertTokenizer, HuggingFaceTokenizer, Tokenizer
 from mjax.errors import UsageError
-from mjax.generation.chat import PLAIN, TEMPLATE, Chat, Trained, UntrainableConversation, encode, preview, refusal
+from mjax.generation.chat import PLAIN, TEMPLATE, Chat, ChatError, Trained, encode, preview, refusal
 from mjax.utils.progress import facts
 from mjax.utils.remote import RemoteFile, remove
 
@@ -281,7 +280,6 @@ def _trains(arguments: PrepareArguments) -> bool:
 
 def _check(arguments: PrepareArguments) -> None:
     """Refuse arguments that are out of bounds or contradict each other, before text is fetched or read."""
-    check_bounds(arguments)
     if arguments.demo and (arguments.inputs or arguments.split_documents is not None):
         raise UsageError("--demo fetches its documents; leave out --demo, or the files and --split-documents")
     if not arguments.demo and not arguments.inputs:
@@ -442,7 +440,7 @@ def _show_first(arguments: ConversationArguments, corpus: TextFiles, folder: Pat
     for document in islice(corpus, arguments.preview):
         try:
             encoded = encode(chat, document.fields, _turns_to_train(arguments))
-        except UntrainableConversation as error:
+        except ChatError as error:
             raise refusal(document.source, error, document.fields) from None
         console.rule(document.source, style="dim")
         console.print("dropped, it is too long" if encoded is None else preview(chat, encoded))
@@ -471,8 +469,8 @@ class ConversationEncoder:
                 one = encode(self.chat, document.fields, self.trained)
                 if one is not None and max(one.ids, default=0) >= (ids := self.tokenizer.vocabulary):
                     written = f"{self.chat.decode([max(one.ids)], special=True)}, id {max(one.ids)}"
-                    raise UntrainableConversation(f"the chat template writes {written}, and the model has {ids:,} ids")
-            except UntrainableConversation as error:
+                    raise ChatError(f"the chat template writes {written}, and the model has {ids:,} ids")
+            except ChatError as error:
                 if not self.skip:
                     raise refusal(document.source, error, document.fields) from None
                 malformed.append(f"{document.source}: {error}")

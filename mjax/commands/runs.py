@@ -7,8 +7,6 @@
 A run is given by its folder, or by its name in --runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -43,7 +41,7 @@ from mjax.config import Config, differing_fields, read_settings
 from mjax.config.batch_size import BatchSizes
 from mjax.config.model import is_user_defined
 from mjax.config.model_file import MODEL_FILE, read_model_file
-from mjax.config.plain_values import read
+from mjax.config.plain_values import read_if_exists
 from mjax.errors import UsageError, check_picture, one_sentence, suggestion
 from mjax.pictures.runs import Curve, draw_runs, smooth, smoothing_window
 from mjax.run.callbacks import KINDS, read_goodput, sum_activities
@@ -57,8 +55,8 @@ T = TypeVar("T")
 TAIL = 2**20  # bytes read from the end of metrics.jsonl for the list, at most: three thousand steps
 OF_A_RUN = {
     ".lock", mirror.INDEX, "README.md", BASE, "checkpoints", "config.json", "data.json", "environment.json",
-    "experts.json", "experts.png", "goodput.json", "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN, "passed_over.json",
-    "profile", "samples.jsonl", "tensorboard", "tokenizer", TRACKING_ID, "unhealthy.json", "wandb",
+    "experts.json", "experts.png", "forecast.json", "goodput.json", "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN,
+    "passed_over.json", "profile", "samples.jsonl", "tensorboard", "tokenizer", TRACKING_ID, "unhealthy.json", "wandb",
 }  # fmt: skip
 """Files that training leaves in a run folder."""
 LEFT_BY_A_RUN = re.compile(r"\.tmp(\.png)?$|\.damaged(\.\d+)?$|^\.shared-")
@@ -129,8 +127,8 @@ class Row:
     state: str = ""
 
 
-def list_runs(arguments: ListArguments) -> int:
-    """`mjax runs`. Returns the exit code.
+def list_runs(arguments: ListArguments) -> None:
+    """`mjax runs`.
 
     Raises:
       UsageError: there is no such folder.
@@ -150,11 +148,10 @@ def list_runs(arguments: ListArguments) -> int:
         print("\n".join(format_table([title for title, _, _ in columns], cells, LEFT)))
     else:
         print(with_addresses(f"no runs in {arguments.runs}"))
-    return 0
 
 
-def show_goodput(arguments: ListArguments) -> int:
-    """`mjax runs --goodput`: shares of the time in which each run existed, and hours. Returns the exit code."""
+def show_goodput(arguments: ListArguments) -> None:
+    """`mjax runs --goodput`: shares of the time in which each run existed, and hours."""
     records, rows, unknown = [], [], []
     for folder in _run_folders(arguments.runs):
         try:
@@ -173,7 +170,7 @@ def show_goodput(arguments: ListArguments) -> int:
     if arguments.json:
         for record in records:
             print(json.dumps(record, ensure_ascii=False))
-        return 0
+        return
     if rows:
         print("\n".join(format_table(("run", "starts", "time", *KINDS.values(), "between"), rows)))
     if unknown or not records:
@@ -181,7 +178,6 @@ def show_goodput(arguments: ListArguments) -> int:
     for record in records:
         if "problem" in record:
             print(f"{record['name']}: {record['problem']}")
-    return 0
 
 
 COLUMNS = (
@@ -197,8 +193,7 @@ COLUMNS = (
     ("state", 0, lambda row: row.state),
 )
 """Columns of the list: title, minimum terminal width for it, and the cell of a `Row`."""
-LEFT = {"run", "model", "from", "last step", "state"}
-"""Titles of columns that are aligned at the left."""
+LEFT = {"run", "model", "from", "last step", "state"}  # titles of columns that are aligned at the left
 
 
 def _run_folders(runs: Path) -> list[Path]:
@@ -257,8 +252,8 @@ def _parameters(folder: Path, config: Config) -> int | None:
     if is_user_defined(type(config.model)):
         recorded = read_model_file(folder)
         return recorded and recorded.parameters
-    file = folder / "environment.json"
-    starts = read(list[_StartRecord], file, "remove it, and the next start writes another") if file.exists() else []
+    fix = "remove it, and the next start writes another"
+    starts = read_if_exists(list[_StartRecord], folder / "environment.json", fix)
     if starts and "parameters" in starts[-1]:
         return starts[-1]["parameters"]
     steps = [] if config.model.lora_rank else checkpoint_steps(folder)  # of adapters, without the weights below them
@@ -276,8 +271,8 @@ def _is_running(folder: Path) -> bool:
 # --- Comparing --------------------------------------------------------------------------------------------------------
 
 
-def compare_runs(arguments: CompareArguments) -> int:
-    """`mjax runs compare`. Returns the exit code.
+def compare_runs(arguments: CompareArguments) -> None:
+    """`mjax runs compare`.
 
     Raises:
       UsageError: a name is not a run, there are fewer than two, or the figure cannot be written.
@@ -309,7 +304,6 @@ def compare_runs(arguments: CompareArguments) -> int:
         print(json.dumps({"runs": results, "settings": settings, "figure": str(figure)}, ensure_ascii=False))
     else:
         _print_comparison(names, results, settings, figure)
-    return 0
 
 
 def _print_comparison(names: list[str], results: dict[str, dict], settings: dict[str, dict], figure: Path) -> None:
@@ -398,8 +392,8 @@ def _format_value(value: Any) -> str:
 # --- Removing ---------------------------------------------------------------------------------------------------------
 
 
-def remove_runs(arguments: RemoveArguments) -> int:
-    """`mjax runs remove`. Returns the exit code.
+def remove_runs(arguments: RemoveArguments) -> None:
+    """`mjax runs remove`.
 
     Raises:
       UsageError: a name is not a run, is a link, is in use, is the base of another run's adapters, or is a folder with
@@ -435,7 +429,6 @@ def remove_runs(arguments: RemoveArguments) -> int:
                 rename(local, gone)
                 shutil.rmtree(gone)  # removes a link inside, but not its target
         print(with_addresses(f"removed {folder}"))
-    return 0
 
 
 def _check_removable(folder: Path) -> None:

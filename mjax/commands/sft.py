@@ -3,8 +3,6 @@
 It is `train.py` with other defaults, which it prints, and takes its flags.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -39,8 +37,7 @@ DEFAULTS = Config(
 """Of a run that trains all weights; its steps and validations follow from the data."""
 LORA_RATES = {"learning_rate": 2e-4, "min_learning_rate": 2e-5}
 """Of a run that trains adapters: ten times those of all weights."""
-EVALUATIONS = 5
-"""Validations of a run."""
+EVALUATIONS = 5  # validations of a run
 
 
 @dataclass(frozen=True)

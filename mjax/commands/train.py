@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from mjax.config.run import describe_missing_run
 from mjax.errors import RunError, UsageError, either, exit_code, explain, split_lines
 from mjax.profiling import parse_steps
 from mjax.run.callbacks import Callback
-from mjax.utils.files import check_run_name, resolve_parents
+from mjax.utils.files import check_run_name, resolve_parents, write_whole
 from mjax.utils.stores import with_addresses
 
 if TYPE_CHECKING:
@@ -41,8 +42,7 @@ class TrainArguments:
     """Train a model. Any config field is a flag, such as --mesh.data 8 or --train.steps 1000."""
 
     config: str = "gpt_demo"
-    """Config name in configs/, or path to a .py file that defines `config`. With --run: the file that defines the run's
-    model, if you wrote it."""
+    """Config name in configs/, or a .py file. With --run: the file that defines the run's model, if you wrote it."""
     name: Annotated[str | None, Synonyms("run-name wandb-run-name wandb-exp-name")] = None
     """Run name: the run folder is RUNS/NAME (by default the config's name). An existing run is continued."""
     runs: Annotated[Path, Synonyms("save~ output-dir~ out-dir~ save-dir~ dump-folder~")] = Path("runs")
@@ -63,11 +63,9 @@ class TrainArguments:
     force: bool = False
     """Train even if the run is predicted not to fit into GPU memory."""
     deterministic: bool = False
-    """On GPUs: use only bit-reproducible kernels, the same at every start, so that a repeated or resumed run has the
-    same losses. Slower. CPUs need no flag."""
+    """Only bit-reproducible GPU kernels: a repeated or resumed run has the same losses. Slower. CPUs need no flag."""
     profile: str | None = None
-    """START:END: profile the steps from START up to END - 1, as in a Python slice. Prints where their time went and
-    writes a trace into RUN/profile."""
+    """START:END, as a Python slice: profile these steps. Prints where their time went; a trace is in RUN/profile."""
     usual: ClassVar = {
         "the run": ("config", "name", "run", "init", "step"),
         "data and length": ("data.path", "train.steps", "train.tokens", "train.global-batch", "train.micro-batch"),
@@ -119,6 +117,8 @@ def train(argv: Sequence[str], choose: ChooseDefaults | None = None, prog: str =
         step = None if arguments.init else arguments.step
         file = config.log.sample_prompts
         callbacks = [_SampleWriter([] if file is None else read_prompts(file))]
+        if config.log.scaling is not None:
+            callbacks.append(_LossForecast(Path(config.log.scaling), config))
         if arguments.profile is not None:
             callbacks.append(Recorder(parse_steps(arguments.profile, config.train.steps)))
         options = Options(name=label, step=step, origin=origin, callbacks=callbacks, watchdog=watchdog)
@@ -191,6 +191,42 @@ class _SampleWriter(Callback):
             return continue_ids(self._generator, run.state.model, decode, prompts, encoded, sampling, ends)
 
 
+class _LossForecast(Callback):
+    """Draws the forecast of `log.scaling` into loss.png, and reports validation losses outside of its interval."""
+
+    def __init__(self, file: Path, config: Config):
+        """`file`: the scaling.json; a copy of the forecast for `config` is written into the run folder."""
+        from mjax.models.build import count_active
+        from mjax.planner.scaling import read_scaling
+        from mjax.planner.time import run_tokens
+
+        self.law, steps = read_scaling(file, config), config.train.steps
+        size = count_active(config.model), run_tokens(config)
+        self.end = self.law.predict(*size)
+        self.curve = {share * steps: forecast for share, forecast in self.law.curve(*size).items()} or {steps: self.end}
+
+    def on_start(self, run: Run) -> None:
+        """Write forecast.json, before the first step."""
+        if run.log:
+            run.log.forecast = self.curve
+            values = {"source": self.law.source, "steps": {f"{step:g}": one for step, one in self.curve.items()}}
+            write_whole(run.folder / "forecast.json", json.dumps(values, indent=1) + "\n")
+        run.print_line(f"forecast of the last validation loss: {self.end}, by {self.law.source}")
+
+    def on_step(self, run: Run, step: int, metrics: Record) -> None:
+        """Compare a validation loss with the interval at its step."""
+        if metrics.val_loss is None or step < min(self.curve):
+            return
+        import numpy as np
+
+        low = np.interp(step, [*self.curve], [forecast.low for forecast in self.curve.values()])
+        high = np.interp(step, [*self.curve], [forecast.high for forecast in self.curve.values()])
+        if not low <= metrics.val_loss <= high:
+            side = "below" if metrics.val_loss < low else "above"
+            line = f"validation loss {metrics.val_loss:.4f} is {side} its forecast, {low:.4f} to {high:.4f}"
+            run.print_line(f"step {step}: {line} ({run.config.log.scaling})")
+
+
 def read_prompts(file: str) -> list[str]:
     """The prompts of `--log.sample-prompts`, one a line.
 
@@ -242,6 +278,10 @@ def _train_arguments(
     validate(settings, label)
     if settings.log.sample_prompts is not None:
         read_prompts(settings.log.sample_prompts)
+    if settings.log.scaling is not None:
+        from mjax.planner.scaling import read_scaling
+
+        read_scaling(Path(settings.log.scaling), settings)
     if arguments.profile is not None:
         parse_steps(arguments.profile, settings.train.steps)
     origin = choose_origin(folder, settings, arguments.init, arguments.step)

@@ -17,8 +17,6 @@ A new axis is a row here, a field of the same name in `MeshConfig`, and the code
 imports no JAX.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -77,18 +75,6 @@ def describe_mesh(mesh, *shown: str) -> str:
     words = {name: f"{name} {size}" for name, size in typed.items() if size > 1 or name in (DATA, MODEL, *shown)}
     words[DATA] += f" ({virtual})" if virtual else ""
     return " × ".join(words.values())
-
-
-@lru_cache(maxsize=16384)
-def devices(mesh) -> int:
-    """Number of devices of the mesh."""
-    return math.prod(sizes(mesh).values())
-
-
-@lru_cache(maxsize=16384)
-def replicas(mesh) -> int:
-    """Number of parts of a batch: devices along the axes that split it."""
-    return math.prod(sizes(mesh)[name] for name in axes_splitting("batch"))
 
 
 @lru_cache(maxsize=16384)

@@ -47,7 +47,11 @@ class BatchSizes:
 
     @classmethod
     def from_config(cls, config: Config) -> BatchSizes:
-        """The sizes of the run that `config` describes."""
+        """The sizes of the run that `config` describes.
+
+        Raises:
+          UsageError: its ramp-up is malformed.
+        """
         train = config.train
         changes = [(0, train.global_batch)]
         if train.batch_rampup is not None:
@@ -129,7 +133,14 @@ def _rampup(start: int, increment: int, samples: int, end: int) -> list[tuple[in
 
     There the size after n samples is start + int(n / (samples / increments)) × increment up to `samples` of them, and
     `end` after. The quotient is rounded as a float, so that a change can come one sample after the exact quotient.
+
+    Raises:
+      UsageError: the increments do not end at `end`.
     """
+    if min(start, increment, samples) < 1 or start >= end or (end - start) % increment:
+        flag, fix = f"--train.batch-rampup {start} {increment} {samples}", "an INCREMENT that divides the difference"
+        short = f"{flag} does not reach --train.global-batch {end} in whole increments"
+        raise UsageError(f"{short}; use a START below it and {fix}")
     increments = (end - start) // increment
     portion = samples / increments
     changes = [(0, start)]

@@ -6,8 +6,6 @@ All errors have one form, for flags, files and Python: `--model.layers is 0; it 
 and NaN are always rejected, and a choice (`Literal`) has only its values. This module imports no JAX.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

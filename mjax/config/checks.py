@@ -17,7 +17,7 @@ from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, parse_blend, read_metadata, split_sequences
 from mjax.config.marks import Only, field_marks
 from mjax.config.pattern import stage_groups
-from mjax.config.run import BLENDS, Config, MeshConfig, differing_fields, read_settings, to_flag
+from mjax.config.run import BLENDS, Config, differing_fields, read_settings, to_flag
 from mjax.errors import UsageError, either, name_arguments
 
 MAX_DIVISOR = 2**16  # a config.json may contain any number: limit the search
@@ -41,7 +41,7 @@ def validate(config: Config, name: str = "this config") -> None:
     if config.train.tokens is not None:
         raise UsageError(f"train.tokens {config.train.tokens} of {name} is not converted to steps; call resolve_steps")
     _check_shapes(config)
-    check_batch_sizes(config)
+    _check_batch_sizes(config)
     _check_pipeline(config)
     _check_conditions(config)
     config.model.check(config)
@@ -229,7 +229,7 @@ def _check_data(config: Config, name: str) -> None:
     split_sequences(data.split, 0)
 
 
-def check_batch_sizes(config: Config) -> None:
+def _check_batch_sizes(config: Config) -> None:
     """Check the ramp-up of the batch, and that each size makes whole micro-batches.
 
     Raises:
@@ -238,15 +238,10 @@ def check_batch_sizes(config: Config) -> None:
     train, mesh = config.train, config.mesh
     if train.batch_rampup is None:
         return
-    unit, end = mesh.data * train.micro_batch, train.global_batch
-    factors = f"data {mesh.data} × micro-batch {train.micro_batch}"
+    unit, factors = mesh.data * train.micro_batch, f"data {mesh.data} × micro-batch {train.micro_batch}"
     if mesh.virtual_stages > 1:
         unit, factors = unit * mesh.pipe, f"{factors} × pipe {mesh.pipe}, for the interleaved pipeline"
     flag = f"--train.batch-rampup {' '.join(map(str, train.batch_rampup))}"
-    start, increment, _ = train.batch_rampup
-    if min(train.batch_rampup) < 1 or start >= end or (end - start) % increment:
-        fix = "use a START below it and an INCREMENT that divides the difference"
-        raise UsageError(f"{flag} does not reach --train.global-batch {end} in whole increments; {fix}")
     for first_step, _, size in BatchSizes.from_config(config).ahead():
         if size % unit:
             odd = f"a batch of {size} from step {first_step + 1} on, which is not a multiple of {unit} ({factors})"
@@ -354,7 +349,6 @@ def resolve_steps(config: Config, typed: Set[str] = frozenset()) -> tuple[Config
     train, tokens = config.train, config.train.tokens
     if tokens is None:
         return config, []
-    check_batch_sizes(replace(config, mesh=MeshConfig(), train=replace(train, micro_batch=1)))  # the mesh may be open
     if "train.steps" in typed and "train.tokens" not in typed:
         return replace(config, train=replace(train, tokens=None)), []
     if "train.steps" in typed or ("train.tokens" not in typed and train.steps != type(train)().steps):

@@ -4,8 +4,6 @@ matmuls of experts (`parallel/grouped.py`), and layers compiled with or without 
 Training passes the local GPU, the planner any GPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ A run folder contains one experiment. A field without a mark is part of it: a ru
 --allow-change, and never with another value of an unmarked model field. This module imports no JAX.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, fields
 from typing import Any
@@ -87,7 +85,7 @@ FILE_ONLY = tyro.conf.Fixed
 def effective_value(settings: Any, name: str) -> Any:
     """The value of a field, or of its property (`By`) while the field is unset."""
     value = getattr(settings, name)
-    sources = [mark.property for mark in _marks(type(settings))[name] if isinstance(mark, By)]
+    sources = [mark.property for mark in _marks(type(settings)).get(name, ()) if isinstance(mark, By)]
     return getattr(settings, sources[0]) if value is None and sources else value
 
 

@@ -115,6 +115,9 @@ class ModelConfig(LoRAConfig):
       head_dim: width of an attention head, d; None: hidden / heads.
       biased_scores: True if attention adds something other than a document mask to the scores.
       attention_dropout: dropout rate on attention probabilities.
+      hidden_dropout: dropout rate on the embedding and on both residual branches of all layers.
+      norm_epsilon: added to the mean square in RMSNorm.
+      tie_embeddings: True if the embedding is the output layer too.
       window: tokens that a position attends to, including itself; None: all tokens up to the position.
       experts: experts of a sparse layer, a multiple of `mesh.expert`; 0 for a dense model.
       experts_per_token: experts each token is routed to.
@@ -157,7 +160,8 @@ class ModelConfig(LoRAConfig):
     biased_scores: ClassVar[bool] = False
     # Fields of some models. A ClassVar would hide the field if a config derives from several parts.
     head_dim = window = moe_kernel = None
-    attention_dropout = 0.0
+    attention_dropout = hidden_dropout = 0.0
+    norm_epsilon, tie_embeddings = 1e-6, True
     experts = experts_per_token = 0
 
     @property

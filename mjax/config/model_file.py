@@ -3,8 +3,6 @@
 mjax never executes a file that a run folder names. `--config FILE.py` executes it, or your program imports it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -14,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mjax.config.model import ModelConfig, is_user_defined
-from mjax.config.plain_values import read
+from mjax.config.plain_values import read_if_exists
 from mjax.errors import UsageError
 from mjax.utils.files import write_whole
 
@@ -59,9 +57,8 @@ def read_model_file(folder: Path) -> ModelFile | None:
     Raises:
       UsageError: model.json is damaged.
     """
-    file = folder / MODEL_FILE
     fix = "remove it to forget which file defines the model of this run"
-    return read(ModelFile, file, fix) if file.exists() else None
+    return read_if_exists(ModelFile, folder / MODEL_FILE, fix)
 
 
 def describe_change(folder: Path, cls: type[ModelConfig]) -> str | None:

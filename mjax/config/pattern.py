@@ -11,10 +11,10 @@ leading dim; otherwise each layer of the group has a stack. Prefixes of the weig
     several runs                                blocks.0.  blocks.1.  …                 layers 1, 2, 3    4, 5, 6 …
 """
 
-from __future__ import annotations
-
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate, chain, pairwise
 from operator import mul
 from typing import NamedTuple
 
@@ -120,17 +120,14 @@ class StackRows:
     @cached_property
     def slots(self) -> int:
         """Layers of the stage with most, for which every stage has memory."""
-        return max(len(self.list_rows(stage)) for stage in range(self.stages))
+        return max(sum(self.counts[stage :: self.stages]) for stage in range(self.stages))
 
-    def list_rows(self, stage: int) -> list[int]:
-        """The layers of a stage, chunk by chunk, counted from 0 in the stack."""
-        chunks = range(stage, len(self.counts), self.stages)
-        return [sum(self.counts[:v]) + i for v in chunks for i in range(self.counts[v])]
-
-    def list_slots(self) -> list[int]:
-        """The layer in each slot, stage by stage; -1 in unused slots."""
-        rows = map(self.list_rows, range(self.stages))
-        return [row for used in rows for row in (*used, *[-1] * (self.slots - len(used)))]
+    def list_slots(self) -> list[list[int]]:
+        """For each stage the layers in its slots, counted from 0 in the stack, chunk by chunk; -1 in unused slots."""
+        ends = [0, *accumulate(self.counts)]
+        rows = [[*range(first, last)] for first, last in pairwise(ends)]
+        stages = ([*chain(*rows[stage :: self.stages])] for stage in range(self.stages))
+        return [used + [-1] * (self.slots - len(used)) for used in stages]
 
     @property
     def offsets(self) -> list[int]:
@@ -185,31 +182,43 @@ def stage_kinds(model, mesh) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _stage_groups(model, pipe: int, chunks: int, layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    runs, stages = model.pattern.runs(model.layers), pipe * chunks
-    groups = [(run, len(kinds)) for run, (kinds, count) in enumerate(runs) for _ in range(count)]
-    given, flag = bool(layers), f"--mesh.stage-layers {' '.join(map(str, layers))}"
-    if given and (len(layers) != stages or sum(layers) != model.layers or min(layers) < 0):
+    runs = model.pattern.runs(model.layers)
+    run_of = [run for run, (_, count) in enumerate(runs) for _ in range(count)]  # of each group
+    layers_before = [0, *accumulate(len(runs[run][0]) for run in run_of)]
+    if layers:
+        borders = _given_borders(model, pipe, chunks, layers, layers_before)
+    else:
+        borders = _equal_borders(model, pipe, chunks, layers_before)
+    return tuple(tuple(map(run_of[first:last].count, range(len(runs)))) for first, last in pairwise(borders))
+
+
+def _given_borders(model, pipe: int, chunks: int, layers: tuple[int, ...], layers_before: list[int]) -> list[int]:
+    """The number of groups before each virtual stage, and of all, if the stages have these layers."""
+    flag, stages = f"--mesh.stage-layers {' '.join(map(str, layers))}", pipe * chunks
+    if len(layers) != stages or sum(layers) != model.layers or min(layers) < 0:
         needs = f"--mesh.pipe {pipe} × --mesh.virtual-stages {chunks} needs {stages} numbers with sum {model.layers}"
         raise UsageError(f"{flag} does not fit: {needs}; or give it no value, for equal stages")
-    if not given and stages > len(groups):
-        several = f" in {len(groups)} groups, which stages cannot split" if len(groups) < model.layers else ""
+    borders = [0, *accumulate(layers)]
+    if not {*layers_before}.issuperset(borders):
+        sizes = ", ".join(f"{count} × {len(kinds)}" for kinds, count in model.pattern.runs(model.layers))
+        groups = f"splits a group of layers, and {model.title} has groups of {sizes}"
+        raise UsageError(f"{flag} {groups}; move the border")
+    return list(map(layers_before.index, borders))
+
+
+def _equal_borders(model, pipe: int, chunks: int, layers_before: list[int]) -> list[int]:
+    """The same for stages with as equal numbers of layers as possible, and at least one group each."""
+    groups, stages, borders = len(layers_before) - 1, pipe * chunks, [0]
+    if stages > groups:
+        several = f" in {groups} groups, which stages cannot split" if groups < model.layers else ""
         virtual = f" × --mesh.virtual-stages {chunks}" if chunks > 1 else ""
-        has = f"{model.layers} layers{several}; use at most {len(groups)} stages"
+        has = f"{model.layers} layers{several}; use at most {groups} stages"
         raise UsageError(f"--mesh.pipe {pipe}{virtual} is more than {model.title} can fill with {has}")
-    split, start = [], 0
-    for stage in range(stages):
-        wanted = layers[stage] if given else sum(size for _, size in groups[start:]) / (stages - stage)
-        end, total = start, 0
-        while total < wanted and (given or len(groups) - end >= stages - stage):
-            total, end = total + groups[end][1], end + 1
-        if given and total != wanted:
-            sizes = ", ".join(f"{count} × {len(kinds)}" for kinds, count in runs)
-            raise UsageError(
-                f"{flag} splits a group of layers, and {model.title} has groups of {sizes}; move the border"
-            )
-        split.append(tuple(sum(run == i for i, _ in groups[start:end]) for run in range(len(runs))))
-        start = end
-    return tuple(split)
+    for left in range(stages, 0, -1):
+        before = layers_before[borders[-1]]
+        wanted = before + -(-(model.layers - before) // left)
+        borders.append(min(bisect_left(layers_before, wanted), groups - left + 1))
+    return borders
 
 
 def _shortest(kinds: tuple, groups: int = 1) -> tuple[tuple, int]:

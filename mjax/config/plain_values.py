@@ -1,7 +1,5 @@
 """Plain values from files, checked against types: config.json, and other small JSON files (`read`)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys
@@ -34,6 +32,11 @@ def read(kind: type[T], file: Path, fix: str, missing: str | None = None) -> T:
       UsageError: the file is missing, unreadable or not JSON, or its value has another type.
     """
     return check(kind, read_json(file, fix, missing), str(file), fix)
+
+
+def read_if_exists(kind: type[T], file: Path, fix: str) -> T | None:
+    """`read` a file; None if it does not exist."""
+    return read(kind, file, fix) if file.exists() else None
 
 
 def check(kind: type[T], value: Any, source: str, fix: str) -> T:

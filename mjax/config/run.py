@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import shlex
 import sys
@@ -38,14 +39,7 @@ from mjax.config.marks import (
     Synonyms,
     names_with,
 )
-from mjax.config.model import (
-    REGISTRY,
-    Arrays,
-    ModelConfig,
-    config_class,
-    is_user_defined,
-    placeholder_class,
-)
+from mjax.config.model import REGISTRY, Arrays, ModelConfig, config_class, is_user_defined, placeholder_class
 from mjax.config.model_file import describe_change, read_model_file, refuse_unknown, source_file
 from mjax.config.plain_values import build, fits
 from mjax.errors import UsageError, check_folder, shorten_list, suggestion
@@ -109,7 +103,7 @@ class MeshConfig:
     @property
     def devices(self) -> int:
         """Devices of the mesh."""
-        return axes.devices(self)
+        return math.prod(axes.sizes(self).values())
 
     @property
     def splits_tokens(self) -> bool:
@@ -312,6 +306,9 @@ class LogConfig:
     """Weights & Biases project to log to (needs the wandb package)."""
     trackio: Annotated[str | None, PER_PROCESS] = None
     """Trackio project to log to (needs the trackio package)."""
+    scaling: Annotated[str | None, PER_PROCESS] = None
+    """The scaling.json of `mjax scale`: its forecast is drawn into loss.png, and a validation loss outside of its
+    interval is reported."""
     prompt: Annotated[str | None, FILE_ONLY] = None
     """Prompt for the text sample at the end of training (by default the first tokens of validation data)."""
     sample_prompts: str | None = None
@@ -338,7 +335,7 @@ class Config:
     @property
     def micro_batches(self) -> int:
         """Micro-batches of a data-parallel replica in a step, m."""
-        return self.train.global_batch // (axes.replicas(self.mesh) * self.train.micro_batch)
+        return self.train.global_batch // (self.mesh.data * self.train.micro_batch)
 
     @property
     def samples(self) -> Literal["text", "conversations", "pairs", "examples"]:
@@ -504,39 +501,10 @@ def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], ty
         raise UsageError(f"{error}; {cls.__name__} is defined in {file}") from None
 
 
-RENAMED = {
-    "mesh": {"chunks": "virtual_stages", "replica": "replicate"},
-    "model": {
-        "tied": "tie_embeddings", "rope_share": "rotary_percent", "rope_original": "rope_original_length",
-        "full_attention_every": "global_attention_interval", "query_scalar": "query_pre_attn_scalar",
-        "expert_width": "moe_ffn_hidden", "shared_width": "shared_expert_ffn_hidden", "grouped": "moe_kernel",
-        "dense_layers": "first_dense_layers", "expert_interval": "moe_layer_freq", "router_groups": "router_n_groups",
-        "router_top_groups": "router_topk_groups", "balance_loss": "aux_loss_coef", "balance_over": "aux_loss_scope",
-        "balance_bias": "router_bias_update_rate", "answers": "num_labels",
-    },
-    "data": {"own": "custom", "samples": "train_samples"},
-    "train": {"taken": "batch_history"},
-}  # fmt: skip
-RENAMED_VALUES = {
-    "mesh.context_attention": {"heads": "ulysses", "gather": "allgather"},
-    "mesh.schedule": {"zb-h1": "1f1b"},
-    "health.spike": {"announce": "warn", "rewind": "rollback"},
-}
-"""Fields and values of mjax 0.2.0, with their names since. To be removed, with `REMOVED`, after mjax 0.4."""
-REMOVED = {
-    "model.lora_rslora": False,
-    "data.validation_tail": False,
-    "data.mask_probability": 0.15,
-    "data.short_probability": 0.1,
-    "optimizer.muon_adjust_lr": "match_rms_adamw",
-    "precision.loss_scale": None,
-    "train.batch_schedule": None,
-    "health.spike_deviations": 6.0,
-    "health.window": 100,
-    "health.skipped_in_a_row": 20,
-    "health.replica_interval": 100,
-}
-"""Removed fields of 0.2.0, with the value that now applies."""
+OLD_NAMES = json.loads(Path(__file__).with_name("names_0_2.json").read_text(encoding="utf-8"))
+"""Names of mjax 0.2.0: fields, values and flags with their names since, and removed fields with the value that now
+applies. To be removed after mjax 0.4."""
+RENAMED, RENAMED_VALUES, REMOVED = (OLD_NAMES[kind] for kind in ("fields", "values", "removed"))
 
 
 def _upgrade(values: dict[str, Any], source: str) -> dict[str, Any]:

@@ -4,8 +4,6 @@ Samples are used in order: a batch begins where the previous one ended, whatever
 some devices reads its rows alone; they are the same however they are divided.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,7 @@ from mjax.errors import UsageError
 
 Step = TypeVar("Step")
 Fetched = TypeVar("Fetched")
+Transform = Callable[[np.ndarray], dict[str, np.ndarray]]
 
 
 class SampleSource(Protocol):
@@ -41,12 +40,7 @@ class Batches:
       transform: converts a sample to the arrays to stack; by default its tokens [s + 1] to tokens and labels [s].
     """
 
-    def __init__(
-        self,
-        dataset: SampleSource,
-        sizes: BatchSizes,
-        transform: Callable[[np.ndarray], dict[str, np.ndarray]] = add_labels,
-    ):
+    def __init__(self, dataset: SampleSource, sizes: BatchSizes, transform: Transform = add_labels):
         self.dataset, self.sizes, self.transform = dataset, sizes, transform
 
     def batch_at(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:

@@ -69,13 +69,12 @@ import math
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from mjax.data.cache import NO_CACHE, Arrays, IndexCache
-from mjax.data.indexed import IndexedDataset
-from mjax.data.samples import check_sample_ids
+from mjax.data.cache import Arrays
+from mjax.data.samples import SplitDataset, check_sample_ids
 from mjax.data.tokenizers import BertTokenizer
 from mjax.errors import UsageError
 
@@ -92,14 +91,17 @@ MASK_TOKEN_PROBABILITY, KEEP_TOKEN_PROBABILITY = 0.8, 0.5  # [MASK]; else the to
 
 @dataclass(frozen=True)
 class WordPieceVocabulary:
-    """Ids of a vocabulary that masking needs: the special ones, and the pieces that continue a word."""
+    """Ids of a vocabulary that masking needs: the special ones, and the pieces that continue a word.
+
+    Attributes:
+      is_continuation: True for "##" pieces, bool [vocabulary].
+    """
 
     cls: int
     sep: int
     mask: int
     pad: int
     is_continuation: np.ndarray
-    """True for "##" pieces, bool [vocabulary]."""
 
     @classmethod
     def from_tokenizer(cls, tokenizer: BertTokenizer) -> "WordPieceVocabulary":
@@ -308,57 +310,40 @@ NUM_SPECIAL_TOKENS, MIN_SEQUENCE = 3, 5  # [CLS] and two [SEP]; with a token in 
 _thread_local = threading.local()
 
 
-class BertDataset:
-    """Samples of up to `sequence` tokens in Megatron's order, from a dataset whose sequences are sentences.
+@dataclass(eq=False)
+class BertDataset(SplitDataset):
+    """Samples of up to `sequence` tokens, 5 or more, in Megatron's order, from a dataset whose sequences are sentences.
 
-    Epochs are whole, so `len()` may exceed `samples`.
+    `mjax prepare --split-sentences --no-append-eod` writes them. Epochs are whole, so `len()` may exceed `samples`.
 
     Args:
-      indexed: the sentences, as `mjax prepare --split-sentences --no-append-eod` writes them.
-      documents: document numbers, a range of `split_sequences(split, indexed.documents)`.
-      samples: minimum number of samples; None: one epoch.
-      sequence: s, 5 or more.
-      seed: determines the order and all random choices.
       pieces: the vocabulary.
-      name: name of this split in errors.
-      cache: stores the index on disk.
 
     Raises:
       UsageError: no document makes a sample, or `sequence` is too short.
     """
 
-    def __init__(
-        self,
-        indexed: IndexedDataset,
-        documents: range,
-        samples: int | None,
-        sequence: int,
-        seed: int,
-        pieces: WordPieceVocabulary,
-        name: str = "training split",
-        *,
-        cache: IndexCache = NO_CACHE,
-    ):
+    pieces: WordPieceVocabulary = field(kw_only=True)
+
+    def __post_init__(self):
+        indexed, documents, samples, sequence = self.indexed, self.documents, self.samples, self.sequence
         if sequence < MIN_SEQUENCE:
             raise UsageError(f"--model.sequence {sequence} is too short for a pair; use {MIN_SEQUENCE} or more")
-        self.indexed, self.sequence, self.seed, self.pieces = indexed, sequence, seed, pieces
         boundaries = indexed.document_indices[documents.start : documents.stop + 1]
 
         def build() -> Arrays:
             lengths = indexed.lengths.copy()  # aligned, unlike the array in the file
-            index = build_pair_index(lengths, boundaries, samples, sequence - NUM_SPECIAL_TOKENS, seed)
+            index = build_pair_index(lengths, boundaries, samples, sequence - NUM_SPECIAL_TOKENS, self.seed)
             return {"pair_index": index}
 
         source = {"kind": "sentence pairs", "lengths": indexed.fingerprint, "samples": samples, "sequence": sequence}
-        source |= {"documents": hashlib.sha256(boundaries).hexdigest(), "seed": seed, "short": 1 / SHORT_SEQ_RATIO}
-        self.pair_index = cache.load_or_build(source, ["pair_index"], build)["pair_index"]
-        if not len(self.pair_index):
+        source |= {"documents": hashlib.sha256(boundaries).hexdigest(), "seed": self.seed, "short": 1 / SHORT_SEQ_RATIO}
+        self.pair_index = self.cache.load_or_build(source, ["pair_index"], build)["pair_index"]
+        self._samples = len(self.pair_index)
+        if not self._samples:
             problem = f"no document of {MIN_SENTENCES} or more sentences of up to {MAX_SENTENCE_TOKENS} tokens each"
             fix = "prepare the text with --split-sentences, or change --data.split"
-            raise UsageError(f"the {name} of {indexed.prefix} has {problem}; {fix}")
-
-    def __len__(self) -> int:
-        return len(self.pair_index)
+            raise UsageError(f"the {self.name} of {indexed.prefix} has {problem}; {fix}")
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Sample `index`.
@@ -372,8 +357,7 @@ class BertDataset:
           IndexError: there is no such sample.
           UsageError: it has an id outside the vocabulary.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {self.indexed.prefix}: its order was drawn for {len(self)}")
+        self.check_index(index)
         begin, end, target_length = self.pair_index[index].tolist()
         random = _seed_generator((self.seed + index) % 2**32)
 

@@ -14,24 +14,19 @@ which is removed a day after its last write. Checksums reveal damaged files, whi
 written, or the arrays are small, a run uses the indices in memory.
 """
 
-import contextlib
 import hashlib
 import json
-import re
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from mjax.utils.files import cache_home, make_folder, open_new, write_whole
+from mjax.utils.files import cache_home, make_folder, open_new, remove_temporary, write_whole
 
 VERSION = 1  # of the algorithms that build indices; files of another version are not used
 MIN_CACHED_BYTES = 2**20  # smaller arrays are built as fast as they are read
 MAX_TEMPORARY_AGE_SECONDS = 24 * 3600
-TEMPORARY_FILE = re.compile(r"[0-9a-f]{32}(-\w+\.npy|\.json)\.[0-9a-f]{8}\.tmp")
-"""Names of temporary files."""
 READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RecursionError)
 """Raised by files that are unreadable, of another size, not JSON, without a field or nested too deeply."""
 
@@ -114,7 +109,7 @@ def _load(folder: Path, key: str, source: Mapping[str, object], names: Sequence[
 
 def _store(folder: Path, key: str, source: Mapping[str, object], arrays: Arrays) -> None:
     make_folder(folder)
-    _remove_stale_files(folder)
+    remove_temporary(folder, age=MAX_TEMPORARY_AGE_SECONDS)
     files = {}
     for name, array in arrays.items():
         file = folder / f"{key}-{name}.npy"
@@ -122,14 +117,6 @@ def _store(folder: Path, key: str, source: Mapping[str, object], arrays: Arrays)
             np.save(stream, array, allow_pickle=False)
         files[name] = _checksum(file)
     write_whole(folder / f"{key}.json", json.dumps({"source": source, "files": files}, indent=2))
-
-
-def _remove_stale_files(folder: Path) -> None:
-    """Remove temporary files without a write for a day: of killed processes, on any host."""
-    for file in folder.glob("*.tmp"):
-        with contextlib.suppress(OSError):  # removed meanwhile, or another user's
-            if TEMPORARY_FILE.fullmatch(file.name) and time.time() - file.lstat().st_mtime > MAX_TEMPORARY_AGE_SECONDS:
-                file.unlink()
 
 
 def _checksum(file: Path) -> list[int]:

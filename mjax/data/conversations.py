@@ -14,13 +14,13 @@ both orders depend on the seed and the epoch alone.
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
-from mjax.data.cache import NO_CACHE, Arrays, IndexCache
-from mjax.data.indexed import IndexedDataset
-from mjax.data.samples import check_sample_ids
+from mjax.data.cache import Arrays
+from mjax.data.samples import SplitDataset, check_sample_ids
 from mjax.errors import UsageError
 
 
@@ -52,7 +52,8 @@ def pack_best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     return assignment
 
 
-class ConversationDataset:
+@dataclass(eq=False)
+class ConversationDataset(SplitDataset):
     """Sequences of whole conversations, as the arrays of a batch by name.
 
     Attributes:
@@ -61,41 +62,23 @@ class ConversationDataset:
       epochs: number for all samples, rounded up.
 
     Args:
-      indexed: tokens and masks.
-      documents: range of its conversations.
-      samples: number of samples; None: one epoch.
-      sequence: s.
-      seed: determines the order.
-      name: name of this split in errors.
-      vocabulary: ids must be below it.
       pack: True if several conversations share a sequence.
-      cache: stores the packing on disk.
 
     Raises:
       UsageError: there are no conversations or no masks, or one is too long.
     """
 
-    def __init__(
-        self,
-        indexed: IndexedDataset,
-        documents: range,
-        samples: int | None,
-        sequence: int,
-        seed: int,
-        name: str = "training split",
-        *,
-        vocabulary: int = 2**31,
-        pack: bool = True,
-        cache: IndexCache = NO_CACHE,
-    ):
+    pack: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self):
+        indexed, documents, sequence = self.indexed, self.documents, self.sequence
         if not indexed.has_mask:
             fix = "prepare it with --chat, or to train on all of its text add --data.no-conversations"
             raise UsageError(f"{indexed.prefix}.mask, the loss mask of conversations, does not exist; {fix}")
-        self.indexed, self.sequence, self.seed, self.vocabulary = indexed, sequence, seed, vocabulary
         lengths = indexed.lengths[documents.start : documents.stop]
         if not len(lengths):
             fix = "change --data.split, or train without validation: --train.eval-interval 0"
-            raise UsageError(f"the {name} of {indexed.prefix} gets 0 of {len(indexed):,} conversations; {fix}")
+            raise UsageError(f"the {self.name} of {indexed.prefix} gets 0 of {len(indexed):,} conversations; {fix}")
         if lengths.max() > sequence + 1:
             longest, count = int(lengths.max()), int((lengths > sequence + 1).sum())
             fix = f"raise it to {longest - 1}, or prepare them with --max-length {sequence + 1}"
@@ -104,12 +87,12 @@ class ConversationDataset:
 
         def build() -> Arrays:
             order = np.argsort(-lengths, kind="stable")
-            sizes = lengths[order] - 1
-            return {"order": order, "sequence": pack_best_fit(sizes, sequence) if pack else np.arange(len(order))}
+            packed = pack_best_fit(lengths[order] - 1, sequence) if self.pack else np.arange(len(order))
+            return {"order": order, "sequence": packed}
 
-        source = {"kind": "conversations", "lengths": indexed.fingerprint, "pack": pack, "sequence": sequence}
+        source = {"kind": "conversations", "lengths": indexed.fingerprint, "pack": self.pack, "sequence": sequence}
         source |= {"documents": [documents.start, documents.stop]}
-        arrays = cache.load_or_build(source, ("order", "sequence"), build)
+        arrays = self.cache.load_or_build(source, ("order", "sequence"), build)
         self._order, assignment = arrays["order"] + documents.start, arrays["sequence"]
         self.sequences = int(assignment.max()) + 1
         self._members = np.argsort(assignment, kind="stable")  # positions in `order`, sequence by sequence
@@ -117,11 +100,8 @@ class ConversationDataset:
         length_changes = 1 + np.flatnonzero(np.diff(lengths[arrays["order"]]))
         self._equal_length_groups = np.split(np.arange(len(lengths)), length_changes)
         self.padding = 1 - float((lengths - 1).sum(dtype=np.int64)) / (self.sequences * sequence)
-        self.set_samples(self.sequences if samples is None else samples)
+        self.set_samples(self.sequences if self.samples is None else self.samples)
         self._epoch_order = lru_cache(maxsize=2)(self._epoch_order)
-
-    def __len__(self) -> int:
-        return self._samples
 
     def set_samples(self, samples: int) -> None:
         """Change the number of samples; the order of the earlier ones stays."""
@@ -141,8 +121,7 @@ class ConversationDataset:
           IndexError: there is no such sample.
           UsageError: it has an id outside the vocabulary.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {self.indexed.prefix}: its order was drawn for {len(self)}")
+        self.check_index(index)
         names = ("tokens", "labels", "positions", "documents")
         sample = {name: np.zeros(self.sequence, np.int32) for name in names}
         sample["loss_mask"] = np.zeros(self.sequence, bool)

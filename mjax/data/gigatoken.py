@@ -25,8 +25,7 @@ import tokenizers
 
 from mjax.errors import UsageError
 
-COMPARE_INTERVAL, COMPARE_CHARACTERS = 100, 1024
-"""One text in so many is compared, by its first characters."""
+COMPARE_INTERVAL, COMPARE_CHARACTERS = 100, 1024  # one text in so many is compared, by its first characters
 ENVIRONMENT_VARIABLE = "MJAX_GIGATOKEN"
 Encode = Callable[[Sequence[str]], list[list[int]]]
 

@@ -316,7 +316,6 @@ class IndexedDatasetWriter:
         self.dtype = np.dtype(dtype or token_dtype(vocabulary)).newbyteorder("<")
         self.lengths = array.array("i")  # 4 and 8 bytes an item: a billion documents fit
         self.document_indices = array.array("q", [0])
-        self.tokens = 0
         self._masks: BinaryIO | None = None
 
     def __enter__(self) -> "IndexedDatasetWriter":
@@ -380,7 +379,6 @@ class IndexedDatasetWriter:
         ends = np.cumsum(sequences, dtype=np.int64) + len(self.lengths)
         self.lengths.frombytes(lengths.astype(np.int32, copy=False).tobytes())
         self.document_indices.frombytes(ends.tobytes())
-        self.tokens += int(lengths.sum(dtype=np.int64))
 
     def __exit__(self, exception, error, traceback) -> None:
         try:
@@ -395,9 +393,9 @@ class IndexedDatasetWriter:
 
     def _finish(self) -> None:
         self._stream.flush()
-        ends = np.asarray(self.document_indices)[1:]
-        shape = DatasetSize(len(ends), len(self.lengths), self.tokens)
-        write_index_part(self.folder / "idx", self.dtype, DatasetSize(), shape, np.asarray(self.lengths), ends)
+        lengths, ends = np.asarray(self.lengths), np.asarray(self.document_indices)[1:]
+        shape = DatasetSize(len(ends), len(lengths), int(lengths.sum(dtype=np.int64)))
+        write_index_part(self.folder / "idx", self.dtype, DatasetSize(), shape, lengths, ends)
         remove(index_file(self.prefix))  # so that an old index never describes the new tokens
         remove(mask_file(self.prefix))
         put(self.folder / "bin", token_file(self.prefix))

@@ -48,6 +48,7 @@ build_exhaustive_blending_indices).
 
 import math
 from collections.abc import Container, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 import numpy as np
@@ -103,8 +104,7 @@ def build_shuffle_index(num_first: int, samples: int, random: np.random.RandomSt
     dtype = np.int64 if samples >= np.iinfo(np.uint32).max - 1 else np.uint32
     index = np.arange(samples, dtype=dtype)
     random.shuffle(index[:num_first])
-    if num_first < samples:
-        random.shuffle(index[num_first:])
+    random.shuffle(index[num_first:])
     return index
 
 
@@ -147,62 +147,77 @@ def add_labels(
 # --- Datasets ---------------------------------------------------------------------------------------------------------
 
 
-class GPTDataset:
-    """Samples of `sequence` + 1 tokens in Megatron's order.
-
-    Epochs are whole, so `len()` may exceed `samples`.
+@dataclass(eq=False)
+class SplitDataset:
+    """Samples of one split of an indexed dataset.
 
     Args:
       indexed: the tokens.
-      documents: range of its sequences, one of `split_sequences`.
-      samples: minimum number of samples; None: one epoch. It determines the number of epochs and so the order.
+      documents: range of its sequences, for a BERT of its documents, one of `split_sequences`.
+      samples: minimum number of samples; None: one epoch.
       sequence: s.
       seed: determines the order.
       name: name of this split in errors.
       vocabulary: ids must be below it: a lookup on the device would silently clip a larger one.
       cache: stores the indices on disk.
+    """
+
+    indexed: IndexedDataset
+    documents: range
+    samples: int | None
+    sequence: int
+    seed: int
+    name: str = "training split"
+    _: KW_ONLY
+    vocabulary: int = 2**31
+    cache: IndexCache = NO_CACHE
+    _samples: int = field(default=0, init=False)  # there are
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def check_index(self, index: int) -> None:
+        """Check that there is a sample `index`, for which an IndexError is raised otherwise."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {self.indexed.prefix}: its order was drawn for {len(self)}")
+
+
+@dataclass(eq=False)
+class GPTDataset(SplitDataset):
+    """Samples of `sequence` + 1 tokens in Megatron's order.
+
+    Epochs are whole, so `len()` may exceed `samples`, which determines the number of epochs and so the order.
 
     Raises:
       UsageError: there are no documents, or they have too few tokens for a single sample, or for `samples`.
     """
 
-    def __init__(
-        self,
-        indexed: IndexedDataset,
-        documents: range,
-        samples: int | None,
-        sequence: int,
-        seed: int,
-        name: str = "training split",
-        *,
-        vocabulary: int = 2**31,
-        cache: IndexCache = NO_CACHE,
-    ):
-        self.indexed, self.sequence, self.vocabulary = indexed, sequence, vocabulary
+    def __post_init__(self):
+        indexed, documents, samples, sequence = self.indexed, self.documents, self.samples, self.sequence
         tokens = int(indexed.lengths[documents.start : documents.stop].sum(dtype=np.int64))  # of one epoch
-        _check_tokens(indexed, len(documents), tokens, sequence, name)
+        _check_tokens(indexed, len(documents), tokens, sequence, self.name)
         self.epochs = 1 if samples is None else max(1, -(-(samples * sequence + 1) // tokens))
         if self.epochs > MAX_EPOCHS:
-            problem = f"{samples:,} samples are {self.epochs:,} epochs of the {tokens:,} tokens in the {name}"
+            problem = f"{samples:,} samples are {self.epochs:,} epochs of the {tokens:,} tokens in the {self.name}"
             raise UsageError(f"{problem} of {indexed.prefix}, above {MAX_EPOCHS:,}; lower --train.steps")
 
         names = ("document_index", "sample_index", "shuffle_index")
         source = {"kind": "samples", "lengths": indexed.fingerprint, "documents": [documents.start, documents.stop]}
-        source |= {"samples": samples, "sequence": sequence, "seed": seed}
-        build = partial(self._build_indices, documents, tokens, samples, seed)
-        arrays = cache.load_or_build(source, names, build)
+        source |= {"samples": samples, "sequence": sequence, "seed": self.seed}
+        arrays = self.cache.load_or_build(source, names, partial(self._build_indices, tokens))
         self.document_index, self.sample_index, self.shuffle_index = (arrays[name] for name in names)
+        self._samples = len(self.shuffle_index)
 
-    def _build_indices(self, documents: range, tokens: int, samples: int | None, seed: int) -> dict[str, np.ndarray]:
-        """The three indices of at least `samples` samples; an epoch has `tokens` tokens."""
-        sequence, epochs = self.sequence, self.epochs
+    def _build_indices(self, tokens: int) -> Arrays:
+        """The three indices; an epoch has `tokens` tokens."""
+        sequence, epochs, samples = self.sequence, self.epochs, self.samples
         before_last = ((epochs - 1) * tokens - 1) // sequence  # samples that end before the last epoch does
         per_epoch = (tokens - 1) // sequence
         separate_last = epochs > 1 and samples - before_last < int(SEPARATE_LAST_EPOCH_BELOW * per_epoch)
         total = (epochs * tokens - 1) // sequence
 
-        random = np.random.RandomState(seed)  # the order of its two uses is part of the format
-        numbers = np.arange(documents.start, documents.stop, dtype=np.int32)
+        random = np.random.RandomState(self.seed)  # the order of its two uses is part of the format
+        numbers = np.arange(self.documents.start, self.documents.stop, dtype=np.int32)
         document_index = build_document_index(numbers, epochs, random, separate_last)
         lengths = self.indexed.lengths.copy()  # aligned, unlike those in the file: lookups take half the time
         return {
@@ -211,9 +226,6 @@ class GPTDataset:
             "shuffle_index": build_shuffle_index(before_last if separate_last else total, total, random),
         }
 
-    def __len__(self) -> int:
-        return len(self.shuffle_index)
-
     def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index`, int32 [s + 1].
 
@@ -221,8 +233,7 @@ class GPTDataset:
           IndexError: there is no such sample.
           UsageError: it has an id outside the vocabulary.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {self.indexed.prefix}: its order was drawn for {len(self)}")
+        self.check_index(index)
         row = int(self.shuffle_index[index])
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
         tokens = self.indexed.read_span(self.document_index[first : last + 1], begin, end + 1)
@@ -370,12 +381,11 @@ class BlendedDataset:
         sizes = None
         if shares is None:
             sizes = [len(dataset) for dataset in datasets]
-            samples = sum(sizes) if samples is None else samples
-            if samples > sum(sizes):
+            total = sum(sizes)
+            samples = total if samples is None else samples
+            if samples > total:
                 weights = " ".join(f"{share:.3g} PREFIX" for share in normalize(sizes))
-                problem = (
-                    f"a blend without weights repeats no sample: {sum(sizes):,} samples, and {samples:,} are needed"
-                )
+                problem = f"a blend without weights repeats no sample: {total:,} samples, and {samples:,} are needed"
                 raise UsageError(f"{problem}; take fewer steps, or give weights, such as {weights}")
         self.shares = normalize(sizes if shares is None else shares)
 

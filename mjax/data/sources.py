@@ -6,8 +6,6 @@ data.path    data/a                        one dataset, divided by data.split in
 data.train_path, valid_path                one blend each, of whole datasets
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,8 +27,7 @@ from mjax.data.samples import BlendedDataset, GPTDataset, MockDataset, add_label
 from mjax.data.tokenizers import BertTokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 
-MAX_USUAL_EPOCHS = 10
-"""More epochs print a note about memorization (arXiv 2305.16264 finds little gain after four)."""
+MAX_USUAL_EPOCHS = 10  # more epochs print a note about memorization (arXiv 2305.16264 finds little gain after four)
 SPLITS = ("training", "validation")
 
 
@@ -178,18 +175,18 @@ class _Datasets:
 
     def _open_dataset(self, split: str, prefix: str, samples: int | None) -> GPTDataset | BertDataset:
         data, model, indexed, name = self.config.data, self.config.model, self._opened[prefix], f"{split} split"
-        arguments = (indexed, self._documents(split, prefix), samples, model.sequence, self.config.train.seed)
+        arguments = (indexed, self._documents(split, prefix), samples, model.sequence, self.config.train.seed, name)
         options = {"vocabulary": model.vocabulary, "cache": self._cache(prefix)}
         if self._pieces is not None:
-            return BertDataset(*arguments, self._pieces, name, cache=options["cache"])
+            return BertDataset(*arguments, pieces=self._pieces, **options)
         if data.conversations:
-            return ConversationDataset(*arguments, name, pack=data.pack, **options)
+            return ConversationDataset(*arguments, pack=data.pack, **options)
         if indexed.has_mask:
             self.print_line(
                 f"note: {prefix} holds conversations, and all of their text is trained, in sequences that cut them; "
                 "set data.conversations in a config file to train what the assistant wrote"
             )
-        return GPTDataset(*arguments, name, **options)
+        return GPTDataset(*arguments, **options)
 
     def _documents(self, split: str, prefix: str) -> range:
         """Range of a split's sequences; for a BERT, whose sequences are sentences, of its documents."""
@@ -250,15 +247,14 @@ def _read_common_tokenizer(prefixes: Sequence[str]) -> tuple[DatasetMetadata | N
     if not known:
         return None, None
     identities = [(m.tokenizer, m.vocabulary, m.eod, digest_folder(tokenizer_folder(prefix))) for prefix, m in known]
+    first, metadata = known[0]
     for (prefix, _), identity in zip(known, identities, strict=True):
         if identity != identities[0]:
             kinds = (f"{kind} of {size:,} ids, {eod} at the end" for kind, size, eod, _ in (identities[0], identity))
             fix = "prepare one of them again with the other's --tokenizer"
-            raise UsageError(
-                f"{known[0][0]} and {prefix} were made with different tokenizers ({'; '.join(kinds)}); {fix}"
-            )
-    folder = tokenizer_folder(known[0][0])
-    return known[0][1], folder if folder.is_dir() else None
+            raise UsageError(f"{first} and {prefix} were made with different tokenizers ({'; '.join(kinds)}); {fix}")
+    folder = tokenizer_folder(first)
+    return metadata, folder if folder.is_dir() else None
 
 
 # --- Learnable synthetic pairs of segments for a BERT, for benchmarks and tests ---------------------------------------

@@ -13,8 +13,6 @@ The checksum of a tokenizer that passes, or that mjax trained, is stored for thi
 `gpt2` and `bert-…` have rules of mjax and need no trial.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -32,14 +30,11 @@ from mjax.utils.files import cache_home, make_private
 
 MAX_TRIAL_SECONDS = 20.0
 """Processor time of a trial, and of a text of MAX_TEMPLATE_CHARACTERS; published tokenizers need 3 to 10 s for one."""
-MAX_TRIAL_BYTES = 4 << 30
-"""Memory that a trial may map; a file of 10 MB needs 150 MB."""
+MAX_TRIAL_BYTES = 4 << 30  # memory that a trial may map; a file of 10 MB needs 150 MB
 MAX_TEMPLATE_CHARACTERS = MAX_TRIAL_BYTES >> 10
 """Length of a text that a chat template may write: the library needs up to 1 kB for a character of 4 tokens."""
-MAX_TOKENS_PER_CHARACTER = 64
-"""NFKC makes one character 18, of 33 bytes, each of which may be a token."""
-TEXT_GRACE_SECONDS = 0.25
-"""Time for each text in addition to the time for its characters."""
+MAX_TOKENS_PER_CHARACTER = 64  # NFKC makes one character 18, of 33 bytes, each of which may be a token
+TEXT_GRACE_SECONDS = 0.25  # time for each text in addition to the time for its characters
 
 SAMPLE_TEXT = (
     "The quick brown fox, 3.14 times. Don't!\n\n\tdef f(x):\n        return x  # two  spaces \r\n"
@@ -50,8 +45,7 @@ SAMPLE_TEXT = (
 REPEATED_TEXTS = ("a", " ", "\n", "1", ".", "漢", "a ")
 """Repeated to words of thousands of characters: a rule may need quadratic time."""
 
-_problems: dict[str, str | None] = {}
-"""Results of trials by checksum (None: passed)."""
+_problems: dict[str, str | None] = {}  # results of trials by checksum (None: passed)
 
 
 def try_tokenizer(content: bytes, name: str, library: str) -> None:
@@ -68,14 +62,12 @@ def try_tokenizer(content: bytes, name: str, library: str) -> None:
     """
     checksum = _checksum(content, library)
     if checksum not in _problems and not _is_trusted(checksum):
-        child = Child(f"{__name__}:encode_texts", MAX_TRIAL_SECONDS, MAX_TRIAL_BYTES)
-        try:
-            if child.ask(library.encode() + b"\n" + content):
-                mark_trusted(content, library)
-        except ChildError as error:
-            _problems[checksum] = str(error)
-        finally:
-            child.close()
+        with contextlib.closing(Child(f"{__name__}:encode_texts", MAX_TRIAL_SECONDS, MAX_TRIAL_BYTES)) as child:
+            try:
+                if child.ask(library.encode() + b"\n" + content):
+                    mark_trusted(content, library)
+            except ChildError as error:
+                _problems[checksum] = str(error)
     if problem := _problems.get(checksum):
         fix = "get the file again from its publisher, or use another tokenizer"
         raise UsageError(f"{name} fails a trial in a child process: {problem}; {fix}")

@@ -84,6 +84,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 DESCRIPTION_FILE = "mjax_tokenizer.json"
 EOD_PIECE = "<|endoftext|>"
+Eod = str | int | None  # text or id of the token that ends documents; None: it is found
 FETCH_AGAIN = "get its files again, they may be damaged"
 
 SCHEMES = {
@@ -196,7 +197,7 @@ class Tokenizer:
             write_whole(folder / name, content)
         begin = {} if self.bos is None else {"bos": self.bos}
         values = {"kind": self.scheme, "vocabulary": self.vocabulary, "eod": self.eod} | begin
-        values["sha256"] = {name: sha256(content) for name, content in self.files.items()}
+        values["sha256"] = {name: hashlib.sha256(content).hexdigest() for name, content in self.files.items()}
         write_whole(folder / DESCRIPTION_FILE, json.dumps(values, indent=2) + "\n")
 
 
@@ -273,9 +274,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     encoder = "tokenizers"
 
-    def __init__(
-        self, backend: BackendTokenizer, scheme: str, contents: Sequence[bytes], name: str, eod: str | int | None = None
-    ):
+    def __init__(self, backend: BackendTokenizer, scheme: str, contents: Sequence[bytes], name: str, eod: Eod = None):
         self.backend, self.scheme, self.contents, self.name = backend, scheme, tuple(contents), name
         backend.no_truncation()
         backend.no_padding()
@@ -358,7 +357,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _special_tokens(self) -> list[str]:
         return [token.content for token in self.backend.get_added_tokens_decoder().values() if token.special]
 
-    def _find_eod(self, eod: str | int | None) -> str:
+    def _find_eod(self, eod: Eod) -> str:
         """The token that ends documents: `eod`, by text or id, or the first of EOD_TOKENS."""
         token = self.backend.id_to_token(eod) if isinstance(eod, int) else eod
         if token in [added.content for added in self.backend.get_added_tokens_decoder().values()]:
@@ -372,7 +371,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _prevent_in_text(self, token: str) -> None:
         """Make sure that text which spells `token`, an added one, does not encode to it."""
         # An added token that is not special would be matched in text.
-        self.backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        add_special_tokens(self.backend, token)
         if self._occurs_in_text(token):
             # Special tokens of a unigram model are pieces too: split the spelling of one after its first character.
             pattern = tokenizers.Regex(f"{re.escape(token[0])}(?={re.escape(token[1:])})")
@@ -395,8 +394,8 @@ class BertTokenizer(HuggingFaceTokenizer):
 
     special = ("[CLS]", "[SEP]", "[MASK]", "[PAD]", "[UNK]")
 
-    def __init__(self, backend: BackendTokenizer, *arguments, **named):
-        super().__init__(backend, *arguments, **named)
+    def __init__(self, backend: BackendTokenizer, *arguments: Any):
+        super().__init__(backend, *arguments)
         self.cls, self.sep, self.mask, self.pad, self.unk = map(backend.token_to_id, self.special)
 
     def find_bos(self) -> int | None:
@@ -413,11 +412,6 @@ def convert_errors(before: str, after: str) -> Iterator[None]:
         raise
     except BaseException as error:  # a panic is not an Exception
         raise UsageError(f"{before} ({error}); {after}") from None
-
-
-def sha256(content: bytes) -> str:
-    """Checksum of a file's content, in hexadecimal."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def encode_utf8(text: str) -> bytes:
@@ -469,9 +463,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return parse_tokenizer(kind, contents, names, eod or None)
 
 
-def parse_tokenizer(
-    kind: str, contents: Sequence[bytes], names: Sequence[str], eod: str | int | None = None
-) -> Tokenizer:
+def parse_tokenizer(kind: str, contents: Sequence[bytes], names: Sequence[str], eod: Eod = None) -> Tokenizer:
     """Build a tokenizer from its files.
 
     Args:
@@ -520,7 +512,7 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
     files, fix = [folder / name for name in SCHEMES[kind][1]], "restore the folder or prepare the data again"
     contents = [file.read_bytes() if file.is_file() else None for file in files]
     for file, content in zip(files, contents, strict=True):
-        if content is None or sha256(content) != values["sha256"].get(file.name):
+        if content is None or hashlib.sha256(content).hexdigest() != values["sha256"].get(file.name):
             raise UsageError(f"{file} is missing or was changed (its sha256 differs); {fix}")
     tokenizer = parse_tokenizer(kind, contents, [*map(str, files)], expected[1])
     if tokenizer.vocabulary > expected[0]:
@@ -598,12 +590,10 @@ def is_same_tokenizer(first: Path, second: Path) -> bool:
 # --- Backends ---------------------------------------------------------------------------------------------------------
 
 
-def wrap_backend(
-    backend: BackendTokenizer, scheme: str, contents: Sequence[bytes], name: str, eod: str | int | None = None
-) -> HuggingFaceTokenizer:
+def wrap_backend(backend: BackendTokenizer, *arguments: Any) -> HuggingFaceTokenizer:
     """Wrap a backend: a BertTokenizer if it has BERT's special tokens; arguments as in `HuggingFaceTokenizer`."""
     bert = all(backend.token_to_id(token) is not None for token in BertTokenizer.special)
-    return (BertTokenizer if bert else HuggingFaceTokenizer)(backend, scheme, contents, name, eod)
+    return (BertTokenizer if bert else HuggingFaceTokenizer)(backend, *arguments)
 
 
 def open_backend(content: bytes, name: str) -> BackendTokenizer:

@@ -4,8 +4,6 @@ A check is a function of `MachineInfo`, listed in `checks.py`. It lists rows of 
 the `first` finding whose condition holds: one line of the report, its color, and the line to type if it is not green.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -5,8 +5,6 @@ child is silent for too long or ends early, its current check is red, and anothe
 (`mjax/utils/child.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The devices that JAX sees: number, share of memory, and rates compared with the data sheet."""
 
-from __future__ import annotations
-
 import logging.handlers
 import os
 import time

@@ -3,8 +3,6 @@
 A file system that hangs cannot be interrupted, so the checks of the disk run in a child process (`checks.py`).
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import platform

@@ -3,8 +3,6 @@
 A miscompiled kernel or a broken chip silently gives wrong results.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

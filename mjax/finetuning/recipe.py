@@ -17,7 +17,7 @@ import tyro
 from mjax import config as configs
 from mjax.cluster.launch import Distributed
 from mjax.config import Config, MeshConfig
-from mjax.config.bounds import Count, NotNegative, Seed, Share, check_bounds
+from mjax.config.bounds import Count, NotNegative, Seed, Share
 from mjax.config.marks import RUN_SYNONYMS, Synonyms
 from mjax.config.model import Attention
 from mjax.config.plain_values import read
@@ -35,8 +35,7 @@ class FinetuneArguments:
     examples: ClassVar = ("mjax finetune --run runs/bert_336m --task mnli --train train.tsv --validation dev.tsv",)
 
     run: Annotated[Path, RUN_SYNONYMS]
-    """Folder of the pre-trained run, such as runs/bert_336m: its config.json, tokenizer and newest checkpoint are used,
-    without its heads."""
+    """Pre-trained run, such as runs/bert_336m: its config, tokenizer and newest checkpoint are used, without heads."""
     task: str
     """mnli, qqp, race, squad1.1 or squad2.0."""
     train: Annotated[tuple[str, ...], Synonyms("train-file train-data")]
@@ -44,8 +43,7 @@ class FinetuneArguments:
     validation: Annotated[tuple[str, ...], Synonyms("val-data validation-file")]
     """Validation files, evaluated after each epoch to choose the best one."""
     output: Annotated[Path | None, Synonyms("save output-dir out-dir save-dir")] = None
-    """Folder for the results (by default RUN-TASK, for an address in the current folder). Existing results are
-    continued."""
+    """Results folder (by default RUN-TASK, for an address in the current folder). Existing results are continued."""
     step: int | None = None
     """Checkpoint to start from (by default the newest intact one)."""
     seeds: Count = 1
@@ -89,7 +87,6 @@ def check_arguments(arguments: FinetuneArguments) -> None:
     from mjax.tasks.labelled import check_task_name
 
     check_task_name(arguments.task)
-    check_bounds(arguments)
     if arguments.seed + arguments.seeds > 2**32:
         raise UsageError(f"--seed is {arguments.seed}; all seeds must be below 2^32")
 

@@ -10,14 +10,12 @@ All seeds share one compiled program. A finished seed is not trained again; an i
 checkpoint, with a bit-identical result.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypedDict
@@ -35,7 +33,7 @@ from mjax.cluster.processes import is_first
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config, save_config
 from mjax.config.batch_size import BatchSizes
-from mjax.config.plain_values import read
+from mjax.config.plain_values import read_if_exists
 from mjax.data.sources import TrainingData
 from mjax.errors import UnhealthyError
 from mjax.models.bert.model import HEAD
@@ -58,44 +56,39 @@ from mjax.utils.figures import format_table
 from mjax.utils.files import copy_whole, rename, write_whole
 
 
+@dataclass(eq=False)
 class Finetuning:
-    """All seeds of one request.
+    """All seeds of one request; nothing is compiled or read before the first.
 
     Attributes:
+      config: of `recipe.finetuning_config`, with `model.attention` resolved to a kernel.
+      saved: config of the pre-trained run.
+      task: with its files read.
+      request: of `recipe.make_request`.
+      output: folder of the results.
+      console: for progress and notices.
+      watchdog: for the processes of this run.
       epochs: results (`EvaluateTask.epochs`), by seed.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        saved: Config,
-        task: LabelledTask,
-        request: dict[str, Any],
-        output: Path,
-        console: Console,
-        watchdog: Watchdog,
-    ):
-        """Nothing is compiled or read before the first seed.
+    config: Config
+    saved: Config
+    task: LabelledTask
+    request: dict[str, Any]
+    output: Path
+    console: Console
+    watchdog: Watchdog
 
-        Args:
-          config: of `recipe.finetuning_config`, with `model.attention` resolved to a kernel.
-          saved: config of the pre-trained run.
-          task: with its files read.
-          request: of `recipe.make_request`.
-          output: folder of the results.
-          console: for progress and notices.
-          watchdog: for the processes of this run.
-        """
-        self.config, self.task, self.request, self.output = config, task, request, output
-        self.console, self.watchdog = console, watchdog
+    def __post_init__(self):
+        config, request = self.config, self.request
         self.mesh = make_mesh(config.mesh)
         self.program = build_program(config, self.mesh)
         self.scorer = TaskScorer(config, self.mesh)
-        self.start = FinetuningStart(Path(request["checkpoint"]), saved, config, self.mesh, self.program)
+        self.start = FinetuningStart(Path(request["checkpoint"]), self.saved, config, self.mesh, self.program)
         self.epochs: dict[int, list[dict]] = {}
         self._steps_before = 0
         if is_first():
-            write_environment(config, output, self._print_line)
+            write_environment(config, self.output, self._print_line)
         self._print_line(f"new     {', '.join(self.start.new)}; all other weights are those of {request['checkpoint']}")
         count, steps = request["epochs"], config.train.eval_interval
         epochs = f"{count} epoch{'s' * (count > 1)} of {steps:,} step{'s' * (steps > 1)}"
@@ -345,9 +338,8 @@ def read_epochs(folder: Path) -> list[dict]:
     Raises:
       UsageError: it is damaged.
     """
-    file = folder / "epochs.json"
     fix = f"remove {folder}, to train this seed from scratch"
-    return read(list[EpochResult], file, fix) if file.exists() else []
+    return read_if_exists(list[EpochResult], folder / "epochs.json", fix) or []
 
 
 def find_best(epochs: list[dict], metric: str) -> dict:

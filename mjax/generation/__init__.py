@@ -1,7 +1,5 @@
 """Text from a trained model, and the options for sampling its tokens (`generate.sample_tokens`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -20,7 +18,6 @@ class Sampling:
     top_k: CountOrZero = 0
     """Sample from this many most likely tokens (0: all)."""
     top_p: Annotated[float, Bounds(gt=0, le=1)] = 0.9
-    """Sample from the smallest set of tokens with at least this probability (1: all). Applied after temperature and
-    top-k."""
+    """Sample from the smallest set of tokens with at least this probability (1: all), after temperature and top-k."""
     seed: Annotated[Seed, Synonyms("random-seed")] = 0
     """Determines the samples."""

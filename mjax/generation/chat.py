@@ -16,8 +16,6 @@ put before an answer, is never trained (it would teach the model not to think), 
 answer already opens.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -29,18 +27,8 @@ from typing import Any, Literal, NamedTuple
 
 from rich.text import Text
 
+from mjax.data import tokenizers
 from mjax.data.tokenizer_trial import check_expansion
-from mjax.data.tokenizers import (
-    EOD_PIECE,
-    FETCH_AGAIN,
-    Tokenizer,
-    convert_errors,
-    encode_utf8,
-    open_backend,
-    read_optional_json,
-    stop_token_ids,
-    tokenizer_from_folder,
-)
 from mjax.errors import UsageError, split_lines
 from mjax.utils.files import parse_json
 
@@ -66,12 +54,12 @@ EMPTY = re.compile(r"(?:<think>|\A)\s*</think>\n*")
 THOUGHT = re.compile(r"(?:<think>.*?|\A(?:(?!<think>).)*?)</think>\n*", re.DOTALL)
 SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """Roles by their names in files of ShareGPT; the others have the names that they have here."""
-SHOWN = 300
-"""Characters of a conversation in an error."""
+SHOWN = 300  # characters of a conversation in an error
 FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 Span = tuple[int, int]
 Spans = list[Span]
 Message = dict[str, Any]
+Messages = Sequence[Message]
 
 
 class Chat:
@@ -82,7 +70,7 @@ class Chat:
       marks: whether the template may mark the assistant's text, by {% generation %}.
     """
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer | None = None, flag: str = "--chat"):
+    def __init__(self, folder: Path, tokenizer: tokenizers.Tokenizer | None = None, flag: str = "--chat"):
         """Read the template of a tokenizer's folder.
 
         Args:
@@ -99,33 +87,34 @@ class Chat:
             raise UsageError(f"{flag}: {folder} has no chat template; {fix}")
         source = self.file.read_bytes().decode("utf-8", errors="replace")
         self.marks = "generation" in source
-        self._tokenizer = tokenizer or tokenizer_from_folder(folder)
-        self._library, file = None, folder / "tokenizer.json"
-        if file.is_file():
-            self._library = open_backend(file.read_bytes(), str(file))
+        self._tokenizer = tokenizer or tokenizers.tokenizer_from_folder(folder)
+        self._library, library, file = None, folder / "tokenizer.json", folder / "tokenizer_config.json"
+        settings = tokenizers.read_optional_json(file)
+        tokens = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
+        if library.is_file():
+            self._library = tokenizers.open_backend(library.read_bytes(), str(library))
             self._library.no_truncation()
             self._library.no_padding()
-        file = folder / "tokenizer_config.json"
-        settings = read_optional_json(file)
-        tokens = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
-        if self._library is None and (tokens or "bos_token" in source):
+            self._ends = [one.content for one in self._library.get_added_tokens_decoder().values() if one.special]
+        elif tokens or "bos_token" in source:
             fix = "convert the model again from a folder that has its tokenizer.json"
-            raise UsageError(f"{flag} needs the tokens of {self.file} from {folder / 'tokenizer.json'}; {fix}")
-        tokens = {"eos_token": EOD_PIECE} if self._library is None else tokens
+            raise UsageError(f"{flag} needs the tokens of {self.file} from {library}; {fix}")
+        else:
+            tokens, self._ends = {"eos_token": tokenizers.EOD_PIECE}, [tokenizers.EOD_PIECE]
         self._special = {
             name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
         }
         for name, token in self._special.items():
             if not isinstance(token, str):
                 raise UsageError(f"{file}: {name} is {tokens[name]!r}, not a token; restore the file")
-        end = None if self._library is None else self._library.token_to_id(self._special.get("eos_token", ""))
-        self.stops = sorted({*stop_token_ids(folder, self._tokenizer.eod), *([] if end is None else [end])})
+        end = self._library and self._library.token_to_id(self._special.get("eos_token", ""))
+        self.stops = sorted({*tokenizers.stop_token_ids(folder, self._tokenizer.eod), end} - {None})
         from mjax.generation.chat_template import Template  # with Jinja, which no --help needs
 
         with self._errors():
             self._template = Template(source)
 
-    def render(self, messages: Sequence[Message], tools: list | None = None, goes_on: bool = False) -> str:
+    def render(self, messages: Messages, tools: list | None = None, goes_on: bool = False) -> str:
         """The text of a conversation, up to where the model's answer begins.
 
         Args:
@@ -142,7 +131,7 @@ class Chat:
         return self.render_with_spans([(messages, True)], tools)[0][0]
 
     def render_with_spans(
-        self, conversations: Sequence[tuple[Sequence[Message], bool]], tools: list | None
+        self, conversations: Sequence[tuple[Messages, bool]], tools: list | None
     ) -> list[tuple[str, Spans]]:
         """The texts of conversations, and which of their characters the template calls generated.
 
@@ -176,7 +165,8 @@ class Chat:
         A token may begin before: with the space that ends a header.
         """
         if self._library is not None:
-            with convert_errors(f"the tokenizer of {self.file} cannot encode a text", FETCH_AGAIN):
+            problem = f"the tokenizer of {self.file} cannot encode a text"
+            with tokenizers.convert_errors(problem, tokenizers.FETCH_AGAIN):
                 encoding = self._library.encode(text, add_special_tokens=False)
             check_expansion(text, len(encoding), "chat's")
             held = [(begin, max(end, begin + 1)) for begin, end in encoding.offsets]
@@ -184,16 +174,14 @@ class Chat:
         ids, marks, cuts = [], [], sorted({0, *(bound for span in spans for bound in span), len(text)})
         for begin, end in pairwise(cuts):
             marked, part = (begin, end) in spans, []
-            for number, piece in enumerate(text[begin:end].split(EOD_PIECE)):
+            for number, piece in enumerate(text[begin:end].split(tokenizers.EOD_PIECE)):
                 part += [*[self._tokenizer.eod] * (number > 0), *(self._tokenizer.encode(piece) if piece else [])]
             ids, marks = ids + part, marks + [marked] * len(part)
         return ids, marks
 
     def special_end(self, text: str) -> str:
         """The special token that ends a text, or nothing."""
-        added = {} if self._library is None else self._library.get_added_tokens_decoder()
-        special = [EOD_PIECE] if self._library is None else [one.content for one in added.values() if one.special]
-        return max((token for token in special if text.endswith(token)), key=len, default="")
+        return max(filter(text.endswith, self._ends), key=len, default="")
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of ids, with special tokens or without."""
@@ -227,7 +215,7 @@ def read_conversations(text: str) -> list[tuple[list[Message], list | None]]:
     for value in values:
         try:
             conversations.append(read_messages(value if isinstance(value, dict) else {"messages": value}))
-        except UntrainableConversation as error:
+        except ChatError as error:
             raise UsageError(f"stdin has JSON that is not a conversation: {error}; {fix}") from None
     return conversations
 
@@ -259,8 +247,8 @@ class Trained:
     overflow: Literal["drop", "truncate"] = "drop"
 
 
-class UntrainableConversation(Exception):
-    """The reason why a conversation cannot be trained on."""
+class ChatError(Exception):
+    """The reason why JSON is not a conversation, or cannot be trained on."""
 
 
 class Encoded(NamedTuple):
@@ -290,7 +278,7 @@ def read_messages(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
     "system".
 
     Raises:
-      UntrainableConversation: it has neither, or messages without a role or with content that is not text.
+      ChatError: it has neither, or messages without a role or with content that is not text.
     """
     tools = _read_tools(fields.get("tools"))
     if fields.get("messages") is not None:
@@ -305,9 +293,9 @@ def read_messages(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
         messages = [*_system(fields), *_read_instruction(fields)]
     else:
         known = "messages, prompt and completion, conversations, or instruction and output"
-        raise UntrainableConversation(f"it has no {known}, only {', '.join(fields) or 'nothing'}")
+        raise ChatError(f"it has no {known}, only {', '.join(fields) or 'nothing'}")
     if not isinstance(messages, list) or not messages:
-        raise UntrainableConversation("messages is not a list of them")
+        raise ChatError("messages is not a list of them")
     return [_message(message) for message in messages], tools
 
 
@@ -316,21 +304,19 @@ def _read_tools(tools: Any) -> list | None:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
-            raise UntrainableConversation(f"tools is not JSON ({error})") from None
+            raise ChatError(f"tools is not JSON ({error})") from None
     if not isinstance(tools, list | None):
-        raise UntrainableConversation("tools is not a list")
+        raise ChatError("tools is not a list")
     return tools or None
 
 
 def _read_instruction(fields: dict[str, Any]) -> list[Message]:
     """The instruction and the output of Alpaca as messages."""
     if fields.get("history"):
-        raise UntrainableConversation(
-            "it has a history of earlier turns, which is not read with an instruction; write messages"
-        )
+        raise ChatError("it has a history of earlier turns, which is not read with an instruction; write messages")
     asked = [fields[name] for name in ("instruction", "input") if fields.get(name)]
     if not all(isinstance(part, str) for part in asked):
-        raise UntrainableConversation("its instruction or input is not text")
+        raise ChatError("its instruction or input is not text")
     return [{"role": "user", "content": "\n".join(asked)}, {"role": "assistant", "content": fields["output"]}]
 
 
@@ -349,33 +335,29 @@ def _from_sharegpt(turn: Any) -> Any:
 
 def _message(message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
-        raise UntrainableConversation(f"a message is {shorten(message, 60)}, without a role")
+        raise ChatError(f"a message is {shorten(message, 60)}, without a role")
     if role not in ROLES:
-        raise UntrainableConversation(f"a message has the role {role!r}; the roles are {', '.join(ROLES)}")
+        raise ChatError(f"a message has the role {role!r}; the roles are {', '.join(ROLES)}")
     if message.get("weight") not in (None, 0, 1):
-        raise UntrainableConversation(
-            f"the weight of a message is {message['weight']!r:.60}; it is 0 (not trained) or 1"
-        )
+        raise ChatError(f"the weight of a message is {message['weight']!r:.60}; it is 0 (not trained) or 1")
     content = message.get("content")
     if isinstance(content, list):
         if other := [part for part in content if not isinstance(part, dict) or not isinstance(part.get("text"), str)]:
-            raise UntrainableConversation(f"a message holds {shorten(other[0], 60)}, which is not text")
+            raise ChatError(f"a message holds {shorten(other[0], 60)}, which is not text")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str | None):
-        raise UntrainableConversation(f"the content of a message is {content!r:.60}, which is not text")
+        raise ChatError(f"the content of a message is {content!r:.60}, which is not text")
     return {name: value for name, value in {**message, "content": content}.items() if value is not None}
 
 
 # --- What is trained --------------------------------------------------------------------------------------------------
 
 
-def find_trained_spans(
-    chat: Chat, messages: Sequence[Message], tools: list | None, trained: Trained
-) -> tuple[str, Spans]:
+def find_trained_spans(chat: Chat, messages: Messages, tools: list | None, trained: Trained) -> tuple[str, Spans]:
     """The text of a conversation, and the characters of it that are trained, in order.
 
     Raises:
-      UntrainableConversation: it has no turn of the assistant, or its template renders that differently without what
+      ChatError: it has no turn of the assistant, or its template renders that differently without what
         follows.
       UsageError: the template rejects it.
     """
@@ -397,7 +379,7 @@ def find_trained_spans(
         renderings = zip(texts[::2], texts[1::2], answers, strict=True)
         spans = [_turn(chat, *rendering, text, rendering[-1] == answers[-1]) for rendering in renderings]
     if OPENED.search(header) and trained.reasoning and _reasoning(messages[answers[-1]]) not in text:
-        raise UntrainableConversation(
+        raise ChatError(
             f"the chat template leaves out the reasoning of message {answers[-1] + 1}, which it asks the model for; "
             "give one that writes it (--chat-template FILE), or train on the answers alone (--no-reasoning)"
         )
@@ -405,21 +387,21 @@ def find_trained_spans(
     return text, list(_remove_untrained(text, spans, written, trained.reasoning))
 
 
-def _list_turns(messages: Sequence[Message], trained: Trained) -> tuple[list[int], list[int]]:
+def _list_turns(messages: Messages, trained: Trained) -> tuple[list[int], list[int]]:
     """The numbers of the assistant's messages, and of those that are trained."""
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
-        raise UntrainableConversation("it has no turn of the assistant")
+        raise ChatError("it has no turn of the assistant")
     answers = turns[-1:] if trained.turns == "last" else turns
     answers = [number for number in answers if messages[number].get("weight") != 0]
     if not answers:
-        raise UntrainableConversation("the weight of each turn to train is 0")
+        raise ChatError("the weight of each turn to train is 0")
     return turns, answers
 
 
-def _check_weights(messages: Sequence[Message], turns: Sequence[int], generated: Spans) -> None:
+def _check_weights(messages: Messages, turns: Sequence[int], generated: Spans) -> None:
     if any(messages[number].get("weight") == 0 for number in turns):
-        raise UntrainableConversation(
+        raise ChatError(
             f"the chat template marks {len(generated)} parts of {len(turns)} turns of the assistant, so that those "
             "of weight 0 are unknown; give a template that marks each turn: --chat-template FILE"
         )
@@ -433,7 +415,7 @@ def _begin(before: str, number: int, text: str, last: bool) -> int:
     for header in (before, OPENED.sub("", before)):
         if text.startswith(header):
             return len(header)
-    raise UntrainableConversation(_disagrees(number, last))
+    raise ChatError(_disagrees(number, last))
 
 
 def _turn(chat: Chat, before: str, through: str, number: int, text: str, last: bool) -> Span:
@@ -455,7 +437,7 @@ def _turn(chat: Chat, before: str, through: str, number: int, text: str, last: b
     if not text.startswith(turn, begin) and chat.special_end(alone.rstrip()):
         turn = alone  # the other token is put at the end of a text only
     if not turn or not text.startswith(turn, begin):
-        raise UntrainableConversation(_disagrees(number, last))
+        raise ChatError(_disagrees(number, last))
     whole = turn.rstrip()
     # The model stops at the token that ends its turn: a line break after it is not part of the turn.
     return begin, begin + len(whole if chat.special_end(whole) else turn)
@@ -478,14 +460,14 @@ def _reasoning(message: Message) -> str:
     return next((value.strip() for value in values if isinstance(value, str)), "")
 
 
-def _remove_untrained(text: str, spans: Spans, written: list[Sequence[Message]], reasoning: bool) -> Iterator[Span]:
+def _remove_untrained(text: str, spans: Spans, written: list[Messages], reasoning: bool) -> Iterator[Span]:
     """Remove untrained text from the `spans`; each span renders the messages in `written`."""
     for (begin, end), messages in zip(spans, written, strict=True):
         first, last = _span_without_loss(text[begin:end], messages, reasoning)
         yield from (part for part in ((begin, begin + first), (begin + last, end)) if part[0] < part[1])
 
 
-def _span_without_loss(turn: str, messages: Sequence[Message], reasoning: bool) -> Span:
+def _span_without_loss(turn: str, messages: Messages, reasoning: bool) -> Span:
     """The part of a turn, which renders one of `messages`, that is not trained; it may be empty."""
     if match := (EMPTY if reasoning else THOUGHT).search(turn):
         return match.span()
@@ -508,21 +490,19 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
       trained: the trained part of it.
 
     Raises:
-      UntrainableConversation: it cannot be trained on, or the template rejects it.
+      ChatError: it cannot be trained on, or the template rejects it.
     """
     messages, tools = read_messages(fields)
     try:
         text, spans = find_trained_spans(chat, messages, tools, trained)
-        size = len(encode_utf8(text))
+        size = len(tokenizers.encode_utf8(text))
     except UsageError as error:
-        raise UntrainableConversation(str(error)) from None
+        raise ChatError(str(error)) from None
     ids, marks = chat.encode_marked(text, spans)
     if not any(marks[1:]):  # nothing predicts the first
-        raise UntrainableConversation("none of its tokens are trained")
+        raise ChatError("none of its tokens are trained")
     if all(marks):
-        raise UntrainableConversation(
-            "all of its tokens would be trained, those of the user, too; does the template mark them?"
-        )
+        raise ChatError("all of its tokens would be trained, those of the user, too; does the template mark them?")
     most = trained.max_length or len(ids)
     cut = len(ids) > most
     if cut and (trained.overflow == "drop" or not any(marks[1:most])):
@@ -548,8 +528,6 @@ def preview(chat: Chat, encoded: Encoded) -> Text:
     return text
 
 
-def refusal(source: str, error: UntrainableConversation, fields: dict[str, Any]) -> UsageError:
+def refusal(source: str, error: ChatError, fields: dict[str, Any]) -> UsageError:
     """The error for the conversation at `source`."""
-    return UsageError(
-        f"{source}: {error} ({shorten(fields)}); write {FORM}, or leave such lines out with --malformed skip"
-    )
+    return UsageError(f"{source}: {error} ({shorten(fields)}); write {FORM}, or skip such lines with --malformed skip")

@@ -5,8 +5,6 @@ gigabytes. So a child process renders it (`mjax/utils/child.py`), with Jinja set
 (`apply_chat_template`).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets
@@ -22,10 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mjax.data.tokenizer_trial import MAX_TEMPLATE_CHARACTERS
 from mjax.utils.child import Child, ChildError
 
-SECONDS = 10.0
-"""Of processor time, for the texts that are asked for together."""
-MEMORY = 1 << 30
-"""Bytes that the child may map; a template needs a tenth of them."""
+SECONDS = 10.0  # of processor time, for the texts that are asked for together
+MEMORY = 1 << 30  # bytes that the child may map; a template needs a tenth of them
 MAX_RENDERED_CHARACTERS = 4 * MAX_TEMPLATE_CHARACTERS
 """Characters of these texts; each has at most LONGEST, and only one of them is encoded."""
 Rendered = tuple[str, list[tuple[int, int]]]
@@ -86,8 +82,7 @@ def _templates(source: str) -> list[jinja2.Template]:
 # --- Jinja, as transformers sets it up --------------------------------------------------------------------------------
 
 
-BEGIN, END = (f"\ue000{secrets.token_hex(8)}{name}\ue001" for name in ("begin", "end"))
-"""Marks that no text holds."""
+BEGIN, END = (f"\ue000{secrets.token_hex(8)}{name}\ue001" for name in ("begin", "end"))  # marks that no text holds
 
 
 class _Generation(Extension):
@@ -142,16 +137,14 @@ def environment(marks: tuple[str, str] = ("", "")) -> ImmutableSandboxedEnvironm
 
     `marks` stand around the assistant's text.
     """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
-    environment.globals["namespace"] = _Namespace
-    environment.extend(generation_marks=marks)
-    return environment
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    env.filters["tojson"] = _to_json
+    env.globals["raise_exception"] = _raise
+    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    env.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
+    env.globals["namespace"] = _Namespace
+    env.extend(generation_marks=marks)
+    return env
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:

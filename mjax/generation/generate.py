@@ -19,8 +19,6 @@ sequence overwrites its padding with its next tokens (`write_cache` explains why
 is an argument, so a second request of similar size compiles nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,36 +66,27 @@ from mjax.step.precision import COMPUTE_TYPES
 # tokens, and a continuation does not depend on the other prompts of a batch. Everything is float32.
 
 
-def sample_tokens(
-    logits: Array,
-    positions: Array,
-    vocabulary: int,
-    temperature: Array,
-    top_k: Array,
-    top_p: Array,
-    seed: Array,
-    streams: Array,
-) -> Array:
+def sample_tokens(logits: Array, positions: Array, vocabulary: int, request: dict[str, Array]) -> Array:
     """Sample the next token of each sequence: int32 [b].
 
     Args:
       logits: [b, v]; ids from `vocabulary` on are padding of the embedding and never sampled.
       positions: int [b], the positions of the new tokens.
-      temperature, top_k, top_p, seed: as in `Sampling`, scalars; they may be traced.
-      streams: uint32 [b], of noise; sequences of one stream have the same noise.
+      request: "temperature", "top_k", "top_p" and "seed", as in `Sampling`, scalars; and "streams", uint32 [b], of
+        noise: sequences of one stream have the same noise.
     """
     is_token = jnp.arange(logits.shape[-1]) < vocabulary
     logits = jnp.where(is_token, logits.astype(jnp.float32), -jnp.inf)
 
     def noisy(logits):
         # Shift the largest to 0 first: divided by a tiny temperature, none overflows to +∞.
-        scaled = (logits - logits.max(-1, keepdims=True)) / temperature
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), streams)
+        scaled = (logits - logits.max(-1, keepdims=True)) / request["temperature"]
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(request["seed"]), request["streams"])
         keys = jax.vmap(jax.random.fold_in)(keys, positions)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
-        return jnp.where(sampling_mask(scaled, top_k, top_p), scaled + noise, -jnp.inf)
+        return jnp.where(sampling_mask(scaled, request["top_k"], request["top_p"]), scaled + noise, -jnp.inf)
 
-    scores = jax.lax.cond(temperature > 0, noisy, lambda logits: logits, logits)
+    scores = jax.lax.cond(request["temperature"] > 0, noisy, lambda logits: logits, logits)
     return jnp.argmax(scores, -1).astype(jnp.int32)
 
 
@@ -140,14 +129,11 @@ def weight_specs(config: Config, layout: Layout):
     def with_gathered_spec(leaf: jax.ShapeDtypeStruct, storage: Storage) -> jax.ShapeDtypeStruct:
         return leaf.update(sharding=NamedSharding(leaf.sharding.mesh, _inference_spec(storage)))
 
-    def layer_spec(leaf: jax.ShapeDtypeStruct, repetition: int) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(leaf.sharding.mesh, P(*leaf.sharding.spec[1:]))
-        return leaf.update(shape=leaf.shape[1:], sharding=sharding)
-
     weights = jax.tree.map(with_gathered_spec, layout.abstract_model, layout.plan)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
     if config.mesh.pipe == 1:
-        weights.blocks = nnx.List(unstack_layers(weights.blocks, layer_spec))
-    return jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
+        specs.blocks = nnx.List(unstack_layers(weights.blocks, lambda leaf, _: P(*leaf.sharding.spec[1:])))
+    return specs
 
 
 def list_layers(config: Config, layout: Layout, weights: CausalModel) -> Layers:
@@ -307,8 +293,7 @@ class _State(NamedTuple):
     cached: Cache
 
 
-NO_TOKEN, END = -2, -1
-"""Instead of a token: the text had ended before, or ends now."""
+NO_TOKEN, END = -2, -1  # instead of a token: the text had ended before, or ends now
 
 
 def _prefill(config: Config, layout: Layout, slots: int, weights: CausalModel, prompts: Array, lengths: Array):
@@ -332,8 +317,7 @@ def _decode(
 
     def step(carry: tuple[_State, Array, Array]) -> tuple[_State, Array, Array]:
         state, _, left = carry
-        settings = {name: request[name] for name in ("temperature", "top_k", "top_p", "seed", "streams")}
-        sampled = sample_tokens(state.logits, state.lengths, config.model.vocabulary, **settings)
+        sampled = sample_tokens(state.logits, state.lengths, config.model.vocabulary, request)
         at_eod = state.at_eod | (~state.ended & (sampled[:, None] == request["eod"]).any(-1))
         grows = ~state.ended & ~at_eod
         is_next = jnp.arange(state.tokens.shape[1]) == state.lengths[:, None]
@@ -422,6 +406,7 @@ class PreparedWeights(NamedTuple):
     weights: CausalModel
 
 
+Texts = Sequence[Sequence[int]]  # token ids
 TokenCallback = Callable[[int, int, int | None], None]
 MIN_WIDTH = 16  # positions
 
@@ -475,7 +460,7 @@ class Generator:
     def generate(
         self,
         model: CausalModel | PreparedWeights,
-        prompts: Sequence[Sequence[int]],
+        prompts: Texts,
         sampling: Sampling,
         eod: int | Sequence[int],
         listener: TokenCallback | None = None,
@@ -497,8 +482,7 @@ class Generator:
             leaves no position for a continuation.
         """
         check_bounds(sampling)
-        self._check_prompts(prompts)
-        positions = self.config.model.sequence
+        rows, positions = self.pad(prompts, new=1), self.config.model.sequence
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         limits = np.minimum(lengths + min(sampling.tokens, positions), positions).astype(np.int32)
         request = {
@@ -511,7 +495,6 @@ class Generator:
             "streams": np.asarray(range(len(prompts)) if streams is None else streams, np.uint32),
         }
         weights = self._prepare(model)
-        rows = self.pad(prompts)
         slots = max(pad_width(self.config, limits.max(), MIN_WIDTH, widths=SLOTS), rows.shape[1])
         state = self._read(slots, weights, rows, lengths)
         if listener is None:
@@ -526,9 +509,7 @@ class Generator:
             continuations.append(Continuation(written, "eod" if at_eod else complete))
         return continuations
 
-    def read(
-        self, program: Program, model: CausalModel | PreparedWeights, texts: Sequence[Sequence[int]]
-    ) -> list[np.ndarray]:
+    def read(self, program: Program, model: CausalModel | PreparedWeights, texts: Texts) -> list[np.ndarray]:
         """The arrays of each of `texts`, float32 [tokens, …].
 
         Args:
@@ -562,31 +543,31 @@ class Generator:
                 return state
             last = written
 
-    def pad(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
+    def pad(self, texts: Texts, new: int = 0) -> np.ndarray:
         """Texts in rows of one width, padded with zeros, which no token attends to.
+
+        Args:
+          texts: token ids; lengths may differ.
+          new: positions that a continuation needs.
 
         Raises:
           UsageError: there is no text, or one is empty, too long, or has an invalid id.
         """
-        self._check_prompts(texts, most=self.config.model.sequence)
+        model, most = self.config.model, self.config.model.sequence - new
+        if len(texts) == 0:
+            raise UsageError("there is no prompt; give one or more")
+        for number, text in enumerate(texts, start=1):
+            which = f"prompt {number}" if len(texts) > 1 else "the prompt"
+            if len(text) == 0:
+                raise UsageError(f"{which} is empty; give at least one token to continue")
+            if len(text) > most:
+                needs = ", one of which the continuation needs" if new else ""
+                positions = f"{len(text):,} tokens and the model {model.sequence:,} positions{needs}"
+                raise UsageError(f"{which} has {positions}; shorten it to {most:,} tokens or fewer")
+            if not 0 <= min(text) <= max(text) < model.vocabulary:
+                ids = f"token ids from {min(text)} to {max(text)}, and the model has 0 to {model.vocabulary - 1}"
+                raise UsageError(f"{which} has {ids}; use the tokenizer it was trained with")
         rows = np.zeros((len(texts), pad_width(self.config, max(map(len, texts)), MIN_WIDTH)), np.int32)
         for row, text in zip(rows, texts, strict=True):
             row[: len(text)] = text
         return rows
-
-    def _check_prompts(self, prompts: Sequence[Sequence[int]], most: int | None = None) -> None:
-        model = self.config.model
-        most = most or model.sequence - 1
-        if len(prompts) == 0:
-            raise UsageError("there is no prompt; give one or more")
-        for number, prompt in enumerate(prompts, start=1):
-            which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
-            if len(prompt) == 0:
-                raise UsageError(f"{which} is empty; give at least one token to continue")
-            if len(prompt) > most:
-                needs = ", one of which the continuation needs" if most < model.sequence else ""
-                positions = f"{len(prompt):,} tokens and the model {model.sequence:,} positions{needs}"
-                raise UsageError(f"{which} has {positions}; shorten it to {most:,} tokens or fewer")
-            if not 0 <= min(prompt) <= max(prompt) < model.vocabulary:
-                ids = f"token ids from {min(prompt)} to {max(prompt)}, and the model has 0 to {model.vocabulary - 1}"
-                raise UsageError(f"{which} has {ids}; use the tokenizer it was trained with")

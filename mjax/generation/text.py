@@ -18,7 +18,7 @@ from mjax.config.batch_size import with_batch_size
 from mjax.data.tokenizers import stop_token_ids
 from mjax.errors import UsageError, check_options, name_arguments
 from mjax.generation import Sampling
-from mjax.generation.generate import Continuation, Generator, PreparedWeights
+from mjax.generation.generate import Continuation, Generator, PreparedWeights, Texts
 from mjax.generation.inference import OpenRun, inference_config, open_run, read_run, run_tokenizer
 from mjax.models.causal import CausalModel
 from mjax.parallel.mesh import batch_specs
@@ -29,7 +29,6 @@ from mjax.step.step import loss_and_gradients
 Decode = Callable[[list[int]], str]
 PREFIX_IDS = 16  # the text of a token depends on the few before it
 Run = str | Path | OpenRun
-Texts = Sequence[Sequence[int]]
 MeshShape = MeshConfig | dict[str, int] | None
 REPLACEMENT = "\ufffd"  # the text of an incomplete character
 

@@ -7,9 +7,8 @@
     distributed_files.py  folders of torch.distributed.checkpoint, read as data
     model_folder.py       a folder that is written atomically; its JSON files; its model card
     tokenizer_files.py    the tokenizer of a model folder; files that a run folder only carries for the export
-    megatron/             Megatron-LM: checkpoint.py finds the files of a checkpoint, arguments.py its model,
-                          tensors.py names, layouts and shards; bridge.py Megatron-Bridge, hybrid.py HybridModel;
-                          export.py the way back
+    megatron/             Megatron-LM: checkpoint.py opens a checkpoint, of Megatron-Bridge and of HybridModel too;
+                          arguments.py its model; tensors.py names, layouts and shards; export.py the way back
 
 Tables of families are with the models, in `models/huggingface/` and folders of architectures.
 

@@ -4,8 +4,6 @@ Checkpoint 0 of an import has the weights only: no step has been taken, so there
 with new ones. Only an import of Megatron's optimizer has a whole state, and continues with its next step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -44,7 +42,7 @@ DTYPES = {"fp32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dty
 def import_config(model: ModelConfig, source: str, tensors: Tensors) -> Config:
     """The config of an import, after a check of the model. It has no data, and computes in the dtype of its largest
     tensor: fp32, or bf16."""
-    single = max(tensors.infos.values(), key=lambda info: math.prod(info.shape)).dtype == "F32"
+    single = max(tensors.values(), key=lambda tensor: math.prod(tensor.shape)).dtype == "F32"
     config = Config(model=model, precision=PrecisionConfig(compute="fp32" if single else "bf16"))
     validate(dataclasses.replace(config, data=DataConfig(mock=True)), source)
     return config
@@ -157,8 +155,9 @@ def export_family(model: ModelConfig) -> Family:
     """The family for exporting a model of mjax."""
     if getattr(model, "mlm_activation", None) not in (None, getattr(model, "activation", None)):
         raise UsageError("transformers has one activation for MLP and MLM head, and this BERT two; convert another")
-    if is_user_defined(type(model)):
-        raise UsageError(f"mjax convert has no names for {model.title}; `mjax.open_run(RUN).weights` has its weights")
+    if is_user_defined(type(model)) and not model.families:
+        fix = "state `families` in its config, or use `mjax.open_run(RUN).weights`"
+        raise UsageError(f"mjax convert has no names for {model.title}; {fix}")
     differences = {}
     for family in families():
         if not (difference := unlike(family, model)):

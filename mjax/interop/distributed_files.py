@@ -6,8 +6,6 @@
 Every part records its offsets in the whole tensor, so a reader needs no ranks.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import pickle
@@ -21,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mjax.errors import UsageError, first_line
-from mjax.interop.tensor_files import DTYPE_NAMES, FLOAT_DTYPES
+from mjax.interop.tensor_files import DTYPE_NAMES, FLOAT_DTYPES, LazyTensor
 from mjax.interop.torch_files import PickleStub, TensorChunk, load_tensors, read_chunk, to_numpy
 from mjax.utils.files import path_below
 
@@ -134,7 +132,7 @@ def _to_stored_tensor(name: str, kind: PickleStub, locations: dict, folder: Path
 
 
 class StoredTensors:
-    """The tensors of a folder, read by slices of their dims."""
+    """The tensors of a folder."""
 
     def __init__(self, folder: Path, stored: Mapping[str, StoredTensor]):
         """Check that all parts exist.
@@ -156,11 +154,21 @@ class StoredTensors:
             if 0 in tensor.shape or sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
                 raise UsageError(f"{folder / '.metadata'} lists other parts of {name} than the whole; copy it again")
 
-    def read(self, name: str, box: Sequence[slice]) -> np.ndarray:
-        """Read a slice of each dim, with start and stop; elements that no part covers are NaN."""
+    def select(self, name: str, index: tuple[int, ...] = ()) -> LazyTensor:
+        """The part of a tensor at an index of its first dims."""
         tensor = self._stored[name]
+        dtype, shape = DTYPE_NAMES.get(tensor.dtype, tensor.dtype), tensor.shape[len(index) :]
+
+        def read(rows: slice) -> np.ndarray:
+            box = [*(range(number, number + 1) for number in index), range(shape[0])[rows], *map(range, shape[1:])]
+            return self._read(tensor, box).reshape(-1, *shape[1:])
+
+        return LazyTensor(dtype, shape, read)
+
+    def _read(self, tensor: StoredTensor, box: Sequence[range]) -> np.ndarray:
+        """Read a range of each dim; elements that no part covers are NaN."""
         dtype = FLOAT_DTYPES[DTYPE_NAMES.get(tensor.dtype, tensor.dtype)]
-        region = np.full([extent.stop - extent.start for extent in box], np.nan, dtype)
+        region = np.full([*map(len, box)], np.nan, dtype)
         for chunk in tensor.chunks:
             edges = [
                 (max(extent.start, offset), min(extent.stop, offset + size), offset, extent.start)

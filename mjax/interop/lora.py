@@ -6,8 +6,6 @@
 A module is the tensor name of a kernel in the base model's family (`models/huggingface/`) without `.weight`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +21,7 @@ from mjax.checkpoint.arrays import read_in_blocks
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError, join_shortened
 from mjax.interop.model_folder import read_object
-from mjax.interop.tensor_files import SafetensorsFiles
+from mjax.interop.tensor_files import open_safetensors
 from mjax.interop.weights import tensor_layouts
 from mjax.lora.adapters import Linear, linear_layers, match_targets
 from mjax.models.build import abstract_weights, build_model
@@ -179,9 +177,9 @@ def load_adapters(folder: Path, base: ModelConfig, family: Family) -> tuple[Mode
       UsageError: the folder has LoRA that mjax does not support, or of another base.
     """
     fields = _read_lora_fields(folder)
-    tensors = SafetensorsFiles({folder / ADAPTER_WEIGHTS: []})
+    tensors = open_safetensors({folder / ADAPTER_WEIGHTS: []})
     named = {}
-    for name in tensors.infos:
+    for name in tensors:
         match = re.fullmatch(rf"(?:{re.escape(PEFT_PREFIX)})?(.+)\.lora_([AB])(?:\.default)?\.weight", name)
         if match is None:
             raise UsageError(f"{folder} has a tensor {name}, which is not part of LoRA's adapters; merge it with peft")
@@ -202,7 +200,7 @@ def load_adapters(folder: Path, base: ModelConfig, family: Family) -> tuple[Mode
     arrays = {name: np.zeros(shape, np.float32) for name, (shape, _) in shapes.items() if ".adapter." in name}
     for (name, module), matrix in product(modules.items(), "ab"):
         view = getattr(module, matrix)(arrays[f"{module.path}.adapter.{matrix}"])
-        tensor = tensors.read(named[name, matrix]).astype(np.float32)
+        tensor = tensors[named[name, matrix]][:].astype(np.float32)
         if tensor.shape != view.shape:
             shapes = f"shape {tensor.shape}, and the base asks for {view.shape}"
             raise UsageError(f"{folder}: {named[name, matrix]} has {shapes}; {WRONG_BASE}")

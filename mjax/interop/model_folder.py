@@ -4,8 +4,6 @@ A block of the card between two comments states the model's source and how to op
 the front matter, which has the license. `from-hf` copies the card into the run, for `to-hf`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -19,11 +19,12 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 from jax.numpy import bfloat16, float8_e4m3fn  # registers bfloat16 with NumPy, on which safetensors relies
@@ -39,29 +40,38 @@ SAFETENSORS, PYTORCH_BIN = "model.safetensors", "pytorch_model.bin"
 FLOAT_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(bfloat16)}
 """Dtypes that float32 represents exactly."""
 FLOAT8, FLOAT8_SCALES, FLOAT8_BLOCK = "F8_E4M3", "_scale_inv", 128
+FLOAT32_NAMES = ("_correction_bias", ".expert_bias")
+"""Tensors that files always have in float32, as transformers and Megatron compute with them: in another dtype a router
+would choose other experts."""
 DTYPE_NAMES = {dtype.name: word for word, dtype in FLOAT_DTYPES.items()}
 """safetensors' names of these dtypes, by their names in NumPy and torch."""
 
 
 @dataclass(frozen=True)
-class TensorInfo:
-    """Dtype, safetensors' name (F32, BF16, I64, …), and shape of a tensor in a file."""
+class LazyTensor:
+    """A tensor in files, which is read when it is sliced: `tensor[:]`, or some rows of it (along its first dim).
+
+    Attributes:
+      dtype: safetensors' name (F32, BF16, I64, …).
+      shape: of the whole tensor.
+      read: returns rows in the stored dtype.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    read: Callable[[slice], np.ndarray]
+
+    @classmethod
+    def from_array(cls, array: np.ndarray) -> LazyTensor:
+        """An array in memory, or mapped into it."""
+        return cls(DTYPE_NAMES.get(array.dtype.name, array.dtype.name), array.shape, array.__getitem__)
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return self.read(rows)
 
 
-class Tensors(Protocol):
-    """The tensors of a model folder.
-
-    Attributes:
-      infos: dtype and shape by name, known before tensors are read.
-    """
-
-    infos: dict[str, TensorInfo]
-
-    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Read a tensor in its stored dtype, or some rows of it (along its first dim)."""
+Tensors = Mapping[str, LazyTensor]
+"""The tensors of a model folder by name."""
 
 
 def open_tensors(folder: Path, allow_pickle: bool = False) -> Tensors:
@@ -75,14 +85,14 @@ def open_tensors(folder: Path, allow_pickle: bool = False) -> Tensors:
       UsageError: there are none, a file is missing or damaged, or there is only a pickle without `allow_pickle`.
     """
     if files := _find_files(folder, SAFETENSORS):
-        return SafetensorsFiles(files)
+        return open_safetensors(files)
     files = _find_files(folder, PYTORCH_BIN)
     if not files:
         raise UsageError(f"{folder} has no {SAFETENSORS}; give a folder written by save_pretrained")
     if not allow_pickle:
         remedy = f"get {SAFETENSORS}, or add --allow-pickle to have torch read only the tensors in it"
         raise UsageError(f"{folder} has its weights in {PYTORCH_BIN} only, a pickle; {remedy}")
-    return PickledFiles(files)
+    return _open_pickles(files)
 
 
 def _find_files(folder: Path, whole: str) -> dict[Path, list[str]]:
@@ -104,89 +114,86 @@ def _find_files(folder: Path, whole: str) -> dict[Path, list[str]]:
     return files
 
 
-class SafetensorsFiles:
-    """`Tensors` in one or several safetensors files."""
+def open_safetensors(files: Mapping[Path, Sequence[str]]) -> Tensors:
+    """The tensors in one or several safetensors files, each with those that it must have."""
+    tensors: dict[str, LazyTensor] = {}
+    labels: dict[str, str] = {}
+    for file, expected in files.items():
+        try:
+            opened = safe_open(str(file), framework="np").__enter__()  # closed with the last reference to it
+            contents = {name: _slice_safetensors(file, opened, name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+        except SafetensorError as error:
+            raise UsageError(f"{file} is truncated or not a safetensors file ({error}); get it again") from None
+        _add_tensors(tensors, file, contents, expected)
+        labels |= {name: f"{file}: {name}" for name in contents}
+    for name, tensor in list(tensors.items()):
+        scales = tensors.get(name + FLOAT8_SCALES)
+        if tensor.dtype == FLOAT8 and scales is not None and scales.dtype == "F32":
+            tensors[name] = LazyTensor("BF16", tensor.shape, partial(_dequantize, labels[name], tensor, scales))
+            del tensors[name + FLOAT8_SCALES]
+    return tensors
 
-    def __init__(self, files: dict[Path, list[str]]):
-        self.infos: dict[str, TensorInfo] = {}
-        self._opened: dict[str, Any] = {}
-        self._files: dict[str, Path] = {}
-        for file, expected in files.items():
-            try:
-                opened = safe_open(str(file), framework="np").__enter__()  # closed with the last reference to it
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
-            except SafetensorError as error:
-                raise UsageError(f"{file} is truncated or not a safetensors file ({error}); get it again") from None
-            infos = {name: TensorInfo(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-            _add_infos(self.infos, file, infos, expected)
-            self._opened |= dict.fromkeys(infos, opened)
-            self._files |= dict.fromkeys(infos, file)
-        infos = dict(self.infos)
-        scales = {name: infos.get(name + FLOAT8_SCALES) for name, info in infos.items() if info.dtype == FLOAT8}
-        self._float8 = {name for name, scale in scales.items() if scale is not None and scale.dtype == "F32"}
-        for name in self._float8:
-            self.infos[name] = TensorInfo("BF16", infos[name].shape)
-            del self.infos[name + FLOAT8_SCALES]
 
-    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        if name in self._float8:
-            return self._read_float8(name)[rows]
+def _slice_safetensors(file: Path, opened: Any, name: str) -> LazyTensor:
+    part = opened.get_slice(name)
+    dtype, shape = part.get_dtype(), tuple(part.get_shape())
+
+    def read(rows: slice) -> np.ndarray:
+        if dtype == FLOAT8:
+            return _read_float8(file, name).reshape(shape)[rows]
         if rows == slice(None):
-            return self._opened[name].get_tensor(name)
-        first, end, _ = rows.indices(self.infos[name].shape[0])  # safetensors rejects an end after the last row
-        return self._opened[name].get_slice(name)[first:end]
+            return opened.get_tensor(name)
+        first, end, _ = rows.indices(shape[0])  # safetensors rejects an end after the last row
+        return part[first:end]
 
-    def _read_float8(self, name: str) -> np.ndarray:
-        """Multiply a matrix by the scales of its blocks, as `Fp8Dequantize` of transformers 5 does; the last blocks of
-        a row and a column may be smaller. safetensors cannot read float8 without torch."""
-        with self._files[name].open("rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8))
-            start, end = json.loads(stream.read(size))[name]["data_offsets"]
-            stream.seek(8 + size + start)
-            values = np.frombuffer(stream.read(end - start), float8_e4m3fn).reshape(self.infos[name].shape)
-        scales = self._opened[name + FLOAT8_SCALES].get_tensor(name + FLOAT8_SCALES)
-        blocks = tuple(-(-size // FLOAT8_BLOCK) for size in values.shape)
-        if len(blocks) != 2 or scales.shape != blocks:
-            shapes = (
-                f"shape {values.shape} and its scales {scales.shape}, which are not of {FLOAT8_BLOCK} × {FLOAT8_BLOCK}"
-            )
-            raise UsageError(f"{self._files[name]}: {name} has {shapes} numbers each; convert another model")
-        for dim, size in enumerate(values.shape):
-            scales = np.repeat(scales, FLOAT8_BLOCK, axis=dim).take(range(size), axis=dim)
-        return (values.astype(np.float32) * scales).astype(bfloat16)
+    return LazyTensor(dtype, shape, read)
 
 
-class PickledFiles:
-    """`Tensors` in one or several pickles, read by torch."""
-
-    def __init__(self, files: dict[Path, list[str]]):
-        import_torch("--allow-pickle is for files that are read by torch")
-        self.infos: dict[str, TensorInfo] = {}
-        self._arrays: dict[str, np.ndarray] = {}
-        for file, expected in files.items():
-            try:
-                content = load_tensors(file)
-            except Exception as error:  # many types: not a pickle, truncated, or not only tensors
-                raise UsageError(f"{file} is not a file of tensors only ({first_line(error)}); get another") from None
-            if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-                raise UsageError(f"{file} has something other than tensors by name; give the model's state_dict")
-            arrays = to_numpy(file, content)
-            dtypes = {name: DTYPE_NAMES.get(array.dtype.name, array.dtype.name) for name, array in arrays.items()}
-            infos = {name: TensorInfo(dtypes[name], array.shape) for name, array in arrays.items()}
-            _add_infos(self.infos, file, infos, expected)
-            self._arrays |= arrays
-
-    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        return self._arrays[name][rows]
+def _read_float8(file: Path, name: str) -> np.ndarray:
+    """The numbers of a tensor in float8, which safetensors cannot read without torch."""
+    with file.open("rb") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        start, end = json.loads(stream.read(size))[name]["data_offsets"]
+        stream.seek(8 + size + start)
+        return np.frombuffer(stream.read(end - start), float8_e4m3fn)
 
 
-def _add_infos(known: dict[str, TensorInfo], file: Path, infos: dict[str, TensorInfo], expected: list[str]) -> None:
+def _dequantize(label: str, values: LazyTensor, scales: LazyTensor, rows: slice) -> np.ndarray:
+    """Multiply a matrix by the scales of its blocks, as `Fp8Dequantize` of transformers 5 does; the last blocks of a
+    row and a column may be smaller."""
+    blocks = tuple(-(-size // FLOAT8_BLOCK) for size in values.shape)
+    if len(blocks) != 2 or scales.shape != blocks:
+        of_blocks = f"its scales {scales.shape}, which are not of {FLOAT8_BLOCK} × {FLOAT8_BLOCK} numbers each"
+        raise UsageError(f"{label} has shape {values.shape} and {of_blocks}; convert another model")
+    factors = scales[:]
+    for dim, size in enumerate(values.shape):
+        factors = np.repeat(factors, FLOAT8_BLOCK, axis=dim).take(range(size), axis=dim)
+    return (values[:].astype(np.float32) * factors).astype(bfloat16)[rows]
+
+
+def _open_pickles(files: Mapping[Path, Sequence[str]]) -> Tensors:
+    """The tensors in one or several pickles, read by torch."""
+    import_torch("--allow-pickle is for files that are read by torch")
+    tensors: dict[str, LazyTensor] = {}
+    for file, expected in files.items():
+        try:
+            content = load_tensors(file)
+        except Exception as error:  # many types: not a pickle, truncated, or not only tensors
+            raise UsageError(f"{file} is not a file of tensors only ({first_line(error)}); get another") from None
+        if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+            raise UsageError(f"{file} has something other than tensors by name; give the model's state_dict")
+        contents = {name: LazyTensor.from_array(array) for name, array in to_numpy(file, content).items()}
+        _add_tensors(tensors, file, contents, expected)
+    return tensors
+
+
+def _add_tensors(known: dict[str, LazyTensor], file: Path, contents: Tensors, expected: Sequence[str]) -> None:
     """Add the tensors of a file; reject a file that lacks tensors of the index, or repeats tensors of another file."""
-    if missing := [name for name in expected if name not in infos]:
+    if missing := [name for name in expected if name not in contents]:
         raise UsageError(f"{file} lacks the tensor {missing[0]}, which the index expects in it; download it again")
-    if repeated := [name for name in infos if name in known]:
+    if repeated := [name for name in contents if name in known]:
         raise UsageError(f"{file} has the tensor {repeated[0]}, which is in another file too; download the model again")
-    known |= infos
+    known |= contents
 
 
 # --- Writing ----------------------------------------------------------------------------------------------------------
@@ -208,13 +215,14 @@ def write_tensors(
       folder: exists.
       shapes: of the tensors, by name, in the order in the files.
       parts: name, first row, and rows of a tensor; each row of each tensor once, in any order.
-      dtype: of the files.
+      dtype: of the tensors but `FLOAT32_NAMES`.
       max_shard_size: maximum bytes of tensors in a file; a larger tensor has a separate file.
       on_written: called with the bytes of tensors written since the last call.
     """
     files: list[list[str]] = [[]]
     free = max_shard_size
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    dtypes = {name: np.dtype(np.float32) if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     for name, size in sizes.items():
         if size > free and files[-1]:
             files.append([])
@@ -228,10 +236,10 @@ def write_tensors(
         starts: dict[str, tuple[BinaryIO, int]] = {}
         for file, part in zip(names, files, strict=True):
             stream = stack.enter_context((folder / file).open("wb"))
-            starts |= _write_header(stream, {name: shapes[name] for name in part}, dtype)
+            starts |= _write_header(stream, {name: shapes[name] for name in part}, dtypes)
         remaining = dict(sizes)
         for name, first, rows in parts:
-            data = np.ascontiguousarray(rows.astype(dtype, copy=False)).view(np.uint8)
+            data = np.ascontiguousarray(rows.astype(dtypes[name], copy=False)).view(np.uint8)
             stream, start = starts[name]
             stream.seek(start + first * (sizes[name] // shapes[name][0]))
             on_written(stream.write(data.data))
@@ -245,7 +253,7 @@ def write_tensors(
     return names
 
 
-def _write_header(stream: BinaryIO, shapes: Shapes, dtype: np.dtype) -> dict[str, tuple[BinaryIO, int]]:
+def _write_header(stream: BinaryIO, shapes: Shapes, dtypes: Mapping[str, np.dtype]) -> dict[str, tuple[BinaryIO, int]]:
     """Write the beginning of a safetensors file: the length of the header in 8 bytes, and the header.
 
     The function of `safetensors` needs all tensors in memory.
@@ -256,8 +264,8 @@ def _write_header(stream: BinaryIO, shapes: Shapes, dtype: np.dtype) -> dict[str
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0
     for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype.name], "shape": shape, "data_offsets": [start, end]}
+        start, end = end, end + math.prod(shape) * dtypes[name].itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtypes[name].name], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     stream.write(struct.pack("<Q", len(text)) + text)

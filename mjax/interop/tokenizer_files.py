@@ -9,8 +9,6 @@ form a third are exported as a pair, in the order of the third's score. Spaces b
 Not every tokenizer has an exact equivalent, so ids and text of the two are compared before a file is written.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

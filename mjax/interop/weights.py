@@ -8,8 +8,6 @@ Everything is checked before a number is read. Then one layer of a weight at a t
 split into them.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict
@@ -24,7 +22,7 @@ import numpy as np
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import find_stack
 from mjax.errors import UsageError, join_shortened
-from mjax.interop.tensor_files import FLOAT_DTYPES, TensorInfo, Tensors
+from mjax.interop.tensor_files import FLOAT_DTYPES, LazyTensor, Tensors
 from mjax.models.build import abstract_weights, weight_dims
 from mjax.models.huggingface.family import Family
 from mjax.models.protocol import Model
@@ -145,7 +143,7 @@ def with_stored_experts(family: Family, tensors: Tensors) -> Family:
     """The family with the names of these files for its experts: a tensor of each, or one of all."""
     fused = "|".join(re.escape(name).replace(re.escape("{0}"), r"\d+") for name in family.fused.values())
     pattern = re.compile(f"({family.prefix})?({fused})")
-    if fused and any(pattern.fullmatch(family.prefix + name) for name in tensors.infos):
+    if fused and any(pattern.fullmatch(family.prefix + name) for name in tensors):
         return replace(family, names={**family.names, **family.fused})
     return family
 
@@ -154,7 +152,7 @@ def without_absent_layers(family: Family, tensors: Tensors, model: ModelConfig) 
     """The model without the `Family.optional` parts of which these files have no tensor."""
 
     def is_absent(prefix: str) -> bool:
-        return not any(name.startswith(prefix.format(*[None] * 3, model.layers)) for name in tensors.infos)
+        return not any(name.startswith(prefix.format(*[None] * 3, model.layers)) for name in tensors)
 
     return replace(model, **{name: 0 for name, prefix in family.optional.items() if is_absent(prefix)})
 
@@ -179,14 +177,14 @@ def match_tensors(
     Raises:
       UsageError: a tensor is missing, unknown, of another shape or not floating-point; or a copy differs.
     """
-    if model.layers > len(tensors.infos):  # before names of all layers are built
-        counts = f"{model.layers:,} layers, and its files have {len(tensors.infos):,} tensors"
+    if model.layers > len(tensors):  # before names of all layers are built
+        counts = f"{model.layers:,} layers, and its files have {len(tensors):,} tensors"
         raise UsageError(f"{family.described_by} of {source} asks for {counts}; download the model again")
     expected = tensor_layouts(family, model)
     copied = {copy: original for copy, original in family.copies.items() if copy not in expected}
     names: dict[str, str] = {}
-    for name, info in tensors.infos.items():
-        if re.fullmatch(family.ignored, name):
+    for name, tensor in tensors.items():
+        if re.fullmatch(family.ignored.replace("{3}", str(model.layers)), name):
             continue
         known = _full_name(family, name, expected)
         layout = expected.get(copied.get(known, known))
@@ -194,12 +192,12 @@ def match_tensors(
             model_of = f"which is not part of {family.model} with {model.layers} layers"
             remedy = f"convert the model it was made for, or restore {family.described_by}"
             raise UsageError(f"{source} has a tensor {family.spelled(name)}, {model_of}; {remedy}")
-        if info.dtype not in FLOAT_DTYPES:
-            raise UsageError(f"{source}: {name} is of type {info.dtype}; mjax reads {', '.join(FLOAT_DTYPES)}")
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise UsageError(f"{source}: {name} is of type {tensor.dtype}; mjax reads {', '.join(FLOAT_DTYPES)}")
         if names.setdefault(known, name) != name:
             raise UsageError(f"{source} has both {name} and {names[known]}; remove the one that is not the model's")
-        if known not in copied and not _has_shape(family, info, layout):
-            shapes = f"shape {info.shape}, and {family.described_by} asks for {layout.shape}"
+        if known not in copied and not _has_shape(family, tensor, layout):
+            shapes = f"shape {tensor.shape}, and {family.described_by} asks for {layout.shape}"
             raise UsageError(f"{source}: {family.spelled(name)} has {shapes}; restore one of the two")
     missing_heads = find_missing_heads(family, model, {copied.get(known, known) for known in names})
     copies = {copy: names.pop(copy) for copy in copied if copy in names}
@@ -223,9 +221,8 @@ def _check_missing(family: Family, missing: dict[str, TensorLayout], heads: list
 
 def _check_copy(family: Family, tensors: Tensors, copy: str, original: str, layout: TensorLayout, source: str) -> None:
     """Reject a second copy of a tensor with other values; a few rows are read at a time."""
-    if not _has_shape(family, tensors.infos[copy], layout) or not all(
-        np.array_equal(tensors.read(copy, rows), tensors.read(original, rows))
-        for rows in _row_slices(0, layout.shape[0])
+    if not _has_shape(family, tensors[copy], layout) or not all(
+        np.array_equal(tensors[copy][rows], tensors[original][rows]) for rows in _row_slices(0, layout.shape[0])
     ):
         problem = f"{copy} differs from {original}, but mjax has one weight for both"
         raise UsageError(f"{source}: {problem}; convert a model in which they are tied")
@@ -244,10 +241,10 @@ def _full_name(family: Family, name: str, expected: Mapping[str, TensorLayout]) 
     return name if name in expected or name in family.copies else family.prefix + name
 
 
-def _has_shape(family: Family, info: TensorInfo, layout: TensorLayout) -> bool:
+def _has_shape(family: Family, tensor: LazyTensor, layout: TensorLayout) -> bool:
     """True if a tensor has the shape of its layout, or more rows that pad the vocabulary."""
-    padded = family.padded and layout.is_vocabulary and info.shape[:1] > layout.shape[:1]
-    return info.shape[padded:] == layout.shape[padded:]
+    padded = family.padded and layout.is_vocabulary and tensor.shape[:1] > layout.shape[:1]
+    return tensor.shape[padded:] == layout.shape[padded:]
 
 
 def _row_slices(first: int, end: int) -> list[slice]:
@@ -281,7 +278,7 @@ def make_block_reader(
     shapes, tensors_by_weight = abstract_weights(model), _group_by_weight(family, model)
 
     def read_tensor(name: str, rows: slice = slice(None)) -> np.ndarray:
-        array = tensors.read(names[name], rows)
+        array = tensors[names[name]][rows]
         on_read(array.nbytes)
         if not np.isfinite(array).all():
             raise UsageError(f"{names[name]} holds numbers that are not finite; download the model again")

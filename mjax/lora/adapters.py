@@ -1,11 +1,12 @@
 """LoRA (arXiv 2106.09685, section 4.1): a model whose weights are frozen, with adapters that are trained.
 
-They are added to any model after it is built: to every column- or row-parallel layer of its stacked layers whose name
-is among `lora.targets`. The experts of a mixture are no such layers: they are frozen without adapters. A kernel W is
-unchanged, and the layer learns a product of two narrow matrices, A of r columns and B of r rows:
+They are added to any model after it is built: to every linear layer of its stacked layers whose name is among
+`lora.targets`. The experts of a mixture are no such layers: they are frozen without adapters. A kernel W is unchanged,
+and the layer learns a product of two narrow matrices, A of r columns and B of r rows:
 
     column-parallel    y_i = f(x) W_i + s · (f(x) A) B_i       A is whole on every rank, B split as W by columns
     row-parallel       y = g(x_i W_i + s · (x_i A_i) B)        A is split as W by rows, B whole on every rank
+    replicated         y = x W + s · (x A) B                  A and B are whole on every rank
 
 The adapter is inside the region of its layer: f is applied once for both, and g sums both together. A weight that is
 whole on every rank has a part of its gradient on each, and these are summed once a step (`grad_partial_over_model`).
@@ -13,12 +14,9 @@ Queries, keys and values have a pair (A, B) each, although they are one kernel. 
 MLP have a pair each, too.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +27,13 @@ from mjax.config.axes import MODEL
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 from mjax.parallel import mappings
-from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, local_columns
+from mjax.parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, local_columns
 from mjax.parallel.linear import Rows, column_parallel_input, linear
 from mjax.parallel.random import DropoutKey, dropout, dropout_tokens
 from mjax.parallel.token_layout import TokenLayout
 from mjax.parallel.weights import COLUMNS, IN, INPUTS, LAYER, OUT, OUTPUTS, PART, ROWS, make_param
 
-Linear = ColumnParallelLinear | RowParallelLinear
+Linear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
 
 
 class Adapter(nnx.Module):
@@ -95,6 +93,14 @@ class RowAdapter(Adapter):
         return linear(self.scale * mappings.vary(self.b[...], mappings.varying_axes(narrow)), narrow, 1)
 
 
+class ReplicatedAdapter(Adapter):
+    """The adapter of a replicated kernel: A [i, r], B [r, o]."""
+
+    def __call__(self, x: Float[Array, "t i"], tokens: TokenLayout, key: DropoutKey | None) -> Float[Array, "t o"]:
+        narrow = linear(self.a[...], dropout_tokens(x, self.dropout, key, tokens))
+        return linear(self.scale * self.b[...], narrow)
+
+
 # --- Adding adapters to a model ---------------------------------------------------------------------------------------
 
 
@@ -116,15 +122,14 @@ def add_adapters(model: nnx.Module, key: Array, dtype) -> nnx.Module:
         known |= set(targets)
         if parts:
             layer_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
-            make = _column_adapter if isinstance(layer, ColumnParallelLinear) else _row_adapter
-            layer.adapter = make(layer_key, layer, config, parts, dtype)
+            layer.adapter = _make_adapter(layer_key, layer, config, parts, dtype)
     if unknown := sorted(wanted - known - {"all"}):
         raise UsageError(f"--lora.targets {unknown[0]} is not a layer of {config.title}; use {' '.join(sorted(known))}")
     return model
 
 
 def linear_layers(model: nnx.Module) -> Iterator[tuple[str, str, Linear]]:
-    """The column- and row-parallel layers of the stacked layers: dotted path, last name, and the layer."""
+    """The linear layers of the stacked layers: dotted path, last name, and the layer."""
     for path, layer in nnx.iter_modules(model):
         if isinstance(layer, Linear) and LAYER in layer.kernel.get_metadata()["dims"]:
             yield ".".join(map(str, path)), str(path[-1]), layer
@@ -135,32 +140,30 @@ def match_targets(name: str, layer: Linear) -> tuple[str, ...]:
     return getattr(layer, "parts", ()) or (name,)
 
 
-def _column_adapter(
-    key: Array, layer: ColumnParallelLinear, config: ModelConfig, parts: tuple[int, ...], dtype
-) -> ColumnAdapter:
-    """Make the adapter for a kernel [*layers, h, (parts,) *out]."""
-    (layers, (width,), out), rank = _kernel_sizes(layer), config.lora_rank
-    _check_rank(rank, width, math.prod(out))
-    make, count = partial(_matrix, key, layers, dtype=dtype), len(parts)
-    a = make((width, count, rank), (IN, PART, OUT), uniform(width), grad_partial_over_model=True)
-    b = make((count, rank, *out), (PART, IN, COLUMNS, *(OUT,) * (len(out) - 1)))
-    return ColumnAdapter(a, b, config.lora_scale, config.lora_dropout, parts=parts)
+def _make_adapter(key: Array, layer: Linear, config: ModelConfig, parts: tuple[int, ...], dtype) -> Adapter:
+    """Make the adapter for some parts of a kernel [*layers, *into, (parts,) *out].
 
+    Raises:
+      UsageError: the rank is above the maximum for the matrix.
+    """
+    (layers, into, out), rank, count = _kernel_sizes(layer), config.lora_rank, len(parts)
+    rows, columns, settings = math.prod(into), math.prod(out), (config.lora_scale, config.lora_dropout)
+    if rank > min(rows, columns):
+        fix = f"use at most {min(rows, columns)}"
+        raise UsageError(f"--lora.rank {rank} is above the maximum for {rows:,} × {columns:,} matrices; {fix}")
 
-def _row_adapter(key: Array, layer: RowParallelLinear, config: ModelConfig, _, dtype) -> RowAdapter:
-    """Make the adapter for a kernel [*layers, *into, h]."""
-    (layers, into, (width,)), rank = _kernel_sizes(layer), config.lora_rank
-    _check_rank(rank, math.prod(into), width)
-    make = partial(_matrix, key, layers, dtype=dtype)
-    a = make((*into, rank), (ROWS, *(IN,) * (len(into) - 1), OUT), uniform(math.prod(into)))
-    b = make((rank, width), (IN, OUT), grad_partial_over_model=True)
-    return RowAdapter(a, b, config.lora_scale, config.lora_dropout)
+    def make(shape: tuple, dims: tuple, initializer=jax.nn.initializers.zeros, **marks) -> nnx.Param:
+        shape, dims = (*layers, *shape), ((LAYER,) * len(layers) + dims)
+        return make_param(key, initializer, shape, dims, dtype, muon=False, **marks)
 
-
-def _matrix(key: Array, layers, shape, dims, initializer=jax.nn.initializers.zeros, *, dtype, **marks) -> nnx.Param:
-    """A matrix of an adapter, in all stacked `layers`; by default zero."""
-    shape, dims = (*layers, *shape), ((LAYER,) * len(layers) + dims)
-    return make_param(key, initializer, shape, dims, dtype, muon=False, **marks)
+    if isinstance(layer, ColumnParallelLinear):
+        a = make((*into, count, rank), (IN, PART, OUT), uniform(rows), grad_partial_over_model=True)
+        b = make((count, rank, *out), (PART, IN, COLUMNS, *(OUT,) * (len(out) - 1)))
+        return ColumnAdapter(a, b, *settings, parts=parts)
+    if isinstance(layer, RowParallelLinear):
+        a = make((*into, rank), (ROWS, *(IN,) * (len(into) - 1), OUT), uniform(rows))
+        return RowAdapter(a, make((rank, *out), (IN, OUT), grad_partial_over_model=True), *settings)
+    return ReplicatedAdapter(make((*into, rank), (IN, OUT), uniform(rows)), make((rank, *out), (IN, OUT)), *settings)
 
 
 def _kernel_sizes(layer: Linear) -> list[tuple[int, ...]]:
@@ -173,9 +176,3 @@ def uniform(inputs: int):
     """PyTorch's initial weights of a linear layer, and peft's of A: uniform up to 1 / √inputs."""
     bound = 1 / math.sqrt(inputs)
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
-
-
-def _check_rank(rank: int, rows: int, columns: int) -> None:
-    if rank > min(rows, columns):
-        fix = f"use at most {min(rows, columns)}"
-        raise UsageError(f"--lora.rank {rank} is above the maximum for {rows:,} × {columns:,} matrices; {fix}")

@@ -3,8 +3,6 @@
 A model derives from `CausalModel` and defines `embed` and `output`.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -87,10 +85,10 @@ class CausalModel(LanguageModel):
 
     def loss(self, x: Float[Array, "t h"], batch: dict[str, Array], context: ForwardContext) -> dict[str, Array]:
         """The cross entropy of the labels in the loss mask. The head has no dropout."""
-        if type(self).logits is CausalModel.logits:
-            losses = self.output(x).cross_entropy(batch["labels"], context)
-        else:
+        if context.tokens.loss_chunks == 1 or type(self).logits is not CausalModel.logits:
             losses = vocab_parallel_cross_entropy(self.logits(x, context.tokens), batch["labels"].reshape(-1))
+        else:
+            losses = self.output(x).cross_entropy(batch["labels"], context)
         if "loss_mask" not in batch:
             return {"loss": losses.sum()}
         return {"loss": losses.sum(where=batch["loss_mask"].reshape(-1))}

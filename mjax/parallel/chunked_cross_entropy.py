@@ -1,15 +1,13 @@
 """Cross entropy of x and E, the table of the vocabulary, in chunks of rows of E, whose logits are computed twice and
 never stored.
 
-The forward pass updates a running maximum and sum, as the ranks combine theirs (`cross_entropy.py`). The backward pass
-goes through the chunks again. With D the gradient of a chunk's logits, Dᵀ x gives its rows of E's gradient, and the
-gradient of x is the sum of D E over the chunks. That is a fourth matmul of the size of the head's three.
+The forward pass adds the exponentials of one chunk after the other, as the ranks combine theirs (`cross_entropy.py`):
+two numbers per token, the logarithm of their sum and the label's logit. The backward pass goes through the chunks
+again. With D the gradient of a chunk's logits, Dᵀ x gives its rows of E's gradient, and the gradient of x is the sum of
+D E over the chunks. That is a fourth matmul of the size of the head's three.
 """
 
-from __future__ import annotations
-
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,24 +45,6 @@ def split_rows(rows: int, chunks: int) -> list[slice]:
     return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
-class _OnlineSoftmax(NamedTuple):
-    """The state after some rows, for each token: the largest logit m, the sum of exp(logit − m), and the label's logit,
-    0 if the label is not among these rows."""
-
-    largest: Float[Array, " bs"]
-    total: Float[Array, " bs"]
-    label: Float[Array, " bs"]
-
-    def merge(self, other: _OnlineSoftmax) -> _OnlineSoftmax:
-        """The state after the rows of both."""
-        largest = jnp.maximum(self.largest, other.largest)
-        return _OnlineSoftmax(largest, self.sum_exp(largest) + other.sum_exp(largest), self.label + other.label)
-
-    def sum_exp(self, largest: Array) -> Array:
-        """The sum of exp(logit − largest)."""
-        return self.total * jnp.exp(self.largest - largest)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _chunked_loss(x: Array, table: Array, bias: Array | None, labels: Array, vocabulary: Array | None, *static):
     return _chunked_loss_forward(x, table, bias, labels, vocabulary, *static)[0]
@@ -72,22 +52,19 @@ def _chunked_loss(x: Array, table: Array, bias: Array | None, labels: Array, voc
 
 def _chunked_loss_forward(x, table, bias, labels, vocabulary, tokens: TokenLayout, _: bool):
     x = tokens.gather_rows(x)
-    saved, state = x, None
+    saved, log_sum, label = x, -jnp.inf, 0.0
     for rows in split_rows(table.shape[0], tokens.loss_chunks):
         logits, is_label = _chunk_logits(x, table, bias, labels, vocabulary, rows)
-        largest = logits.max(-1)
-        total = jnp.exp(logits - largest[:, None]).sum(-1)
-        chunk = _OnlineSoftmax(largest, total, jnp.where(is_label, logits, 0).sum(-1))
-        state = chunk if state is None else state.merge(chunk)
+        log_sum = jnp.logaddexp(log_sum, jax.nn.logsumexp(logits, axis=-1))
+        label = label + jnp.where(is_label, logits, 0).sum(-1)
         # One after the other. The label's logit too: its gradient does not need it, and XLA would compute it later.
-        x, *state = optimization_barrier((x, *state))
-        state = _OnlineSoftmax(*state)
-    largest = mappings.pmax(state.largest)
+        x, log_sum, label = optimization_barrier((x, log_sum, label))
+    largest = mappings.pmax(log_sum)
     _, is_local = to_local_ids(labels, table.shape[0])
-    label = jnp.where(is_local, state.label - largest, 0.0)
-    total, label = mappings.reduce_from_region(jnp.stack([state.sum_exp(largest), label]))
-    log_sum = jnp.log(total)
-    return log_sum - label, (saved, table, bias, labels, vocabulary, largest + log_sum)
+    label = jnp.where(is_local, label - largest, 0.0)
+    total, label = mappings.reduce_from_region(jnp.stack([jnp.exp(log_sum - largest), label]))
+    log_total = jnp.log(total)
+    return log_total - label, (saved, table, bias, labels, vocabulary, largest + log_total)
 
 
 def _chunk_logits(

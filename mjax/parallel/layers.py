@@ -11,8 +11,6 @@ sequence parallelism, an all-gather and a reduce-scatter of the tokens each way.
 `TokenLayout` describes them and implements f and g (`gather_rows`, `reduce_rows`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -137,6 +135,22 @@ class RowParallelLinear(nnx.Module):
         y = y if self.adapter is None else y + self.adapter(x, tokens, key)
         y = linear.row_parallel_output(y, tokens)  # g
         return y if self.bias is None else add_bias(y, self.bias[...])  # before the sum it would be added t times
+
+
+class ReplicatedLinear(nnx.Module):
+    """y = x A of this rank's rows; every rank of `model` has A."""
+
+    adapter: Any = None
+    """LoRA's, if it has one (`lora/adapters.py`)."""
+
+    def __init__(self, key: Array, width: int, out: int, std: float, dtype):
+        self.kernel = make_param(key, normal_init(std), (width, out), (IN, OUT), dtype)
+
+    def __call__(
+        self, x: Float[Array, "t i"], tokens: TokenLayout, key: DropoutKey | None = None
+    ) -> Float[Array, "t o"]:
+        y = linear.linear(self.kernel[...], x, frozen=is_frozen(self.kernel))
+        return y if self.adapter is None else y + self.adapter(x, tokens, key)
 
 
 class VocabParallelEmbedding(nnx.Module):

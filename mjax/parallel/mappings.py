@@ -27,16 +27,12 @@ so that every device accumulates a gradient of its tokens, which is summed once 
 next stage of the pipeline by `send_to_next_stage`, and their gradients back by `send_to_previous_stage`.
 """
 
-from __future__ import annotations
-
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
-from mjax.config.axes import CONTEXT, MODEL, PIPE, axes_sharing_weights, axes_splitting
+from mjax.config.axes import CONTEXT, MODEL, PIPE, axes_splitting
 
 Axes = str | tuple[str, ...]
 """A mesh axis, or several together, the first outermost."""
@@ -52,16 +48,6 @@ def varying_axes(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
 def rank(axis: Axes) -> Int[Array, ""]:
     """Index of this device on an axis, or on several together, varying over them."""
     return lax.axis_index(axis)
-
-
-def data_parallel_rank() -> Int[Array, ""]:
-    """Index of this device's samples of the batch, varying over the axes that split it."""
-    return rank(axes_splitting("batch"))
-
-
-def num_batch_shards() -> int:
-    """Number of parts of the batch: devices along all axes that split its samples or their positions."""
-    return math.prod(map(size, axes_sharing_weights()))
 
 
 def size(axis: Axes) -> int:

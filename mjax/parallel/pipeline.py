@@ -14,19 +14,17 @@ Weights among them are recognized and not copied. So recomputation inside a stag
 only the residuals that its `jax.checkpoint` saves.
 
 **Stages may differ.** Virtual stages with equally many layers of each stack are of one kind. The kinds are branches of
-the conditionals around F and B, each with its own layers and backward program. Every device has the same arrays, so it
-has as many rows of each stack of layers as the stage with most, of which a virtual stage reads its own. The residuals
-of all kinds share the buffer: one after the other in one flat array of each type, as long as the kind with most needs.
+the conditionals around F and B, each with separate layers and a backward program. Every device has the same arrays:
+as many rows of each stack of layers as the stage with most, of which a virtual stage reads its layers. The residuals of
+all kinds share the buffer: one after the other in one flat array of each type, as long as the kind with most needs.
 
 **Collectives over `model` inside a conditional are sound**, and collectives over `data` too: all ranks of such a group
 are on the same stage, read the same column and take the same branch. Collectives over `pipe` would hang. So everything
 that a branch differentiates is typed as varying over `pipe` before, and sums over stages come after the scan.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
@@ -37,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.dtypes import float0
+from jax.tree_util import register_static
 
 from mjax.config.axes import PIPE
 from mjax.config.pattern import StackRows
@@ -91,43 +90,51 @@ def pipeline_gradients(
       This device's parts of the means by name, and its gradients of `shared` and `blocks` where these are trained:
       complete except for the sums over `pipe` (shared weights) and `data`.
     """
-    shared, blocks, micro_batches = vary_over_pipe((shared, blocks, micro_batches))
-    stage = _Stage(schedule, program, shared, blocks, micro_batches, accumulator)
+    stage = _Stage(program, shared, blocks, micro_batches)
     state = _State(
         received=(stage.message, stage.message),
-        activations=make_buffer(schedule.activation_slots + 1, stage.message),
-        gradients=make_buffer(schedule.gradient_slots + 1, stage.message),
-        outputs=make_buffer(schedule.output_slots + 1, stage.message),
-        residuals=stage.residual_buffers(),
-        aux=stage.zeros(stage.layer_means),
-        sums=_Sums(
-            means=stage.zeros(stage.mean_types),
-            shared=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), shared),
-            blocks=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), trainable_only(blocks)),
-        ),
+        activations=stage.make_buffer(schedule.activation_slots + 1),
+        gradients=stage.make_buffer(schedule.gradient_slots + 1),
+        outputs=stage.make_buffer(schedule.output_slots + 1),
+        residuals=stage.residual_buffers(schedule.residual_slots),
+        means=zeros_like(jax.eval_shape(add_means, stage.head_means, stage.layer_means), accumulator),
+        shared=zeros_like(stage.shared, accumulator),
+        blocks=zeros_like(trainable_only(stage.blocks), accumulator),
     )
-    state, _ = lax.scan(stage.tick, state, _column(schedule, program.kinds))
-    return add_means(state.sums.means, state.aux), state.sums.shared, state.sums.blocks
+
+    def tick(state: _State, row: dict) -> tuple[_State, None]:
+        f, b = row["forward"], row["backward"]
+        # Stored first: a write after the reads would make XLA copy both buffers in every tick.
+        activations = write_slot(state.activations, f["receive"], state.received[0])
+        gradients = write_slot(state.gradients, b["receive"], state.received[1])
+        branches = [partial(kind.forward, f) for kind in stage.kinds]
+        carry = activations[f["message"]], state.outputs, state.residuals, state.means
+        y, outputs, residuals, means = run_branch(named_scopes.F, f["on"], branches, *carry)
+        branches = [partial(kind.backward, b, outputs, residuals) for kind in stage.kinds]
+        carry = gradients[b["message"]], means, state.shared, state.blocks
+        dx, *sums = run_branch(named_scopes.B, b["on"], branches, *carry)
+        with jax.named_scope(named_scopes.PIPELINE):
+            received = mappings.send_to_next_stage(y), mappings.send_to_previous_stage(dx)
+        return _State(received, activations, gradients, outputs, residuals, *sums), None
+
+    state, _ = lax.scan(tick, state, _column(schedule, program.kinds))
+    return state.means, state.shared, state.blocks
 
 
 def pipeline_sums(schedule: PipelineSchedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches):
     """The sum over all micro-batches of the results of `head` and the layers on this device, for a `schedule` with
     forward passes only; arguments as for `pipeline_gradients`."""
-    shared, blocks, micro_batches = vary_over_pipe((shared, blocks, micro_batches))
-    stage = _Stage(schedule, program, shared, blocks, micro_batches)
+    stage = _Stage(program, shared, blocks, micro_batches)
 
     def tick(carry, row):
         received, activations, total, aux = carry
         slot = row["forward"]
-        activations = write_slot(activations, row["receive_activation"], received)
+        activations = write_slot(activations, slot["receive"], received)
 
         def forward(kind, x, total, aux):
-            micro_batch, stage_number = stage.micro_batch(slot), slot["virtual_stage"]
-            y, new = program.layers(
-                stage.chunk(kind, stage_number), stage.input(kind, slot, x), micro_batch, stage_number
-            )
-            with_head = lambda total: tree_add(total, program.head(shared, y, micro_batch))  # noqa: E731
-            if kind == program.kinds[-1]:
+            y, new = kind.run_layers(slot, kind.blocks(slot), kind.input(slot, x))
+            with_head = lambda total: tree_add(total, program.head(stage.shared, y, stage.micro_batch(slot)))  # noqa: E731
+            if kind.is_last:
                 total = run_branch(named_scopes.F_LAST, slot["last"], [with_head], total)
             return y, total, add_means(aux, new)
 
@@ -136,26 +143,13 @@ def pipeline_sums(schedule: PipelineSchedule, program: StageProgram, shared: Wei
         with jax.named_scope(named_scopes.PIPELINE):
             return (mappings.send_to_next_stage(y), activations, *sums), None
 
-    activations = make_buffer(schedule.activation_slots + 1, stage.message)
-    start = stage.message, activations, stage.zeros(stage.mean_types), stage.zeros(stage.layer_means)
+    activations = stage.make_buffer(schedule.activation_slots + 1)
+    start = stage.message, activations, zeros_like(stage.head_means), zeros_like(stage.layer_means)
     _, _, total, aux = lax.scan(tick, start, _column(schedule, program.kinds))[0]
     return add_means(total, aux) if aux else total
 
 
-# --- One stage --------------------------------------------------------------------------------------------------------
-
-
-class _Sums(NamedTuple):
-    """Accumulators of the backward passes.
-
-    Attributes:
-      means: results of the head, by name.
-      shared, blocks: gradients of the shared weights and of this stage's layers, where these are trained.
-    """
-
-    means: Means
-    shared: Weights
-    blocks: Weights
+# --- A stage, and the passes of its kinds -----------------------------------------------------------------------------
 
 
 class _State(NamedTuple):
@@ -165,9 +159,9 @@ class _State(NamedTuple):
       received: an activation and a gradient [b·s, h] that have just arrived.
       activations, gradients: received and not yet used, [slots, b·s, h].
       outputs: on the last stage, outputs of its last layers that the head has not used yet, [slots, b·s, h].
-      residuals: of each forward in flight, [slots, rows, LANES] of each type.
-      aux: parts of means from the layers.
-      sums: means and gradients so far.
+      residuals: of each forward in flight, by type [slots · rows, LANES].
+      means: parts of the means so far, by name.
+      shared, blocks: gradients so far of the shared weights and of this stage's layers, where these are trained.
     """
 
     received: tuple[Array, Array]
@@ -175,219 +169,200 @@ class _State(NamedTuple):
     gradients: Array
     outputs: Array
     residuals: dict[ResidualType, Array]
-    aux: Means
-    sums: _Sums
-
-
-class _LayerTrace(NamedTuple):
-    """The forward pass of a kind of stage.
-
-    Attributes:
-      residuals: types of its residuals.
-      places, sizes: of `_place_residuals`.
-      means: types of the layers' parts of means.
-      backward: the backward program (`_differentiate`).
-    """
-
-    residuals: list[jax.ShapeDtypeStruct]
-    places: list[tuple[ResidualType, int]]
-    sizes: Counter[ResidualType]
     means: Means
-    backward: tuple
+    shared: Weights
+    blocks: Weights
 
 
 class _Stage:
-    """The passes of a stage, and the tick that runs them."""
+    """The arrays that the ticks of a stage read, and the kinds of virtual stages.
 
-    def __init__(
-        self,
-        schedule: PipelineSchedule,
-        program: StageProgram,
-        shared: Weights,
-        blocks: Weights,
-        micro_batches,
-        accumulator=None,
-    ):
-        self.schedule, self.program, self.accumulator = schedule, program, accumulator
-        self.shared, self.blocks, self.micro_batches = shared, blocks, micro_batches
-        first = tree_index(micro_batches, 0)
-        message = jax.eval_shape(program.embed, shared, first)
-        self.message = zeros_like(message)
-        self.mean_types = jax.eval_shape(program.head, shared, message, first)
-        self.kinds = range(max(program.kinds) + 1)
-        self.traces = list(map(self._trace_layers, self.kinds))
-        self.layer_means = reduce(or_, (trace.means for trace in self.traces))
+    Attributes:
+      message: zeros like the stream that stages send [b·s, h].
+      head_means, layer_means: types of the parts of means that the head and the layers add.
+      residual_rows: by type the rows of a slot, as many as the kind with most needs.
+    """
+
+    def __init__(self, program: StageProgram, shared: Weights, blocks: Weights, micro_batches):
+        self.program = program
+        self.shared, self.blocks, self.micro_batches = vary_over_pipe((shared, blocks, micro_batches))
+        first = tree_index(self.micro_batches, 0)
+        self.message = zeros_like(jax.eval_shape(program.embed, self.shared, first))
+        self.kinds = [_StageKind(self, number) for number in range(max(program.kinds) + 1)]
+        self.head_means = jax.eval_shape(program.head, self.shared, self.message, first)
+        self.layer_means = reduce(or_, (kind.means for kind in self.kinds))
+        self.residual_rows = reduce(or_, (kind.rows for kind in self.kinds))
 
     def micro_batch(self, slot: dict):
         """The micro-batch of a slot."""
         return tree_index(self.micro_batches, slot["micro_batch"])
 
-    def chunk(self, kind: int, virtual_stage: Array) -> Weights:
-        """The layers of a virtual stage of this kind, with one layer dim."""
-        example = self.program.kinds.index(kind)
-        return jax.tree.map(partial(read_rows, example, virtual_stage), self.program.rows, self.blocks)
+    def make_buffer(self, slots: int) -> Array:
+        """Zeros [slots, b·s, h]."""
+        return jnp.zeros_like(self.message, shape=(slots, *self.message.shape))
 
-    def input(self, kind: int, slot: dict, received: Array) -> Array:
+    def residual_buffers(self, slots: int) -> dict[ResidualType, Array]:
+        """Zeros for residuals, by type [slots · rows, LANES]."""
+        return {
+            key: mappings.vary(jnp.zeros((slots * rows, LANES), key[0]), frozenset({PIPE, *key[1:]}))
+            for key, rows in self.residual_rows.items()
+        }
+
+
+@register_static
+@dataclass(frozen=True)
+class _BackwardProgram:
+    """The structure of the result of `jax.vjp`, without its arrays.
+
+    Attributes:
+      structure: of the pytree.
+      sources: for each of its leaves the number of a weight, or None: the next residual; or a shape: the gradient of
+        integers, which has no numbers.
+    """
+
+    structure: Any
+    sources: tuple[int | tuple[int, ...] | None, ...]
+
+
+class _StageKind:
+    """The passes of virtual stages with equally many layers of each stack.
+
+    Attributes:
+      is_first, is_last: whether the first virtual stage is of this kind, and the last.
+      example: one of its virtual stages.
+      means: types of the layers' parts of means.
+      residuals: types of the residuals of a forward pass.
+      backward_program: of the layers.
+      places, rows: of `_place_residuals`.
+    """
+
+    def __init__(self, stage: _Stage, number: int):
+        kinds = stage.program.kinds
+        self.stage, self.program = stage, stage.program
+        self.is_first, self.is_last, self.example = kinds[0] == number, kinds[-1] == number, kinds.index(number)
+        slot = dict.fromkeys(("micro_batch", "virtual_stage"), jnp.int32(0))
+        traced = jax.eval_shape(partial(self._differentiate, slot), stage.message)
+        _, self.means, self.residuals, self.backward_program = traced
+        self.places, self.rows = _place_residuals(self.residuals)
+
+    def blocks(self, slot: dict) -> Weights:
+        """The layers of a slot's virtual stage."""
+        read = partial(read_rows, self.example, slot["virtual_stage"])
+        return jax.tree.map(read, self.program.rows, self.stage.blocks)
+
+    def input(self, slot: dict, received: Array) -> Array:
         """The input of a slot's layers."""
-        if kind != self.program.kinds[0]:
-            return received
-        embed = lambda _: self.program.embed(self.shared, self.micro_batch(slot))  # noqa: E731
-        return run_branch(named_scopes.F_FIRST, slot["first"], [embed], received)
+        embed = lambda _: self.program.embed(self.stage.shared, self.stage.micro_batch(slot))  # noqa: E731
+        return run_branch(named_scopes.F_FIRST, slot["first"], [embed], received) if self.is_first else received
 
-    # --- The passes ---------------------------------------------------------------------------------------------------
+    def run_layers(self, slot: dict, blocks: Weights, x: Array) -> tuple[Array, Means]:
+        """The residual stream after these layers of a slot, and their parts of means."""
+        return self.program.layers(blocks, x, self.stage.micro_batch(slot), slot["virtual_stage"])
 
-    def tick(self, state: _State, row: dict) -> tuple[_State, None]:
-        """One row of the table."""
-        # Stored first: a write after the reads would make XLA copy both buffers in every tick.
-        activations = write_slot(state.activations, row["receive_activation"], state.received[0])
-        gradients = write_slot(state.gradients, row["receive_gradient"], state.received[1])
-        f, b = row["forward"], row["backward"]
-        carry = activations[f["message"]], state.outputs, state.residuals, state.aux
-        forward = [partial(self._forward, kind, f) for kind in self.kinds]
-        y, outputs, residuals, aux = run_branch(named_scopes.F, f["on"], forward, *carry)
-        backward = [partial(self._backward, kind, b, outputs, residuals) for kind in self.kinds]
-        dx, sums = run_branch(named_scopes.B, b["on"], backward, gradients[b["message"]], state.sums)
-        with jax.named_scope(named_scopes.PIPELINE):
-            received = mappings.send_to_next_stage(y), mappings.send_to_previous_stage(dx)
-        return _State(received, activations, gradients, outputs, residuals, aux, sums), None
-
-    def _forward(self, kind: int, slot: dict, received: Array, outputs: Array, residuals: dict, aux: Means):
+    def forward(self, slot: dict, received: Array, outputs: Array, residuals: dict, means: Means):
         """F: write the residual stream after the layers, and the residuals, into their slots."""
-        x, micro_batch, virtual_stage = self.input(kind, slot, received), self.micro_batch(slot), slot["virtual_stage"]
-        y, means, new, backward = self._differentiate(self.chunk(kind, virtual_stage), x, micro_batch, virtual_stage)
-        assert backward[1] == self.traces[kind].backward[1], "layers save the same residuals in every tick"
-        residuals = self._write_residuals(kind, residuals, slot["residual"], new)
-        return y, write_slot(outputs, slot["output"], y), residuals, add_means(aux, means)
+        y, new_means, new, program = self._differentiate(slot, self.input(slot, received))
+        assert program.sources == self.backward_program.sources, "layers save the same residuals in every tick"
+        residuals = self._write_residuals(residuals, slot["residual"], new)
+        return y, write_slot(outputs, slot["output"], y), residuals, add_means(means, new_means)
 
-    def _backward(self, kind: int, slot: dict, outputs: Array, residuals: dict, received: Array, sums: _Sums):
-        """B: return the gradient of the stage's input, and add the weight gradients to the sums."""
-        micro_batch, virtual_stage = self.micro_batch(slot), slot["virtual_stage"]
-        dy, (means, dshared, dblocks) = received, sums
+    def backward(self, slot: dict, outputs: Array, residuals: dict, dy: Array, means: Means, dshared, dblocks):
+        """B: the gradient of the stage's input, and the sums with the means of the head and the weight gradients."""
+        program, shared, micro_batch = self.program, self.stage.shared, self.stage.micro_batch(slot)
 
         def head(_, means, dshared):
-            y = outputs[slot["output"]]
-            run = lambda shared, y: self.program.head(shared, y, micro_batch)  # noqa: E731
-            metrics, pullback = jax.vjp(run, self.shared, y)
-            new, dy = pullback(loss_cotangents(self.program.loss_weights, metrics))
-            return dy, tree_add(means, metrics), tree_add(dshared, new)
+            run = lambda shared, y: program.head(shared, y, micro_batch)  # noqa: E731
+            new_means, pullback = jax.vjp(run, shared, outputs[slot["output"]])
+            new, dy = pullback(loss_cotangents(program.loss_weights, new_means))
+            return dy, add_means(means, new_means), tree_add(dshared, new)
 
-        if kind == self.program.kinds[-1]:
+        if self.is_last:
             dy, means, dshared = run_branch(named_scopes.B_LAST, slot["last"], [head], dy, means, dshared)
-        saved = self._read_residuals(kind, residuals, slot["residual"])
-        dchunk, dx = self._pull_back(kind, self.chunk(kind, virtual_stage), saved, dy)
+        dnew, dx = self._pull_back(slot, residuals, dy)
 
         def embedding(dshared):
-            _, pullback = jax.vjp(lambda shared: self.program.embed(shared, micro_batch), self.shared)
+            _, pullback = jax.vjp(lambda shared: program.embed(shared, micro_batch), shared)
             return tree_add(dshared, pullback(dx)[0])
 
-        if kind == self.program.kinds[0]:
+        if self.is_first:
             dshared = run_branch(named_scopes.B_FIRST, slot["first"], [embedding], dshared)
-        add = partial(add_rows, self.program.kinds.index(kind), virtual_stage)
-        return dx, _Sums(means, dshared, jax.tree.map(add, trainable_only(self.program.rows), dblocks, dchunk))
+        add = partial(add_rows, self.example, slot["virtual_stage"])
+        return dx, means, dshared, jax.tree.map(add, trainable_only(program.rows), dblocks, dnew)
 
     # --- From F to B --------------------------------------------------------------------------------------------------
 
-    def zeros(self, types):
-        """Zeros for accumulating values of these types, in the accumulator's dtype."""
-        return jax.tree.map(lambda like: zeros_like(like, self.accumulator), types)
-
-    def _trace_layers(self, kind: int) -> _LayerTrace:
-        programs = []
-
-        def forward(x):
-            micro_batch, virtual_stage = tree_index(self.micro_batches, 0), jnp.int32(0)
-            chunk = self.chunk(kind, virtual_stage)
-            _, means, residuals, backward = self._differentiate(chunk, x, micro_batch, virtual_stage)
-            programs.append(backward)
-            return residuals, means
-
-        residuals, means = jax.eval_shape(forward, self.message)
-        return _LayerTrace(residuals, *_place_residuals(residuals), means, *programs)
-
-    def residual_buffers(self) -> dict[ResidualType, Array]:
-        """Zeros for the residuals of every slot, by type: [slots, rows of the kind with most, LANES]."""
-        sizes = reduce(or_, (trace.sizes for trace in self.traces))
-        slots = self.schedule.residual_slots
-        return {
-            key: mappings.vary(jnp.zeros((slots, rows, LANES), key[0]), frozenset({PIPE, *key[1:]}))
-            for key, rows in sizes.items()
-        }
-
-    def _write_residuals(self, kind: int, buffers: dict, slot: Array, residuals: list) -> dict:
-        """`buffers` with the residuals of a pass of this kind in a slot."""
-        buffers = dict(buffers)
-        for (key, place), value in zip(self.traces[kind].places, residuals, strict=True):
-            flat = jnp.asarray(value).reshape(-1)  # of a NumPy constant, too
-            rows = (jnp.pad(flat, (0, -flat.size % LANES)) if flat.size % LANES else flat).reshape(1, -1, LANES)
-            rows = mappings.vary(rows, mappings.varying_axes(buffers[key]))
-            buffers[key] = lax.dynamic_update_slice(buffers[key], rows, (slot, jnp.int32(place), jnp.int32(0)))
-        return buffers
-
-    def _read_residuals(self, kind: int, buffers: dict, slot: Array) -> list[Array]:
-        likes, places, *_ = self.traces[kind]
-
-        def read(like: jax.ShapeDtypeStruct, key: ResidualType, place: int) -> Array:
-            size = 1, _count_rows(like), LANES
-            rows = lax.dynamic_slice(buffers[key], (slot, jnp.int32(place), jnp.int32(0)), size)
-            return rows.reshape(-1)[: like.size].reshape(like.shape)
-
-        return [read(like, *place) for like, place in zip(likes, places, strict=True)]
-
-    def _differentiate(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array):
-        """Return the residual stream after the layers, their parts of means, and the derivative of both.
-
-        The derivative has two parts: the residuals, and the backward program, which is the structure of the result of
-        `jax.vjp` and for each of its leaves the index of a weight (None: a residual; a shape: the gradient of
-        integers, which has no numbers).
-        """
-        trainable, frozen = partition_trainable(chunk)
-
-        def layers(trainable, x):
-            return self.program.layers(combine(trainable, frozen), x, micro_batch, virtual_stage)
-
-        (y, means), pullback = jax.vjp(layers, trainable, x)
+    def _differentiate(self, slot: dict, x: Array) -> tuple[Array, Means, list, _BackwardProgram]:
+        """The residual stream after the layers, their parts of means, and the derivative of both in two parts."""
+        blocks = self.blocks(slot)
+        trainable, frozen = partition_trainable(blocks)
+        run = lambda trainable, x: self.run_layers(slot, combine(trainable, frozen), x)  # noqa: E731
+        (y, means), pullback = jax.vjp(run, trainable, x)
         leaves, structure = jax.tree.flatten(pullback)
-        weights = jax.tree.leaves(chunk)
+        weights = jax.tree.leaves(blocks)
 
         def find_source(leaf) -> int | tuple[int, ...] | None:
             if leaf.dtype == float0:
                 return leaf.shape
             return next((i for i, weight in enumerate(weights) if leaf is weight), None)
 
-        indices = list(map(find_source, leaves))
-        residuals = [leaf for leaf, index in zip(leaves, indices, strict=True) if index is None]
-        return y, means, residuals, (structure, indices)
+        sources = tuple(map(find_source, leaves))
+        residuals = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
+        return y, means, residuals, _BackwardProgram(structure, sources)
 
-    def _pull_back(self, kind: int, chunk: Weights, residuals: list[Array], dy: Array):
-        """Reassemble the derivative of the layers and apply it to `dy`, the gradient of their output."""
-        structure, indices = self.traces[kind].backward
-        weights, residuals = jax.tree.leaves(chunk), iter(residuals)
+    def _pull_back(self, slot: dict, buffers: dict, dy: Array) -> tuple[Weights, Array]:
+        """The gradients of the trained layers and of their input, from `dy`, the gradient of their output."""
+        weights, residuals = jax.tree.leaves(self.blocks(slot)), self._read_residuals(buffers, slot["residual"])
 
         def find_leaf(source: int | tuple[int, ...] | None) -> Array | np.ndarray:
             if isinstance(source, tuple):
                 return np.zeros(source, float0)
             return next(residuals) if source is None else weights[source]
 
-        leaves = list(map(find_leaf, indices))
-        dmeans = loss_cotangents(self.program.loss_weights, self.traces[kind].means)
-        return jax.tree.unflatten(structure, leaves)((dy, dmeans))
+        pullback = jax.tree.unflatten(self.backward_program.structure, map(find_leaf, self.backward_program.sources))
+        return pullback((dy, loss_cotangents(self.program.loss_weights, self.means)))
+
+    def _write_residuals(self, buffers: dict, slot: Array, residuals: list) -> dict[ResidualType, Array]:
+        """The buffers with the residuals of a forward pass in a slot."""
+        buffers = dict(buffers)
+        for (key, place), value in zip(self.places, residuals, strict=True):
+            rows = jnp.pad(jnp.ravel(value), (0, -value.size % LANES)).reshape(-1, LANES)
+            rows, first = mappings.vary(rows, mappings.varying_axes(buffers[key])), self._first_row(key, slot, place)
+            buffers[key] = lax.dynamic_update_slice_in_dim(buffers[key], rows, first, 0)
+        return buffers
+
+    def _read_residuals(self, buffers: dict, slot: Array) -> Iterator[Array]:
+        for like, (key, place) in zip(self.residuals, self.places, strict=True):
+            rows = lax.dynamic_slice_in_dim(buffers[key], self._first_row(key, slot, place), _count_rows(like))
+            yield rows.reshape(-1)[: like.size].reshape(like.shape)
+
+    def _first_row(self, key: ResidualType, slot: Array, place: int) -> Array:
+        return slot * self.stage.residual_rows[key] + place
 
 
-def _column(schedule: PipelineSchedule, kinds: tuple[int, ...]) -> dict:
+def _place_residuals(residuals: Sequence) -> tuple[list[tuple[ResidualType, int]], Counter[ResidualType]]:
+    """For each residual its type and its first row in a slot of the buffer of this type; and all rows of each type."""
+    places, rows = [], Counter()
+    for like in residuals:
+        key = str(like.dtype), *sorted(mappings.varying_axes(like))
+        places.append((key, rows[key]))
+        rows[key] += _count_rows(like)
+    return places, rows
+
+
+def _count_rows(like) -> int:
+    return -(-like.size // LANES)
+
+
+def _column(schedule: PipelineSchedule, kinds: tuple[int, ...]) -> dict[str, dict[str, Array]]:
     """This stage's column of the table: for each kind of operation its fields, int32 [ticks]; `on` counts the kinds of
     stages from 1."""
-    stage = mappings.rank(PIPE)
-
-    def local(table) -> Array:
-        return jnp.asarray(table)[:, stage]
-
-    column = {name: local(getattr(schedule, name)) for name in ("receive_activation", "receive_gradient")}
-    for kind in ("forward", "backward"):
-        if (slots := getattr(schedule, kind)) is not None:
-            fields = {name: local(table) for name, table in vars(slots).items()}
+    stage, column = mappings.rank(PIPE), {}
+    for name in ("forward", "backward"):
+        if (slots := getattr(schedule, name)) is not None:
+            fields = {field: jnp.asarray(table)[:, stage] for field, table in vars(slots).items()}
             virtual_stage = fields["chunk"] * schedule.stages + stage
             on = fields["on"] * (1 + jnp.asarray(kinds)[virtual_stage])
-            column[kind] = {**fields, "on": on, "virtual_stage": virtual_stage}
+            column[name] = {**fields, "on": on, "virtual_stage": virtual_stage}
     return column
 
 
@@ -417,8 +392,6 @@ def read_rows(example: int, virtual_stage: Array, rows: StackRows, stored: Array
 
 def write_rows(example: int, virtual_stage: Array, rows: StackRows, stored: Array, new: Array) -> Array:
     """The reverse of `read_rows`."""
-    if (count := rows.counts[example]) in (0, rows.slots):
-        return new if count else stored
     new = mappings.vary(new, mappings.varying_axes(stored))
     return lax.dynamic_update_slice_in_dim(stored, new, _first_row(rows, virtual_stage), 0)
 
@@ -433,34 +406,19 @@ def _first_row(rows: StackRows, virtual_stage: Array) -> Array:
     return jnp.array(rows.offsets, jnp.int32)[virtual_stage] if rows.chunks > 1 else jnp.int32(0)
 
 
-def _place_residuals(residuals: Sequence) -> tuple[list[tuple[ResidualType, int]], Counter[ResidualType]]:
-    """For each residual its type and its first row in the buffer of this type; and all rows of each type."""
-    places, sizes = [], Counter()
-    for like in residuals:
-        key = str(like.dtype), *sorted(mappings.varying_axes(like))
-        places.append((key, sizes[key]))
-        sizes[key] += _count_rows(like)
-    return places, sizes
-
-
-def _count_rows(like) -> int:
-    return -(-like.size // LANES)
-
-
 def write_slot(buffer: Array, slot: Array, value) -> Array:
     """`buffer` [slots, …] with `value` in a slot."""
     value = mappings.vary(value, mappings.varying_axes(buffer))
     return lax.dynamic_update_index_in_dim(buffer, value, slot, 0)
 
 
-def zeros_like(like, dtype=None) -> Array:
-    """Zeros with the shape, dtype and varying axes of an array or a ShapeDtypeStruct."""
-    return mappings.vary(jnp.zeros(like.shape, dtype or like.dtype), mappings.varying_axes(like))
+def zeros_like(tree, dtype=None):
+    """Zeros with the shapes, dtypes and varying axes of arrays or ShapeDtypeStructs."""
 
+    def zeros(like) -> Array:
+        return mappings.vary(jnp.zeros(like.shape, dtype or like.dtype), mappings.varying_axes(like))
 
-def make_buffer(slots: int, like) -> Array:
-    """Zeros for `slots` arrays like `like`, varying over stages."""
-    return mappings.vary(jnp.zeros((slots, *like.shape), like.dtype), mappings.varying_axes(like) | {PIPE})
+    return jax.tree.map(zeros, tree)
 
 
 def vary_over_pipe(tree):

@@ -35,8 +35,6 @@ Results wait in numbered slots of fixed-size buffers, which the table assigns to
 follows it. This module is plain NumPy.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -53,7 +51,8 @@ SCHEDULES = ("gpipe", "1f1b")
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """The operations of one kind: when each stage runs them and on what; int32 [ticks, stages] each, 0 where `on` is 0.
+    """The operations of one kind: when each stage runs them and on what; int32 [ticks, stages] each, and all but
+    `receive` 0 where `on` is 0.
 
     Attributes:
       on: 1 where the stage runs this operation in this tick.
@@ -66,6 +65,8 @@ class Slots:
       residual: slot of the residuals that F writes and B reads.
       output: slot of the stream that F of the last virtual stage writes for the head, which is a part of B; elsewhere
         the spare slot, which is never read.
+      receive: slot into which the message sent in the previous tick is written at the start of the tick. Messages that
+        are not read go to the spare slot, the last one.
     """
 
     on: np.ndarray
@@ -76,6 +77,7 @@ class Slots:
     message: np.ndarray
     residual: np.ndarray
     output: np.ndarray
+    receive: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,9 +92,6 @@ class PipelineSchedule:
       stages: p. micro_batches: m. chunks: V.
       forward: the slots of F.
       backward: the slots of B; None where there is only a forward pass.
-      receive_activation: int32 [ticks, stages], slot into which the activation sent in the previous tick is written at
-        the start of the tick. Messages that are not read go to the spare slot, `activation_slots`.
-      receive_gradient: the same for gradients; the spare slot is `gradient_slots`.
       activation_slots, gradient_slots: most messages that a stage stores in a tick. The buffers have one slot more.
       residual_slots: most residuals of F that a stage stores in a tick.
       output_slots: most streams that wait for the head in a tick; their buffer has one slot more.
@@ -105,8 +104,6 @@ class PipelineSchedule:
     chunks: int
     forward: Slots
     backward: Slots | None
-    receive_activation: np.ndarray
-    receive_gradient: np.ndarray
     activation_slots: int
     gradient_slots: int
     residual_slots: int
@@ -220,38 +217,33 @@ def _build_table(name: str, forward: np.ndarray, backward: np.ndarray | None = N
     """The schedule whose operations run in these ticks."""
     stages, micro_batches, chunks = forward.shape
     ticks = 1 + max(int(x.max()) for x in (forward, backward) if x is not None)
-    i, _, v = np.indices(forward.shape)
+    i, j, v = np.indices(forward.shape)
     first, last = (i == 0) & (v == 0), (i == stages - 1) & (v == chunks - 1)
-    none = np.zeros_like(forward)
-
-    # A message lives from its arrival, the tick after it was sent, to the tick in which it is read.
-    arrival = 1 + np.roll(forward, 1, axis=0)  # from stage i − 1, and round the ring into the next chunk
-    arrival[0] = np.roll(arrival[0], 1, axis=-1)
-    activations, activation_slots = _assign_slots(arrival, forward, ~first)
-    residuals, residual_slots, outputs, output_slots = none, 0, none, 0
-    gradients, gradient_slots, gradient_arrival = none, 0, none
+    residuals, residual_slots, outputs, output_slots = np.zeros_like(forward), 0, np.zeros_like(forward), 0
     if backward is not None:
-        gradient_arrival = 1 + np.roll(backward, -1, axis=0)
-        gradient_arrival[-1] = np.roll(gradient_arrival[-1], -1, axis=-1)
-        gradients, gradient_slots = _assign_slots(gradient_arrival, backward, ~last)
         residuals, residual_slots = _assign_slots(forward, backward, np.ones_like(first))
         outputs, output_slots = _assign_slots(forward, backward, last)
         outputs = np.where(last, outputs, output_slots)
 
-    def slots(when, message):
-        m, chunk = np.indices(when.shape)[1:]
-        columns = (np.ones_like(when), m, chunk, first, last, message, residuals, outputs)
-        return Slots(*(_to_column(ticks, when, column) for column in columns))
+    def slots(when: np.ndarray, step: int, is_read: np.ndarray) -> tuple[Slots, int]:
+        """The slots of operations whose messages go `step` stages on, and the number of messages that are stored."""
+        # A message lives from its arrival, the tick after it was sent, to the tick in which it is read.
+        arrival, end = 1 + np.roll(when, step, axis=0), min(step, 0)
+        arrival[end] = np.roll(arrival[end], step, axis=-1)  # round the ring into the next chunk
+        messages, number = _assign_slots(arrival, when, is_read)
+        columns = np.ones_like(when), j, v, first, last, messages, residuals, outputs
+        receive = _to_column(ticks, arrival, messages, where=is_read, otherwise=number)
+        return Slots(*(_to_column(ticks, when, column) for column in columns), receive), number
 
+    forward_slots, activation_slots = slots(forward, 1, ~first)
+    backward_slots, gradient_slots = (None, 0) if backward is None else slots(backward, -1, ~last)
     return PipelineSchedule(
         name,
         stages,
         micro_batches,
         chunks,
-        slots(forward, activations),
-        None if backward is None else slots(backward, gradients),
-        _to_column(ticks, arrival, activations, where=~first, otherwise=activation_slots),
-        _to_column(ticks, gradient_arrival, gradients, where=~last & (backward is not None), otherwise=gradient_slots),
+        forward_slots,
+        backward_slots,
         activation_slots,
         gradient_slots,
         residual_slots,

@@ -67,17 +67,11 @@ class DropoutKey:
 
     def row_words(self, *indices: Int[Array, " _"]) -> tuple[UInt32[Array, " b *i"], UInt32[Array, " b *i"]]:
         """Two random words for each row of an array whose leading dims are (samples, *indices)."""
-        ndim = 1 + len(indices)
-        first = self._along(self.samples, 0, ndim) + self.words[0]
-        second = self._along(self.samples, 0, ndim) ^ self.words[1]
-        for dim, index in enumerate(indices, start=1):
-            index = self._along(index.astype(jnp.uint32), dim, ndim)
-            first, second = mix_bits(first) + index, mix_bits(second) ^ index
+        first, second = self.samples + self.words[0], self.samples ^ self.words[1]
+        for index in indices:
+            index = index.astype(jnp.uint32)
+            first, second = mix_bits(first)[..., None] + index, mix_bits(second)[..., None] ^ index
         return mix_bits(first), mix_bits(second)
-
-    @staticmethod
-    def _along(x: Array, dim: int, ndim: int) -> Array:
-        return x.reshape([-1 if i == dim else 1 for i in range(ndim)])
 
 
 def keep_mask(

@@ -21,8 +21,6 @@ reduce-scattered in float32.
       float32 shards ◀── reduce-scatter ◀──── gradients ◀──┘
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -80,8 +78,8 @@ class Storage:
             return shard if rows is None else shard.reshape(rows.slots, *shard.shape[num_layer_dims(rows) :])
         slots = np.array(rows.list_slots())
         if (dim := self._pipe_dim) is None:
-            return shard[jnp.asarray(slots.reshape(rows.stages, -1))[mappings.rank(PIPE)]]
-        return mappings.all_to_all(shard[slots], PIPE, split=0, join=dim)
+            return shard[jnp.asarray(slots)[mappings.rank(PIPE)]]
+        return mappings.all_to_all(shard[slots.reshape(-1)], PIPE, split=0, join=dim)
 
     def from_stage(self, gradient: Array, shard: Array) -> Array:
         """The gradient of the stored shard from that of the layers of this stage: the reverse of `to_stage`."""
@@ -91,7 +89,8 @@ class Storage:
             gradient = mappings.all_gather_invariant(gradient, PIPE, 0)
         else:
             gradient = mappings.all_to_all(gradient, PIPE, split=dim, join=0)
-        return gradient[np.array(list(map(self.rows.list_slots().index, range(len(shard)))))]
+        in_order = np.argsort(self.rows.list_slots(), axis=None)[-len(shard) :]  # unused slots first
+        return gradient[in_order]
 
     @property
     def _pipe_dim(self) -> int | None:
@@ -114,10 +113,11 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
     marks = zip(layer_rows(shapes, mesh), *metadata, strict=True)
 
     def plan_leaf(leaf, spec: P) -> Storage:
-        rows, *flags = next(marks)
-        partial, float8, keep_fp32 = map(bool, flags)
-        storage = plan_weight_storage(rows, leaf.shape, spec, mesh, partial)
-        return replace(storage, float8=float8, keep_fp32=keep_fp32)
+        rows, partial, float8, keep_fp32 = next(marks)
+        unsharded = MODEL in spec and MODEL not in compute_spec(leaf.shape, spec, mesh)
+        partial = mesh.model > 1 and (partial or unsharded)
+        storage = plan_weight_storage(rows, leaf.shape, spec, mesh)
+        return replace(storage, grad_partial_over_model=partial, float8=float8, keep_fp32=keep_fp32)
 
     return jax.tree.map(plan_leaf, shapes, specs)
 
@@ -130,10 +130,11 @@ def layer_rows(model, mesh: MeshConfig) -> list[StackRows | None]:
 def split_into_virtual_stages(model, mesh: MeshConfig):
     """The model with its layers as [V, l / V, …] if each stage has V chunks of equally many."""
     leaves, structure = jax.tree.flatten(model)
-    return structure.unflatten(
-        weight.reshape(rows.chunks, -1, *weight.shape[1:]) if num_layer_dims(rows) == 2 else weight
-        for weight, rows in zip(leaves, layer_rows(model, mesh), strict=True)
-    )
+    return structure.unflatten(map(_split_layers, leaves, layer_rows(model, mesh)))
+
+
+def _split_layers(weight: Array | np.ndarray, rows: StackRows | None) -> Array | np.ndarray:
+    return weight.reshape(rows.chunks, -1, *weight.shape[1:]) if num_layer_dims(rows) == 2 else weight
 
 
 def num_layer_dims(rows: StackRows | None) -> int:
@@ -159,16 +160,11 @@ def compute_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
     return P(*(None if is_whole(dim, entry) else entry for dim, entry in zip(shape, entries, strict=True)))
 
 
-def plan_weight_storage(
-    rows: StackRows | None, shape: tuple[int, ...], spec: P, mesh: MeshConfig, partial: bool = False
-) -> Storage:
-    """The storage of a weight of this whole shape and its module's `spec`; `rows`, `partial` as in `Storage`."""
-    layers = num_layer_dims(rows)
-    computed = compute_spec(shape, spec, mesh)
-    partial = mesh.model > 1 and (partial or (MODEL in spec and MODEL not in computed))
+def plan_weight_storage(rows: StackRows | None, shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> Storage:
+    """The storage of a weight of this whole shape and its module's `spec`; `rows` as in `Storage`."""
+    layers, sizes, computed = num_layer_dims(rows), axes.sizes(mesh), compute_spec(shape, spec, mesh)
     split_by: list[tuple[str, ...]] = [() if entry is None else (entry,) for entry in computed]
     gathers: list[tuple[tuple[str, ...], int]] = []
-    sizes = axes.sizes(mesh)
     stages = (PIPE,) if mesh.pipe > 1 else ()
     copies = tuple(axis for axis in axes.sharding() if sizes[axis] > 1 and axis not in computed) if mesh.zero else ()
     if rows and rows.even and stages:
@@ -179,8 +175,7 @@ def plan_weight_storage(
             split_by[dim] = (*split_by[dim], *names)
             if not rows or names == copies:
                 gathers.insert(0, (names, dim - len(shape)))
-    gather_per_layer = mesh.zero == 3 and bool(rows) and bool(gathers)
-    return Storage(P(*split_by), tuple(gathers), gather_per_layer, partial, rows=rows)
+    return Storage(P(*split_by), tuple(gathers), mesh.zero == 3 and bool(rows and gathers), rows=rows)
 
 
 def _divisible_dim(shape, split_by, sizes: dict[str, int], names: tuple[str, ...], first: int) -> int | None:
@@ -198,9 +193,7 @@ def add_to_shards(model, whole: dict[str, Array], plan):
         added = remaining.pop(leaf_name(path), None)
         if added is None:
             return shard
-        if num_layer_dims(storage.rows) == 2:
-            added = added.reshape(storage.rows.chunks, -1, *added.shape[1:])
-        return shard + local_shard(added.astype(shard.dtype), storage.spec)
+        return shard + local_shard(_split_layers(added, storage.rows).astype(shard.dtype), storage.spec)
 
     remaining = dict(whole)
     model = jax.tree_util.tree_map_with_path(add_shard, model, plan)
@@ -271,7 +264,8 @@ def gather_for_inference(model, plan, dtype):
 
     def gather(shard: Array, storage: Storage) -> Array:
         weight = storage.to_stage(storage.cast(shard, dtype))
-        storage = replace(storage, gathers=()) if storage.gather_per_layer else storage
+        if storage.gather_per_layer:
+            return weight
         return materialize_weight(weight, storage, dtype, gather=mappings.all_gather_invariant)
 
     return jax.tree.map(gather, model, plan)
@@ -308,18 +302,19 @@ def _gather_layer(shard: Array, storage: Storage, dtype, in_float8: bool) -> Arr
     def gather(shard, _):
         return mappings.vary(materialize_weight(shard, storage, dtype, in_float8), frozenset(REPLICAS))
 
-    def transpose(gradient, _):
-        return _reduce_layer_gradient(gradient.astype(jnp.promote_types(dtype, jnp.float32)), storage.gathers, stored)
+    @jax.named_scope(named_scopes.GRADIENT)
+    def reduce(gradient, _):
+        gradient = _reduce_scatter(gradient.astype(jnp.promote_types(dtype, jnp.float32)), storage)
+        return mappings.psum(gradient, mappings.varying_axes(gradient) - stored)
 
-    return linear_call(gather, transpose, shard)
+    return linear_call(gather, reduce, shard)
 
 
-@jax.named_scope(named_scopes.GRADIENT)
-def _reduce_layer_gradient(gradient: Array, gathers: Gathers, stored: frozenset[str]) -> Array:
-    """Reduce a layer's gradient over its replicas; return this device's shard, varying over `stored`."""
-    for names, dim in gathers:  # at most one: layers are gathered over `data`, never over `pipe`
+def _reduce_scatter(gradient: Array, storage: Storage) -> Array:
+    """This device's shard of a gradient, summed over the axes along which its weight was gathered."""
+    for names, dim in reversed(storage.gathers):
         gradient = mappings.reduce_scatter(gradient, names, dim)
-    return mappings.psum(gradient, mappings.varying_axes(gradient) - stored)
+    return gradient
 
 
 def save_all_but_gathered_weights(primitive, *_, **parameters) -> bool:
@@ -335,16 +330,14 @@ def save_all_but_gathered_weights(primitive, *_, **parameters) -> bool:
 def reduce_gradients(gradients, model, plan):
     """Sum every gradient over the ranks that have a part of it, and return the shard that this device stores.
 
-    After all micro-batches and in the dtype of the gradients (float32). `_reduce_layer_gradient` has summed layers that
-    are gathered one by one. The rule: scatter along the dims that were gathered, then sum over the axes on which the
+    After all micro-batches and in the dtype of the gradients (float32). Layers that are gathered one by one have summed
+    theirs. The rule: scatter along the dims that were gathered, then sum over the axes on which the
     gradient still varies and its weight does not. That covers data parallelism, the weights between regions under
     sequence parallelism, and the embedding at both ends of a pipeline.
     """
 
     def reduce(gradient: Array, shard: Array, storage: Storage) -> Array:
-        if not storage.gather_per_layer:
-            for names, dim in reversed(storage.gathers):
-                gradient = mappings.reduce_scatter(gradient, names, dim)
+        gradient = gradient if storage.gather_per_layer else _reduce_scatter(gradient, storage)
         gradient = storage.from_stage(gradient, shard)
         return mappings.psum(gradient, mappings.varying_axes(gradient) - mappings.varying_axes(shard))
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # matplotlib takes a second to import
     import numpy as np
     from matplotlib.axes import Axes
 
+    from mjax.planner.scaling import Forecast
+
 MAX_POINTS = 4096  # of a curve; a picture has about a thousand pixels
 MAX_WINDOW = 51  # steps in an average
 
@@ -116,7 +118,13 @@ def curve_names(metrics: Sequence[Metric]) -> list[str]:
     return [before + name for name in dict.fromkeys(("loss", *OF_EXPERTS, *shown)) for before in ("", "val_")]
 
 
-def draw_loss(curves: Mapping[str, Curve], file: Path, title: str, metrics: Sequence[Metric] = ()) -> None:
+def draw_loss(
+    curves: Mapping[str, Curve],
+    file: Path,
+    title: str,
+    metrics: Sequence[Metric] = (),
+    forecast: Mapping[float, Forecast] | None = None,
+) -> None:
     """Training loss (thin: raw, thick: centered average) and validation loss over steps, as a PNG.
 
     Args:
@@ -125,6 +133,7 @@ def draw_loss(curves: Mapping[str, Curve], file: Path, title: str, metrics: Sequ
       title: name of the run.
       metrics: the model's metrics (`ModelConfig.metrics`). Metrics with an axis and a curve are drawn next to each
         other, instead of the loss.
+      forecast: of the validation loss by step, with its interval.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
@@ -138,6 +147,12 @@ def draw_loss(curves: Mapping[str, Curve], file: Path, title: str, metrics: Sequ
             guess = curves[f"val_{guess}"].last if f"val_{guess}" in curves else None
         level = None if guess is None else (guess, metric.guess_label.format(guess=guess))
         _draw_curves(panel, curves, metric.name, "{:.1%}" if metric.share else "{:.3f}", level)
+        if forecast and metric.name == "loss":
+            loss, low, high = zip(*forecast.values(), strict=True)
+            label = f"forecast, last {loss[-1]:.3f}"
+            panel.plot([*forecast], loss, color=PALETTE[3], linestyle="--", label=label)
+            panel.fill_between([*forecast], low, high, color=PALETTE[3], alpha=0.2, linewidth=0)
+            panel.legend(frameon=False, loc="upper right")
         panel.set(xlabel="step", ylabel=metric.axis)
         panel.set_title(": ".join(filter(None, (title, metric.title))), parse_math=False)  # a name may contain dollars
         if metric.share:

@@ -32,10 +32,12 @@ from mjax.config.batch_size import format_tokens
 from mjax.config.checks import can_run_layers, divisors, validate
 from mjax.config.kernels import HOPPER, gpu_capability, is_unrolled, resolve_kernels, with_unrolling
 from mjax.errors import RunError, UsageError, suggestion
+from mjax.models.build import count_active
 from mjax.parallel.mesh import make_mesh
 from mjax.planner import Section, error_bar, search
 from mjax.planner.layer import layer_forward, layer_kinds
 from mjax.planner.memory import HEADROOM, Memory, predict_memory, usable_memory
+from mjax.planner.scaling import PUBLISHED, TUNED, ScalingLaw, describe_settings
 from mjax.planner.search import Budget, Candidate, MemoryOf, SearchResult, TrialResult, describe
 from mjax.planner.time import Calibration, bottlenecks, run_tokens
 from mjax.step.precision import uses_float8
@@ -306,24 +308,56 @@ def run_budget(
     time = best.best.time
     remarks = [f"* fits in {budget.days:g} days ({error_bar(time.error)})", *time.caveats]
     if best.config.model != config.model:
-        remarks.append(f"batch size and learning rate of {name}; a larger model usually needs a lower learning rate")
+        lower = "; a larger model usually needs a lower learning rate" * (
+            config.optimizer.parametrization == "standard"
+        )
+        remarks.append(f"batch size and learning rate of {name}{lower}")
     if best is tried[-1]:
         remarks.append("the largest model tried: the budget would train a larger one too")
     values = {
         "devices": devices,
         "days": budget.days,
-        "tokens_per_parameter": budget.tokens_per_parameter,
+        "tokens_per_parameter": best.tokens / best.parameters,
         "best": _trial_values(best),
         "tried": [_trial_values(trial) for trial in tried],
     }
     lines = [
-        f"largest model within the budget, {budget.tokens_per_parameter:g} tokens per parameter:",
+        f"largest model within the budget, {best.tokens / best.parameters:.3g} tokens per parameter:",
         "",
         *_table([_trial_cells(trial, trial is best) for trial in tried]),
         "",
         *remarks,
     ]
     return best.best.config, Section(f"Budget: {devices:,} × {gpu.name} for {budget.days:g} days", values, lines)
+
+
+def forecast_section(config: Config, law: ScalingLaw | None, is_budget: bool) -> Section | None:
+    """The loss of a run, and the cost of smaller models with the same loss; None without a law. A budget uses the
+    published one by default."""
+    law = law or (PUBLISHED if is_budget else None)
+    if law is None or not config.model.causal:
+        return None
+    parameters, tokens, optimizer = count_active(config.model), run_tokens(config), config.optimizer
+    forecast, smaller, costs = law.predict(parameters, tokens), [], []
+    for factor, size in ((2, "half"), (4, "a quarter")):
+        needed = law.tokens_for(forecast.loss, parameters / factor)
+        more = needed / (factor * tokens) - 1
+        possible = f"{format_tokens(round(needed))} tokens, {more:+.0%} training compute" if more < 100 else "never"
+        costs.append(f"{size} as large: {possible}")
+        same = {"parameters": parameters / factor, "tokens": needed, "compute": 1 + more}
+        smaller.append(same if more < 100 else None)
+    interval = [forecast.low, forecast.high] if law.draws else None
+    values = {"loss": forecast.loss, "interval": interval, "source": law.source, "same_loss": smaller}
+    tuned = [f"{optimizer.learning_rate:g}, batch {config.train.global_batch}, {optimizer.parametrization}"]
+    then, now = law.settings, describe_settings(config)
+    if different := [f"{name} {then[name]}" for name in TUNED if then.get(name, now[name]) != now[name]]:
+        tuned.append(f"the small runs had {', '.join(different)}")
+    rows = {
+        "loss": f"{forecast}, by {law.source}",
+        "same loss": "\n".join(costs),
+        "learning rate": "\n".join(tuned),
+    }
+    return Section("Loss", values, format_rows(rows))
 
 
 def _trial_cells(trial: TrialResult, is_best: bool) -> dict[str, Any]:

@@ -48,9 +48,10 @@ from mjax.config.model import ModelConfig
 from mjax.config.pattern import count_groups
 from mjax.config.run import Recompute
 from mjax.errors import UsageError
-from mjax.models.build import mixing_class
+from mjax.models.build import count_active, mixing_class
 from mjax.planner.layer import model_flops, scores_in_chunks
 from mjax.planner.memory import HEADROOM, Memory, count_weights, predict_memory
+from mjax.planner.scaling import ScalingLaw
 from mjax.planner.time import Calibration, StepTime, TimePredictor
 from mjax.utils.figures import GIB
 from mjax.utils.progress import progress
@@ -551,21 +552,30 @@ def largest_within(size: Callable[[int], float], limit: float, first: int = FIRS
 
 # --- The largest model of a budget ------------------------------------------------------------------------------------
 #
-# The models are those of the config in other widths and depths (`size_grid`). Each is trained on `tokens_per_parameter`
-# tokens for each of its parameters (20 are compute-optimal: arXiv 2203.15556, section 3.4). The first is searched as
-# with --devices alone, all others among its fastest settings; a model that fits with none of them is searched too.
+# The models are those of the config in other widths and depths (`size_grid`). Each is trained on `Budget.tokens`: 20
+# tokens per parameter are compute-optimal (arXiv 2203.15556, section 3.4), or a scaling law has another optimum. The
+# first is searched as with --devices alone, all others among its fastest settings; a model that fits with none of them
+# is searched too.
 
 
 MAX_WIDTH_FACTOR = 4  # times the width of the config: 64 times its parameters, and more with the deeper models
 
 
 class Budget(NamedTuple):
-    """GPUs for a number of days, and the training tokens for each parameter of a model."""
+    """GPUs for a number of days, and the training tokens for each parameter of a model: of a number that was given, or
+    at the optimum of a scaling law, or 20."""
 
     devices: int
     gpu: Gpu
     days: float
-    tokens_per_parameter: float = 20.0
+    tokens_per_parameter: float | None = None
+    law: ScalingLaw | None = None
+
+    def tokens(self, size: ModelSize) -> int:
+        """Training tokens of a model."""
+        if self.law is None or self.tokens_per_parameter:
+            return math.ceil((self.tokens_per_parameter or 20.0) * size.parameters)
+        return math.ceil(self.law.optimal_tokens(count_active(size.config.model)))
 
     def peak(self, config: Config) -> float:
         """FLOP/s of all devices at their peak."""
@@ -677,9 +687,9 @@ def largest_model(
         print_line(f"{parameters} parameters on {tokens} tokens: {trial.duration}")
         return math.log(trial.days if trial.best else max(2 * trial.days_at_peak, 1.01 * budget.days))
 
-    # Tokens grow with parameters, so days with their square: at first as by arXiv 2203.15556 at half of the peak.
+    # Tokens grow with parameters, so days with their square: at first 6 N D FLOPs at half of the peak.
     flops = budget.days * 86_400 * budget.peak(sizes[0].config) / 2
-    first = bisect_right(sizes, math.sqrt(flops / (6 * budget.tokens_per_parameter)), key=attrgetter("parameters"))
+    first = bisect_right(sizes, flops / 6, key=lambda size: size.parameters * budget.tokens(size))
     best = largest_within(log_days, math.log(budget.days), min(max(first, 1), len(sizes)), len(sizes))
     if not best:
         raise UsageError(
@@ -692,7 +702,7 @@ def largest_model(
 
 def try_size(size: ModelSize, budget: Budget, search: Callable[[Config], SearchResult]) -> TrialResult:
     """A model size with its length and fastest candidate; not searched if peak speed would not be enough."""
-    config = with_tokens(size.config, math.ceil(budget.tokens_per_parameter * size.parameters))
+    config = with_tokens(size.config, budget.tokens(size))
     samples = BatchSizes.from_config(config).samples_before(config.train.steps)
     flops = model_flops(config) * samples / config.train.global_batch
     days_at_peak = flops / budget.peak(config) / 86_400

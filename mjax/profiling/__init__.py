@@ -1,7 +1,5 @@
 """`train.py --profile`: a trace of some steps, a table of where their time went, and the memory they took."""
 
-from __future__ import annotations
-
 import re
 
 from mjax.errors import UsageError

@@ -6,8 +6,6 @@ Both carry the name of an instruction of the compiled program, whose text has it
 (`parallel/named_scopes.py`).
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter, defaultdict

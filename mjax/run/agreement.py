@@ -11,8 +11,6 @@ connections of the watchdog: a collective would need the very agreement that is 
     folder     a token that process 0 writes into the run folder, and the newest checkpoint there
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from mjax.cluster.launch import COMPILING, STEP
-from mjax.config.plain_values import read
+from mjax.config.plain_values import read_if_exists
 from mjax.errors import PrintLine, UsageError
 from mjax.utils.files import set_aside, write_whole
 
@@ -159,7 +159,7 @@ class Goodput(Callback):
 def read_starts(kind: type, file: Path, print_line: PrintLine) -> list[Any]:
     """The list to which each start of a run adds an entry of a `kind`; a damaged file is set aside and reported."""
     try:
-        return read(list[kind], file, "") if file.exists() else []
+        return read_if_exists(list[kind], file, "") or []
     except UsageError:
         print_line(f"{file} is damaged: renamed to {set_aside(file).name}, started a new one")
         return []
@@ -171,8 +171,7 @@ def read_goodput(folder: Path) -> list[RunStart]:
     Raises:
       UsageError: it is damaged.
     """
-    file = folder / GOODPUT
-    return read(list[RunStart], file, "remove it to count from the next start") if file.exists() else []
+    return read_if_exists(list[RunStart], folder / GOODPUT, "remove it to count from the next start") or []
 
 
 def sum_activities(starts: list[RunStart]) -> dict[str, float]:

@@ -14,22 +14,19 @@ end in a decay of any shape and length. The learning-rate schedule and Megatron'
 steps, so notes name the flags that restore the previous ones.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mjax.checkpoint.folders import checkpoint_steps
-from mjax.config import Config, DataConfig, MeshConfig, differing_fields, read_config, read_settings, to_flag
+from mjax.config import Config, DataConfig, differing_fields, read_config, read_settings, to_flag
 from mjax.config.batch_size import BatchSizes, training_samples
-from mjax.config.checks import check_batch_sizes
 from mjax.config.datasets import parse_blend
 from mjax.config.marks import FILE_ONLY, FREE, NEW_RUN, RATE, TUNING, effective_value, field_marks, names_with
 from mjax.config.model import ModelConfig
 from mjax.config.model_file import describe_change, new_run_flags
-from mjax.config.plain_values import read
+from mjax.config.plain_values import read_if_exists
 from mjax.config.run import BLENDS, describe_missing_run
 from mjax.errors import UsageError, either
 from mjax.step.learning_rate import decay_end, decay_start, learning_rate, wsd_decay_steps
@@ -67,8 +64,10 @@ def changes_since(
         if name.startswith("model.") and field_marks(config, name).isdisjoint({FREE, TUNING}):
             other = f"holds a run of another model ({name} {old}, now {new})"
             raise UsageError(f"{folder} {other}; choose another --name, or leave the model unchanged")
-    compared = _with_data(before, config)
-    same_rates = _has_same_rates(before, config, steps[-1] if step is None else step)
+    # An import of Megatron's optimizer has had no data before this start.
+    compared = replace(before, data=config.data) if before.data == DataConfig() else before
+    now = steps[-1] if step is None else step
+    same_rates = _has_same_rates(before, config, now)
     if not allow and steps != [0]:  # checkpoint 0 has weights that no step of this run produced
         rejected = [
             f"{name} {_quote(old)}, now {_quote(new)}"
@@ -87,8 +86,7 @@ def changes_since(
     return [
         *filter(None, [note]),
         *(f"changed {name}: {changed[name][0]} → {changed[name][1]}" for name in shown),
-        *_notes(before, config, steps != [0]),
-        *_note_on_decay(before, config, steps, step),
+        *_notes(before, config, steps, None if same_rates else now),
     ]
 
 
@@ -109,7 +107,6 @@ def after_steps_taken(config: Config, folder: Path, step: int | None = None) -> 
     steps = checkpoint_steps(folder)
     if not steps:
         return replace(config, train=replace(config.train, batch_history=()))
-    check_batch_sizes(replace(config, mesh=MeshConfig(), train=replace(config.train, micro_batch=1)))
     before, last = read_config(folder / "config.json"), steps[-1] if step is None else step
     stretches = BatchSizes.from_config(before).stretches(last)
     for history in ((), before.train.batch_history, tuple(stretches)):
@@ -155,8 +152,13 @@ def _effective_field(config: Config, name: str) -> Any:
             return effective_value(getattr(config, section), field)
 
 
-def _notes(before: Config, config: Config, begun: bool) -> list[str]:
-    """Side effects of a longer or shorter run, which has `begun` unless it is an import."""
+def _notes(before: Config, config: Config, steps: list[int], now: int | None) -> list[str]:
+    """Side effects of a longer or shorter run.
+
+    Args:
+      steps: of the checkpoints; an import has only 0.
+      now: the one to continue from, if the learning rates of its steps differ.
+    """
     notes, old, new = [], before.optimizer, config.optimizer
     if before.train.batch_history != config.train.batch_history and config.train.batch_history:
         sizes = BatchSizes.from_config(config)
@@ -164,7 +166,7 @@ def _notes(before: Config, config: Config, begun: bool) -> list[str]:
             f"note: the batch is {sizes.size(sizes.begin)} from step {sizes.begin + 1} on, which begins at sample "
             f"{sizes.samples_before(sizes.begin):,}, where the run is"
         )
-    if not begun:
+    if steps == [0]:
         return []
     if training_samples(before) != training_samples(config) and not (config.data.mock or config.data.conversations):
         notes.append(
@@ -177,6 +179,11 @@ def _notes(before: Config, config: Config, begun: bool) -> list[str]:
             f"note: the learning rate follows --train.steps: its decay ends at step {config.train.steps} instead of "
             f"{before.train.steps}; --optimizer.decay-steps {before.train.steps} keeps it"
         )
+    if now is not None and {old.schedule, new.schedule} == {"wsd"} and now > (last := decay_start(before)):
+        stable = [number for number in steps if 0 < number <= last]
+        advice = f"--step {stable[-1]} continues from before it" if stable else "no checkpoint from before it is left"
+        since = f"note: the learning rate had decayed since step {last} and rises again after checkpoint {now}"
+        notes.append(f"{since}; {advice}")
     return notes
 
 
@@ -188,18 +195,6 @@ def _has_same_rates(before: Config, config: Config, step: int) -> bool:
     steps = np.unique(np.linspace(0, max(step - 1, 0), 2000).astype(int))
     samples = np.array([sizes.samples_before(int(number)) for number in steps])
     return np.array_equal(*(learning_rate(schedule, samples, np) for schedule in (before, config)))
-
-
-def _note_on_decay(before: Config, config: Config, steps: list[int], step: int | None) -> list[str]:
-    """A note if the learning rate rises again, because the run continues after its final decay has begun."""
-    now, last = steps[-1] if step is None else step, decay_start(before)
-    if {before.optimizer.schedule, config.optimizer.schedule} != {"wsd"} or now <= last:
-        return []
-    if _has_same_rates(before, config, now):
-        return []
-    stable = [number for number in steps if 0 < number <= last]
-    advice = f"--step {stable[-1]} continues from before it" if stable else "no checkpoint from before it is left"
-    return [f"note: the learning rate had decayed since step {last} and rises again after checkpoint {now}; {advice}"]
 
 
 # --- Data -------------------------------------------------------------------------------------------------------------
@@ -214,16 +209,10 @@ def compute_digests(data: DataConfig) -> dict[str, list[str]]:
     return {name: [IndexedDataset(prefix).digest for prefix in prefixes[name]] for name in blends}
 
 
-def _with_data(before: Config, config: Config) -> Config:
-    """`before`, with the data of `config` for an import of Megatron's optimizer, of which no start has had data."""
-    return replace(before, data=config.data) if before.data == DataConfig() else before
-
-
 def _find_changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str]:
     """List datasets with other tokens, or other weights in the blend, than in the run."""
-    file, changed = folder / DIGESTS, []
-    advice = "remove it to continue without comparing the data with those of the run"
-    saved = read(dict[str, list[str]], file, advice) if file.exists() else {}
+    changed, advice = [], "remove it to continue without comparing the data with those of the run"
+    saved = read_if_exists(dict[str, list[str]], folder / DIGESTS, advice) or {}
     current = compute_digests(now) if saved else {}
     for name in BLENDS:
         old, new = getattr(before, name), getattr(now, name)
@@ -278,8 +267,7 @@ def read_origin(folder: Path) -> Origin | None:
     Raises:
       UsageError: the file is damaged.
     """
-    file = folder / ORIGIN
-    return read(Origin, file, "remove it if you do not need the origin of the weights") if file.exists() else None
+    return read_if_exists(Origin, folder / ORIGIN, "remove it if you do not need the origin of the weights")
 
 
 def save_origin(folder: Path, origin: Origin | None) -> None:

@@ -36,7 +36,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ from mjax.cluster.processes import broadcast_int, is_first
 from mjax.config import Config, HealthConfig
 from mjax.config.axes import NAMES, axes_sharing_weights
 from mjax.config.model_file import run_flags
-from mjax.config.plain_values import check, read
+from mjax.config.plain_values import check, read_if_exists
 from mjax.errors import PrintLine, UnhealthyError, join_shortened, shorten_list
 from mjax.parallel import mappings
 from mjax.parallel.random import uint32_words
@@ -65,7 +65,6 @@ from mjax.utils.files import write_whole
 if TYPE_CHECKING:
     from mjax.run.loop import Run
 
-T = TypeVar("T")
 HEALTHY, SETTLING, SKIPPED, SPIKE = "healthy", "settling", "skipped", "spike"
 
 WINDOW = 100  # steps of the running mean; more than half of them unhealthy end the run
@@ -77,7 +76,7 @@ GOOD_AFTER = 10  # healthy steps after a checkpoint (fewer if the next one comes
 MIN_DEVIATION = 0.01  # of the mean: a nearly constant loss has no spikes of a few thousandths
 MAX_ROLLBACKS = 3  # to one checkpoint
 ROLLBACK_BATCHES = 10  # skipped by a rollback, up to and including that of the spike
-PASSED_OVER, UNHEALTHY = "passed_over.json", "unhealthy.json"
+PASSED_OVER, UNHEALTHY, REMEDY = "passed_over.json", "unhealthy.json", "restore it, or remove it"
 
 Rollback = TypedDict("Rollback", {"steps": tuple[int, int], "spike": int, "loss": float, "from": int})
 """An entry of passed_over.json: first and last step, the spike with its loss, and the checkpoint gone back to."""
@@ -301,7 +300,7 @@ class Guard(Callback):
         if self.continued_from is None:
             self.continued_from = values.get("continued_from")
         self.good = self.checkpoints.last_good()
-        rollbacks = _read(list[Rollback], self.folder / PASSED_OVER)
+        rollbacks = read_if_exists(list[Rollback], self.folder / PASSED_OVER, REMEDY)
         self.passed_over = values.get("passed_over", []) if rollbacks is None else rollbacks
         self.spike, self._is_postponed, self._healthy_since = None, False, 0
         self._candidate = start if exists and start > 0 and not values.get("suspect") else None
@@ -469,10 +468,6 @@ def _describe_rollback(entry: Rollback) -> str:
     return f"steps {first} to {last} train on nothing, because {reason}"
 
 
-def _read(kind: type[T], file: Path) -> T | None:
-    return read(kind, file, "restore it, or remove it") if file.exists() else None
-
-
 def _host_values(checkpoints: Checkpoints, step: int) -> HostValues:
     source = f"the manifest of checkpoint {checkpoints.folder / str(step)}"
     return check(HostValues, checkpoints.host_values(step), source, "continue from another one with --step")
@@ -501,8 +496,8 @@ def check_start(folder: Path, step: int | None) -> None:
       UsageError: unhealthy.json or passed_over.json is damaged.
       UnhealthyError: it did, and no checkpoint was given to continue from.
     """
-    _read(list[Rollback], folder / PASSED_OVER)
-    if step is None and (marked := _read(UnhealthyEnd, folder / UNHEALTHY)):
+    read_if_exists(list[Rollback], folder / PASSED_OVER, REMEDY)
+    if step is None and (marked := read_if_exists(UnhealthyEnd, folder / UNHEALTHY, REMEDY)):
         raise UnhealthyError(f"{folder} ended unhealthy ({marked['problem']}); {marked['way_out']}")
 
 

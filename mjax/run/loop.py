@@ -5,8 +5,6 @@
 The host stays one step ahead of the devices: the metrics of a step are fetched while the next one runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

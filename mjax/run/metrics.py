@@ -7,6 +7,7 @@ import copy
 import errno
 import functools
 import importlib
+import io
 import json
 import math
 import os
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mjax.config.run import LogConfig
+    from mjax.planner.scaling import Forecast
     from mjax.run.loop import Run
 
 FLUSH_INTERVAL = 10.0  # seconds until TensorBoard scalars are on disk, at most
@@ -123,7 +125,7 @@ def read_lines(file: Path, damaged: list[int]) -> Iterator[tuple[bytes, dict[str
     Raises:
       UsageError: the file cannot be read.
     """
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _open(file) as stream:
+    with _open(file) as stream:
         for number, line in enumerate(stream, start=1):
             if record := _record(line):
                 yield line.rstrip(b"\n") + b"\n", record
@@ -181,7 +183,7 @@ def read_end(file: Path, tail: int) -> MetricsEnd:
 def _lines_from_end(file: Path, tail: int) -> Iterator[bytes]:
     """Lines in the last `tail` bytes of a file, the last one first."""
     rest = b""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _open(file) as stream:
+    with _open(file) as stream:
         position = stream.seek(0, os.SEEK_END)
         first = max(position - tail, 0)
         while position > first:
@@ -194,11 +196,10 @@ def _lines_from_end(file: Path, tail: int) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _open(file: Path) -> Iterator[BinaryIO]:
+    """The content of a file; none if it does not exist."""
     try:
-        with file.open("rb") as stream:
+        with file.open("rb") if file.exists() else io.BytesIO() as stream:
             yield stream
-    except (FileNotFoundError, NotADirectoryError):
-        raise
     except OSError as error:  # a folder, a failing disk
         raise UsageError(f"{file} cannot be read ({error.strerror}); move it away to begin a new one") from None
 
@@ -246,6 +247,7 @@ class MetricsLog(Callback):
         metrics: Sequence[Metric] = (),
     ):
         self.folder, self.metrics, self._names = folder, metrics, curve_names(metrics)
+        self.forecast: Mapping[float, Forecast] = {}  # of the validation loss, by step
         self._print_line, self._failed = print_line, set[str]()
         self._begin_after(step)
         self._drawing: Future | None = None
@@ -342,7 +344,7 @@ class MetricsLog(Callback):
 
     def _draw(self, curves: Mapping[str, Curve], shares: tuple[int, np.ndarray] | None) -> None:
         with self._warn_once("loss.png"):
-            draw_loss(curves, self.folder / "loss.png", self.folder.name, self.metrics)
+            draw_loss(curves, self.folder / "loss.png", self.folder.name, self.metrics, self.forecast)
         if shares is None:
             return
         with self._warn_once("experts.json"):

@@ -1,7 +1,5 @@
 """The first state of a run, and the files of its folder that describe the run and its environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

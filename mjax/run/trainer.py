@@ -12,7 +12,7 @@ from mjax.checkpoint.folders import check_run_folder
 from mjax.checkpoint.mirror import local_run, run_to_train
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes
-from mjax.config.checks import check_batch_sizes, check_type, resolve_steps, validate
+from mjax.config.checks import check_type, resolve_steps, validate
 from mjax.config.run import BLENDS
 from mjax.data.batches import BatchSource, UserBatches
 from mjax.data.sources import TrainingData
@@ -79,7 +79,6 @@ class Trainer:
             if config.train.eval_interval and validation is None:
                 raise UsageError("data is given and validation is not; give it, or set train.eval_interval to 0")
             config = replace(config, data=replace(config.data, custom=True, **dict.fromkeys(BLENDS, ())))
-        check_batch_sizes(config)
         init = None if init is None else resolve_parents(local_run(init))
         config, _ = resolve_steps(with_positions(after_steps_taken(config, self.folder), self.folder, init))
         if (warmup := _fitting_warmup(config)) != config.optimizer.warmup_steps:

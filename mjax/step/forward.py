@@ -4,8 +4,6 @@ Without a pipeline the three parts run one after the other (`Forward.__call__`).
 ticks (`parallel/pipeline.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

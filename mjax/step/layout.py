@@ -1,7 +1,5 @@
 """The layout of a model's weights on a mesh, for training, inference and conversion; and the state of a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ passes `jax.numpy`, a check of a resumed run NumPy.
                                  wsd                       none until a final decay (arXiv 2404.06395, 2405.18392)
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -4,8 +4,6 @@ A model sums over the sequences of its part of the batch (`models/protocol.py`).
 turns each sum into its part of the mean over the global batch, on whatever device, so parts only have to be added.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import jax
@@ -13,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from mjax.config.axes import axes_sharing_weights
 from mjax.models.protocol import Batch, Model
 from mjax.parallel import mappings, named_scopes
 
@@ -27,7 +26,7 @@ def global_counts(model: Model, batch: Batch) -> Counts:
 
     def reduce_count(count: Count) -> Count:
         if isinstance(count, (int, np.ndarray)):
-            return count * mappings.num_batch_shards()
+            return count * mappings.size(axes_sharing_weights())
         return mappings.psum(count, mappings.varying_axes(count))
 
     return {name: reduce_count(count) for name, count in model.counts(batch).items()}

@@ -14,8 +14,6 @@ numbers underflow, in fp32. It does not converge: its coefficients raise small s
 the singular values of O end between about 0.7 and 1.2.
 """
 
-from __future__ import annotations
-
 import math
 
 import jax

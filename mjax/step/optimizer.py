@@ -1,7 +1,5 @@
 """AdamW, Muon for the matrices of a model, and the exact global norm of gradients that are split over devices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

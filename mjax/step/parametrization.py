@@ -3,7 +3,7 @@
     mup         m = hidden / base_width: wider models       arXiv 2203.03466, table 8
     completep   also l = layers / base_depth: deeper ones   arXiv 2505.01618, table 1 with α = 1
 
-With l = 1 in mup, the factors of a weight, beside standard ones:
+With l = 1 in mup, the factors of a weight, relative to the standard ones:
 
                                    multiplier   initial std   rate              decay   ε of Adam
     embedding, learned positions   1            1             1                 1       1 / m
@@ -17,7 +17,8 @@ With l = 1 in mup, the factors of a weight, beside standard ones:
     ─ tied: final norm             1 / m        1             1                         1 / m
 
     (a) of Muon 1 / √m: its update has singular values of one size, Adam's one large one (arXiv 2310.17813)
-    (b) in the standard parametrization the std is init_std / √(2 layers), here always / √(2 base_depth)
+    (b) in the standard parametrization the std is init_std / √(2 layers), here always / √(2 base_depth). A layer that
+        is not in the stack, such as for multi-token prediction, has l = 1 but for this factor
 
 d₀ is `base_head_size`: scores are q k √d₀ / d instead of q k / √d. The decay is rate × decay, the same for all weights.
 
@@ -26,8 +27,6 @@ std and the rate (arXiv 2203.03466, appendix J.2.1). So the multiplier θ is a f
 parametrization is an ordinary one, in generation, in an export, on every mesh. Gradients are multiplied by θ before
 they are clipped, so that their norm is the paper's.
 """
-
-from __future__ import annotations
 
 from typing import NamedTuple, TypeVar
 
@@ -80,42 +79,48 @@ def weight_scales(config: Config, model: Model) -> dict[str, WeightScale]:
       UsageError: a weight has no dims, or no weight can scale the output.
     """
     optimizer = config.optimizer
+    flag = f"--optimizer.parametrization {optimizer.parametrization}"
     names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(model)]
-    dims = dict(zip(names, read_dims(model), strict=True))
-    after_layers = [name for name in dims if name.partition(".")[0] in model.after_layers]
+    dims, parts = dict(zip(names, read_dims(model), strict=True)), weight_metadata(model, "parts")
+    if unknown := next((name for name in names if None in dims[name]), None):
+        raise UsageError(f"{flag} needs the dims of {unknown}; make the weight with mjax.parallel.weights.make_param")
+    if has_other_head_size(config) and not any("q" in (part or ()) for part in parts):
+        size = f"optimizer.base_head_size {optimizer.base_head_size}"
+        raise UsageError(f"{size} is not supported for {config.model.title}: no weight has a part q; remove it")
+    after_layers = [name for name in names if name.partition(".")[0] in model.after_layers]
     outputs = [name for name in after_layers if TOKEN in dims[name]]
     outputs = outputs or [name for name in after_layers if dims[name] == (OUT,)]  # tied
-    flag = f"--optimizer.parametrization {optimizer.parametrization}"
-    if unknown := [name for name in dims if None in dims[name]]:
-        raise UsageError(
-            f"{flag} needs the dims of {unknown[0]}; make the weight with mjax.parallel.weights.make_param"
-        )
     if not outputs:
-        parts = ", ".join(model.after_layers)
-        raise UsageError(f"{flag} needs a final norm or an output layer; name it in after_layers, which has {parts}")
+        last = ", ".join(model.after_layers)
+        raise UsageError(f"{flag} needs a final norm or an output layer; name it in after_layers, which has {last}")
     by_muon = [optimizer.name == "muon" and matrix is not None for matrix in muon_matrices(model)]
-    marks = by_muon, weight_metadata(model, "residual"), weight_metadata(model, "parts")
-    cards = zip(dims.items(), *marks, strict=True)
-    return {name: _weight_scale(config, card, name in outputs, *marks) for (name, card), *marks in cards}
+    cards = zip(dims.items(), by_muon, weight_metadata(model, "residual"), parts, strict=True)
+    return {name: _weight_scale(config, dims, name in outputs, *marks) for (name, dims), *marks in cards}
+
+
+def has_other_head_size(config: Config) -> bool:
+    """True if the scores are divided by the head size instead of its root."""
+    return config.optimizer.base_head_size not in (None, config.model.head_size)
 
 
 def _weight_scale(
     config: Config, dims: Dims, is_output: bool, by_muon: bool, residual: bool, parts: tuple[str, ...]
 ) -> WeightScale:
-    optimizer, size = config.optimizer, config.model.head_size
-    width, depth = config.model.hidden / optimizer.base_width, 1.0
-    if optimizer.parametrization == "completep" and LAYER in dims:
-        depth = config.model.layers / optimizer.base_depth
+    optimizer, is_completep = config.optimizer, config.optimizer.parametrization == "completep"
+    width = config.model.hidden / optimizer.base_width
+    model_depth = config.model.layers / optimizer.base_depth if is_completep else 1.0
+    depth = model_depth if LAYER in dims else 1.0
     is_wide_in, is_wide_out = not {*INPUTS}.isdisjoint(dims), not {OUT, COLUMNS}.isdisjoint(dims)
     multiplier = 1 / depth if residual else 1.0
     if is_output or (is_wide_in and not is_wide_out):
         multiplier /= width
-    if "q" in (parts or ()) and optimizer.base_head_size not in (None, size):
-        of_queries = np.where([part == "q" for part in parts], (optimizer.base_head_size / size) ** 0.5, 1.0)
-        multiplier = multiplier * of_queries.reshape([len(parts) if dim == PART else 1 for dim in dims])
+    if has_other_head_size(config) and "q" in (parts or ()):
+        of_queries = (optimizer.base_head_size / config.model.head_size) ** 0.5
+        factors = [of_queries if part == "q" else 1.0 for part in parts]
+        multiplier = multiplier * np.reshape(factors, [len(parts) if dim == PART else 1 for dim in dims])
     initial = rate = multiplier
     if is_wide_in and is_wide_out:
-        initial = multiplier * ((depth if residual else 1.0) / width) ** 0.5
+        initial = multiplier * ((model_depth if residual else 1.0) / width) ** 0.5
         rate = multiplier / (width**0.5 if by_muon else width)
     return WeightScale(multiplier, initial, rate, 1 / (width * depth))
 

@@ -369,12 +369,12 @@ def split_micro_batches(config: Config, batch: dict[str, Array]) -> dict[str, Ar
     The rows of a sample of several sequences, [c, s], follow each other in the micro-batch. If `context` splits the
     sequences, a rank has the positions `TokenLayout.position_ids`.
     """
-    rows = config.train.global_batch // axes.replicas(config.mesh)
+    rows = config.train.global_batch // config.mesh.data
     chex.assert_tree_shape_prefix(batch, (rows,))
     for name in batch.keys() & {"tokens", "labels"}:
         chex.assert_axis_dimension(batch[name], -1, config.model.sequence // config.mesh.context)
     sequences = rows * config.model.sequences
-    samples = mappings.data_parallel_rank() * sequences + jnp.arange(sequences)
+    samples = mappings.rank(axes.axes_splitting("batch")) * sequences + jnp.arange(sequences)
 
     tokens, positions = token_layout(config), config.model.sequence // config.mesh.context
 

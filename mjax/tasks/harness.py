@@ -15,13 +15,11 @@ The token `bos` precedes every text. Without `bos` the end-of-document id preced
 This module needs the package lm-eval; `mjax lm-eval` reports it if it is missing.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from jax.sharding import Mesh
@@ -33,7 +31,6 @@ from tqdm import tqdm
 
 from mjax.checkpoint.base import restore_weights
 from mjax.config import Config, MeshConfig, load_user_model
-from mjax.config.bounds import check_bounds
 from mjax.data.tokenizers import stop_token_ids
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat
@@ -105,7 +102,7 @@ class HarnessModel(TemplateLM):
         self.step, self.weights = restore_weights(run, self.scorer.abstract_model, step, tqdm.write)
 
     @classmethod
-    def from_run(cls, run: Run) -> HarnessModel:
+    def from_run(cls, run: Run) -> Self:
         """The model of a run that trains, on its mesh; set `weights` before each use.
 
         Raises:
@@ -233,9 +230,7 @@ class HarnessModel(TemplateLM):
         if tokens >= self.max_length:
             counts = f"{tokens} new tokens and {self.run} has {self.max_length} positions"
             raise UsageError(f"the task asks for {counts}; use --gen_kwargs max_gen_toks={self.max_length // 2}")
-        sampling = Sampling(tokens, temperature if samples else 0.0, top_k, top_p, self.seed)
-        check_bounds(sampling)
-        return sampling, until
+        return Sampling(tokens, temperature if samples else 0.0, top_k, top_p, self.seed), until
 
     def _window(self, context: list[int], continuation: list[int]) -> ContextWindow:
         """The continuation, which counts, after its context."""

@@ -1,13 +1,11 @@
 """A task on text: windows of tokens to score, and metrics computed from their scores."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -29,7 +27,7 @@ class ContextWindow(NamedTuple):
     counted: int
 
     @classmethod
-    def from_context(cls, context: list[int], labels: list[int], positions: int) -> ContextWindow:
+    def from_context(cls, context: list[int], labels: list[int], positions: int) -> Self:
         """`labels`, which all count, after as much of the end of their context as fits into `positions`."""
         return cls(np.array([*context, *labels][-(positions + 1) :], np.int32), len(labels))
 
@@ -52,7 +50,7 @@ class Score:
     windows: int = 0
     all_correct: int = 0
 
-    def __add__(self, other: Score) -> Score:
+    def __add__(self, other: Self) -> Self:
         return Score(*map(operator.add, astuple(self), astuple(other)))
 
     @property
@@ -84,26 +82,29 @@ class Metric:
     note: str = ""
 
     @classmethod
-    def count(cls, name: str, value: int, note: str = "") -> Metric:
+    def count(cls, name: str, value: int, note: str = "") -> Self:
         """A whole number."""
         return cls(name, value, f"{value:,}", note)
 
     @classmethod
-    def number(cls, name: str, value: float, note: str = "") -> Metric:
+    def number(cls, name: str, value: float, note: str = "") -> Self:
         """Any other number."""
         return cls(name, value, f"{value:,.4f}" if value < 1000 else f"{value:,.0f}", note)
 
     @classmethod
-    def fraction(cls, name: str, part: int, whole: int, note: str = "") -> Metric:
+    def fraction(cls, name: str, part: int, whole: int, note: str = "") -> Self:
         """A fraction: between 0 and 1 in JSON, in percent for people."""
         return cls(name, part / whole, f"{part / whole:.2%}", note)
 
 
 class Task(Protocol):
-    """A file to be scored."""
+    """A file to be scored.
+
+    Attributes:
+      passes: lists of windows to score separately, each with its sum.
+    """
 
     passes: list[Sequence[ContextWindow]]
-    """Lists of windows to score separately, each with its sum."""
 
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:
         """The results, from one score for each of `passes`."""

@@ -18,8 +18,6 @@ counted. Nothing is skipped in a file without labels, because each of its pairs 
 A row is [CLS] first [SEP] second [SEP]. Prediction files are GLUE submissions, `index<tab>prediction`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,21 +49,24 @@ class SentencePair(NamedTuple):
 
 
 class SentencePairTask(LabelledTask):
-    """A task on pairs of sentences."""
+    """A task on pairs of sentences.
+
+    Attributes:
+      columns: column names; the last two are the sentences.
+      label: column of the label, which a test file lacks.
+      label_values: labels by number, as in the files.
+      skipped_labels: labels of pairs that are skipped.
+      skip_broken_lines: True if a broken line is skipped in a file with labels.
+      submission_names: names of GLUE's submissions by the names of its test files, without extensions.
+    """
 
     head = "classification"
     columns: ClassVar[tuple[str, ...]]
-    """Column names. The last two are the sentences."""
     label: ClassVar[str]
-    """Column of the label, which a test file lacks."""
     label_values: ClassVar[tuple[str, ...]]
-    """Labels by number, as in the files."""
     skipped_labels: ClassVar[tuple[str, ...]] = ()
-    """Labels of pairs that are skipped."""
     skip_broken_lines: ClassVar[bool] = False
-    """True if a broken line is skipped in a file with labels."""
     submission_names: ClassVar[dict[str, str]]
-    """Names of GLUE's submissions by the names of its test files, without extensions."""
 
     @property
     def classes(self) -> int:
@@ -109,10 +110,8 @@ class SentencePairTask(LabelledTask):
 
     def encode(self, file: Path, items: list[SentencePair], role: Role):
         """A row and a label for each pair."""
-        first, second = (
-            self.tokenizer.encode_batch([clean_text(text) for text in texts])
-            for texts in ([pair.first for pair in items], [pair.second for pair in items])
-        )
+        first = self.tokenizer.encode_batch([clean_text(pair.first) for pair in items])
+        second = self.tokenizer.encode_batch([clean_text(pair.second) for pair in items])
         for pair, a, b in zip(items, first, second, strict=True):
             yield pair, [TokenPair(a, b)], [(pair.truth,)]
 

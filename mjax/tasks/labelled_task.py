@@ -52,6 +52,7 @@ class LabelledTask(ABC):
       choices: c, rows per example; 1 except for multiple choice.
       metric: name of the metric that selects the best checkpoint; higher is better.
       label_names: of the labels of an example.
+      unique_name: word for an item's name in messages, if names have to be unique over all validation sets.
       train: training rows; none if no file was given.
       validation: validation rows: "matched" and "mismatched", "middle" and "high", or one set named "validation".
       notes: sentences about skipped and truncated data.
@@ -63,7 +64,6 @@ class LabelledTask(ABC):
     metric: str = "accuracy"
     label_names: tuple[str, ...] = ("label",)
     unique_name: ClassVar[str | None] = None
-    """Word for an item's name in messages, if names have to be unique over all validation sets."""
 
     def __init__(self, train: Sequence[str], validation: Sequence[str], tokenizer: Tokenizer, positions: int):
         """Read the files; arguments and errors as in `labelled.open_task`."""

@@ -12,8 +12,6 @@ last positions of all windows of a width have unmasked labels, as in a question'
 these positions only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,8 +39,7 @@ from mjax.step.step import sum_over_batch
 from mjax.tasks.interface import ContextWindow, Score
 from mjax.tasks.labelled_task import Batch, Examples, iterate_batches
 
-Progress = Callable[[int], None]
-"""Called with the number of rows that have been scored since the last call."""
+Progress = Callable[[int], None]  # called with the number of rows that have been scored since the last call
 
 
 def no_progress(rows: int) -> None:
@@ -75,11 +72,11 @@ class RowScorer:
 
     Attributes:
       abstract_model: ShapeDtypeStructs with shardings: the target for restoring weights.
+      head: inside `shard_map`: weights, residual stream after the last layer [b·s, h], micro-batch and the context of
+        its tokens → numbers per row [b, …], replicated over `model`.
     """
 
     head: Callable[[Model, Array, dict[str, Array], ForwardContext], Array]
-    """Inside `shard_map`: weights, residual stream after the last layer [b·s, h], micro-batch and the context of its
-    tokens → numbers per row [b, …], replicated over `model`."""
 
     def __init__(self, config: Config, mesh: Mesh):
         """Nothing is compiled or allocated before the first batch.
@@ -154,9 +151,7 @@ class Scorer(RowScorer):
             for window, (loss, correct) in zip(windows, totals, strict=True)
         ]
 
-    def score_labels(
-        self, model: CausalModel, windows: Windows, on_progress: Progress = no_progress
-    ) -> list[np.ndarray]:
+    def score_labels(self, model: CausalModel, windows: Windows, on_progress: Progress) -> list[np.ndarray]:
         """Return loss in nats and correctness (0 or 1) of the unmasked labels, [counted, 2] per window.
 
         Args:

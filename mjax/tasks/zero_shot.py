@@ -12,8 +12,6 @@ on request, which takes longer and has a lower loss. Ends of documents are never
 metrics as the dataset prepared from it.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -24,7 +22,7 @@ import numpy as np
 
 from mjax.config.datasets import read_metadata
 from mjax.config.model import ModelConfig
-from mjax.data.corpus import Document, TextFiles, find_files
+from mjax.data.corpus.documents import Document, TextFiles, find_files
 from mjax.data.indexed import IndexedDataset, index_file, token_file, tokenizer_folder
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError

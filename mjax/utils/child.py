@@ -5,8 +5,6 @@ a megabyte. A library that panics, aborts or exceeds its memory ends only the ch
 wall-clock time is limited: for functions of mjax that may hang or abort, such as calls of a driver.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json
@@ -28,8 +26,7 @@ from typing import Any
 
 from mjax.errors import RunError
 
-WAIT = 10
-"""Seconds of wall-clock time for each second of processor time, on a busy machine; after that a child hangs."""
+WAIT = 10  # seconds of wall-clock time for each second of processor time, on a busy machine; after that a child hangs
 THREADS = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
 """A pool of threads maps memory in proportion to the cores of the machine."""
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from mjax.utils.child import serve; serve()"

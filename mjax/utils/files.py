@@ -4,8 +4,6 @@ An atomic write has four steps: write under a temporary name, bring that file to
 rename to the disk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -15,6 +13,7 @@ import os
 import re
 import secrets
 import stat
+import time
 import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -140,9 +139,7 @@ def take_lock(stream: IO, print_line: Callable[[str], None]) -> bool:
         if error.errno not in CANNOT_LOCK:
             raise
         folder = Path(stream.name).parent
-        print_line(
-            f"{folder} is on a file system without locks ({error.strerror}): start only one process that writes to it"
-        )
+        print_line(f"{folder} is on a file system without locks ({error.strerror}): start only one process that writes")
     return True
 
 
@@ -198,12 +195,19 @@ def copy_whole(source: str, target: str) -> None:
     write_whole(Path(target), Path(source).read_bytes())
 
 
-def remove_temporary(folder: Path, name: str = "") -> None:
-    """Remove temporary files of killed processes (`write_whole`) from `folder`; with `name` only the temporary files of
-    that file."""
+def remove_temporary(folder: Path, name: str = "", age: float = 0.0) -> None:
+    """Remove temporary files of killed processes (`write_whole`) from `folder`, unless they are another user's.
+
+    Args:
+      folder: its temporary files are removed.
+      name: remove those of this file alone.
+      age: seconds since the last write, at least: where other processes write too, perhaps on other hosts.
+    """
     for file in folder.glob("*.tmp"):
-        if re.fullmatch((re.escape(name) or ".+") + r"\.[0-9a-f]{8}\.tmp", file.name) and file.is_file():
-            file.unlink()
+        with contextlib.suppress(OSError):  # also if another process has removed it
+            is_old = time.time() - file.stat().st_mtime >= age
+            if is_old and re.fullmatch((re.escape(name) or ".+") + r"\.[0-9a-f]{8}\.tmp", file.name) and file.is_file():
+                file.unlink()
 
 
 def make_folder(folder: Path) -> None:

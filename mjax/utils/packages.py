@@ -1,8 +1,6 @@
 """Installed versions, from package metadata without an import, so that broken packages are listed too; and hashes of
 mjax's sources."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from importlib import metadata

@@ -59,9 +59,7 @@ class Pace:
 
 
 @contextmanager
-def show_progress(
-    verb: str, total: int, count: Callable[[], int], pace: Pace, unit: str = "bytes", after: str = ""
-) -> Iterator[None]:
+def show_progress(verb: str, total: int, count: Callable[[], int], pace: Pace, unit: str = "bytes") -> Iterator[None]:
     """Show the progress of other threads or processes: a bar, or without a terminal a line now and then.
 
     Args:
@@ -70,11 +68,10 @@ def show_progress(
       count: returns how much of `total` is done; it is called in another thread.
       pace: of the command.
       unit: of `total`; for bytes their rate is shown.
-      after: label of the work that follows when all of `total` is done.
     """
     console = Console(stderr=True)
     rate = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
-    columns = (TextColumn("{task.description}"), BarColumn(), *rate, TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn(verb), BarColumn(), *rate, TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as shown:
         number, ended = shown.add_task(verb, total=total, completed=min(count(), total)), threading.Event()
         task = shown.tasks[0]
@@ -83,7 +80,7 @@ def show_progress(
             while not ended.wait(INTERVAL):
                 done = min(count(), total)
                 task.total = total if done < total else None  # without, the bar moves
-                shown.update(number, completed=done, description=verb if done < total else after or verb)
+                shown.update(number, completed=done)
                 if not console.is_terminal and time.monotonic() >= pace.due:
                     console.print(_line(task, unit), highlight=False, soft_wrap=True, markup=False)
                     pace.due = time.monotonic() + NEXT_LINE

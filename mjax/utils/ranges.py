@@ -9,8 +9,6 @@ fetched together. Processes of one machine share the files: two that fetch the s
 range is marked when it is on the disk.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import mmap
@@ -79,7 +77,7 @@ class Ranges:
             self._fetched = mmap.mmap(stream.fileno(), 0)
 
     @classmethod
-    def from_file(cls, file: Path) -> Ranges | None:
+    def from_file(cls, file: Path) -> "Ranges | None":
         """Return the ranges of `file`; None if the whole file is local."""
         return cls(file) if Path(f"{file}.ranges").is_file() and file.stat().st_size else None
 

@@ -4,8 +4,6 @@ In an object store they can be written too, each in one piece: `put`, `remove` a
 addresses.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import shutil
@@ -46,7 +44,7 @@ class RemoteFile(PosixPath):
         """The store of this file."""
         return stores.Store(str(self), stores.to_stderr)
 
-    def _make_files(self, names: dict[str, dict[str, Any]]) -> Iterator[RemoteFile]:
+    def _make_files(self, names: dict[str, dict[str, Any]]) -> Iterator["RemoteFile"]:
         for name, info in sorted(names.items()):
             file = RemoteFile(self.store.fs.unstrip_protocol(name))
             file.__dict__["_info"] = info  # as listed: no separate request
@@ -72,7 +70,7 @@ class RemoteFile(PosixPath):
         changed = int(stores.modification_time(self._info) * 1e9)
         return SimpleNamespace(st_size=self._info["size"], st_mtime_ns=changed)
 
-    def resolve(self, strict: bool = False) -> RemoteFile:
+    def resolve(self, strict: bool = False) -> "RemoteFile":
         """The address itself."""
         return self
 
@@ -80,11 +78,11 @@ class RemoteFile(PosixPath):
         """A stream of its bytes, read in requests of `BLOCK` bytes."""
         return io.BufferedReader(self._ask(lambda: self.store.fs.open(str(self), mode, block_size=BLOCK)), BUFFER)
 
-    def rglob(self, pattern: str, **_: Any) -> Iterator[RemoteFile]:
+    def rglob(self, pattern: str, **_: Any) -> Iterator["RemoteFile"]:
         """All files below this address; the pattern is "*"."""
         return self._make_files(self._ask(lambda: self.store.fs.find(str(self), detail=True)))
 
-    def list_matching(self) -> list[RemoteFile]:
+    def list_matching(self) -> list["RemoteFile"]:
         """The files that this pattern matches."""
         return list(self._make_files(self._ask(lambda: self.store.fs.glob(str(self), detail=True))))
 

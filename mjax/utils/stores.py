@@ -10,8 +10,6 @@ fsspec connects to the stores, with s3fs or gcsfs, which read credentials and en
 AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL. No message contains credentials.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

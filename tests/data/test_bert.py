@@ -40,7 +40,7 @@ def indexed(tmp_path_factory):
 
 
 def dataset(indexed, samples=100, sequence=64, seed=1234, pieces=PIECES, **options):
-    return BertDataset(indexed, range(indexed.documents), samples, sequence, seed, pieces, **options)
+    return BertDataset(indexed, range(indexed.documents), samples, sequence, seed, pieces=pieces, **options)
 
 
 def digest(samples):

@@ -12,7 +12,7 @@ from tokenizers import processors
 from mjax.commands import cli
 from mjax.config import save_config
 from mjax.data.conversations import ConversationDataset, pack_best_fit
-from mjax.data.corpus import TextFiles, parse_block
+from mjax.data.corpus.documents import TextFiles, parse_block
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, mask_file, token_file
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
@@ -20,8 +20,8 @@ from mjax.generation.chat import (
     PLAIN,
     TEMPLATE,
     Chat,
+    ChatError,
     Trained,
-    UntrainableConversation,
     encode,
     find_trained_spans,
     read_messages,
@@ -164,7 +164,7 @@ def test_token_of_header_and_answer_is_trained(tmp_path):
     ],
 )
 def test_unfit_conversation_is_named(fields, words, tmp_path):
-    with pytest.raises(UntrainableConversation) as unfit:
+    with pytest.raises(ChatError) as unfit:
         encode(chat_of(tmp_path / "t", THINKING), fields, Trained())
     assert words in str(unfit.value)
 
@@ -172,7 +172,7 @@ def test_unfit_conversation_is_named(fields, words, tmp_path):
 def test_reasoning_that_template_leaves_out_is_named(tmp_path):
     """And what the refusal says works."""
     chat = chat_of(tmp_path / "t", DISTILLED)
-    with pytest.raises(UntrainableConversation, match=r"leaves out the reasoning of message 2, .* \(--no-reasoning\)"):
+    with pytest.raises(ChatError, match=r"leaves out the reasoning of message 2, .* \(--no-reasoning\)"):
         encode(chat, {"messages": INLINE}, Trained())
     assert encode(chat, {"messages": INLINE}, Trained(reasoning=False))
 
@@ -181,12 +181,12 @@ def test_all_or_nothing_is_not_trained(tmp_path):
     everything = "{% generation %}{% for message in messages %}{{ message['content'] }}{% endfor %}{% endgeneration %}"
     nothing = "{% for message in messages %}{% if message['role'] == 'user' %}x{% endif %}{% endfor %}"
     for template, words in ((everything, "all of its tokens"), (nothing, "renders message 3 differently")):
-        with pytest.raises(UntrainableConversation, match=words):
+        with pytest.raises(ChatError, match=words):
             encode(chat_of(tmp_path / "t", template), {"messages": TALK}, Trained())
     twice = MARKED.replace("<|im_end|>{% endg", "{% endgeneration %}{% generation %}<|im_end|>{% endg")
-    with pytest.raises(UntrainableConversation, match="marks 4 parts of 2 turns of the assistant"):
+    with pytest.raises(ChatError, match="marks 4 parts of 2 turns of the assistant"):
         encode(chat_of(tmp_path / "t", twice), {"messages": UNWEIGHTED}, Trained())
-    with pytest.raises(UntrainableConversation, match=r"message 5 differently without its header.*: --chat-template"):
+    with pytest.raises(ChatError, match=r"message 5 differently without its header.*: --chat-template"):
         encode(chat_of(tmp_path / "t", nothing), {"messages": TALK}, Trained(turns="last"))
 
 

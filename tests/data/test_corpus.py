@@ -9,8 +9,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from mjax.data.corpus import TextFiles, find_files
-from mjax.data.corpus.documents import BLOCK_BYTES, zstd
+from mjax.data.corpus.documents import BLOCK_BYTES, TextFiles, find_files, zstd
 from mjax.errors import UsageError
 
 TEXTS = ["plain", "naïve “quotes”\u2028and a line separator", "", "tab\tand\r\nreturn", "🙂" * 50, "x" * 700]

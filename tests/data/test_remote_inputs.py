@@ -12,7 +12,7 @@ from pyarrow import parquet
 from mjax.commands.clean import CleanArguments, clean
 from mjax.commands.dedup import DedupArguments, dedup
 from mjax.commands.prepare import PrepareArguments, prepare
-from mjax.data.corpus import find_files
+from mjax.data.corpus.documents import find_files
 from mjax.errors import UsageError
 from mjax.utils.remote import locate
 from tests.object_store import bucket

@@ -23,7 +23,7 @@ from mjax.commands import cli
 from mjax.commands.clean import CleanArguments, clean
 from mjax.commands.dedup import DedupArguments, dedup
 from mjax.commands.prepare import PrepareArguments, prepare
-from mjax.data.corpus import TextFiles, parse_block
+from mjax.data.corpus.documents import TextFiles, parse_block
 from mjax.data.corpus.tasks import Job
 from mjax.errors import RunError, UsageError
 from mjax.utils import files

@@ -32,7 +32,7 @@ from mjax.config.checks import validate
 from mjax.config.datasets import DatasetMetadata, read_metadata
 from mjax.config.model_file import ModelFile
 from mjax.data.cache import MIN_CACHED_BYTES, IndexCache
-from mjax.data.corpus import TextFiles
+from mjax.data.corpus.documents import TextFiles
 from mjax.data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter, write_metadata
 from mjax.finetuning.recipe import FinetuneArguments, make_request, with_start_step
 from mjax.finetuning.tuning import read_epochs

@@ -11,7 +11,7 @@ from mjax.checkpoint.folders import Unusable
 from mjax.errors import MAX_MESSAGE_CHARACTERS, RunError, UsageError, one_sentence
 from mjax.interop.distributed_files import StoredTensor, read_metadata
 from mjax.interop.megatron.checkpoint import flatten_names
-from mjax.interop.megatron.tensors import DistributedTensors
+from mjax.interop.megatron.tensors import open_stacks
 from mjax.interop.torch_files import TensorChunk
 from tests.faults.mutated_files import READERS
 from tests.faults.mutations import _read, run
@@ -115,7 +115,7 @@ def test_distributed_layers_need_room_in_their_files(tmp_path):
         StoredTensor("float32", (10**9, 0), ()),
     ):
         with pytest.raises(UsageError, match=r"which are too few|other parts"):
-            DistributedTensors(tmp_path, {"decoder.layers.mlp.linear_fc2.bias": tensor})
+            open_stacks(tmp_path, {"decoder.layers.mlp.linear_fc2.bias": tensor})
 
 
 def test_pickle_cannot_claim_memory_or_hold_itself(tmp_path):

@@ -74,7 +74,7 @@ def report_of(folder):
 
 def evaluated(capsys, run, task, data, *flags):
     given = ["--run", run, "--task", task, "--data", data, *flags, "--json"]
-    assert evaluate(tyro.cli(EvaluateArguments, args=[str(flag) for flag in given])) == 0
+    evaluate(tyro.cli(EvaluateArguments, args=[str(flag) for flag in given]))
     return json.loads(capsys.readouterr().out)
 
 

@@ -12,6 +12,7 @@ from mjax.config import GPTConfig, MixtureConfig, load_config
 from mjax.errors import UsageError
 from mjax.interop.convert import export_family, find_family, scale_rope
 from mjax.interop.tokenizer_files import collect_tokenizer_files
+from mjax.models.build import count_parameters
 from mjax.models.gemma3.huggingface import GEMMA3
 from mjax.models.huggingface.family import config_values, model_config, unlike
 from mjax.models.llama.huggingface import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
@@ -90,6 +91,34 @@ KIMI_K2 = LARGE | {
     "num_key_value_heads": 64, "rope_scaling": LONG | {"beta_fast": 1.0, "factor": 32.0},
     "routed_scaling_factor": 2.827,
 }  # fmt: skip
+# DeepSeek-V2-Lite, DeepSeek-V2, GLM-4.5 and GLM-4.5-Air likewise.
+V2_SCALE = LONG | {"beta_fast": 32, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
+V2_LITE = {name: value for name, value in MOONLIGHT.items() if name != "num_nextn_predict_layers"} | {
+    "architectures": ["DeepseekV2ForCausalLM"], "intermediate_size": 10944, "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2", "norm_topk_prob": False, "rms_norm_eps": 1e-06, "rope_scaling": V2_SCALE,
+    "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_method": "greedy",
+    "vocab_size": 102400,
+}  # fmt: skip
+DEEPSEEK_V2 = V2_LITE | {
+    "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "n_group": 8,
+    "n_routed_experts": 160, "num_attention_heads": 128, "num_hidden_layers": 60, "num_key_value_heads": 128,
+    "q_lora_rank": 1536, "routed_scaling_factor": 16.0, "topk_group": 3, "topk_method": "group_limited_greedy",
+}  # fmt: skip
+GLM_45_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 131072,
+    "model_type": "glm4_moe", "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8,
+    "num_hidden_layers": 46, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
+}  # fmt: skip
+GLM_45 = GLM_45_AIR | {
+    "first_k_dense_replace": 3, "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+    "n_routed_experts": 160, "num_hidden_layers": 92, "routed_scaling_factor": 2.5, "use_qk_norm": True,
+}  # fmt: skip
 
 
 def read(values):
@@ -129,6 +158,29 @@ def test_published_config_matches_ours(values, name, more):
     family = export_family(model)
     given = {} if model.kind == "deepseek" else {"head_dim": model.head_size}
     assert read({**config_values(family, model), "model_type": family.model_type}) == replace(model, **given)
+
+
+@pytest.mark.parametrize(
+    ("values", "billions", "fields"),
+    [
+        (V2_LITE, 15.706, {"router_n_groups": 1, "rope_mscale": 0.707}),
+        (DEEPSEEK_V2, 235.741, {"router_n_groups": 8, "router_topk_groups": 3, "router_group_best": 1}),
+        (GLM_45_AIR, 106.852, {"qk_norm": "none", "rotary_percent": 0.5, "router_bias": True, "head_dim": 128}),
+        (GLM_45, 352.798, {"qk_norm": "head", "qkv_bias": True, "first_dense_layers": 3, "router_scale": 2.5}),
+    ],
+    ids=["DeepSeek-V2-Lite", "DeepSeek-V2", "GLM-4.5-Air", "GLM-4.5"],
+)
+def test_published_config_is_read(values, billions, fields):
+    """GLM-4.5 without its layer of multi-token prediction."""
+    model = read(values)
+    assert {name: getattr(model, name) for name in fields} == fields
+    assert count_parameters(model) / 1e9 == pytest.approx(billions, abs=5e-4)
+    family = export_family(model)
+    written = config_values(family, model)
+    assert read({**written, "model_type": family.model_type}) == model
+    assert {name: written.get(name) for name in ("topk_method", "n_shared_experts")} == {
+        name: values.get(name) for name in ("topk_method", "n_shared_experts")
+    }
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -11,7 +11,7 @@ from mjax.config.model import convert_kind
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import DEFAULTS, SETTINGS, model_config
 from mjax.interop.megatron.checkpoint import flatten_names
-from mjax.interop.megatron.tensors import RankTensors, megatron_family, to_current_names
+from mjax.interop.megatron.tensors import join_tensor_ranks, megatron_family, to_current_names
 from tests.interop.megatron_files import draw, harmless_arguments, share
 from tests.interop.whole_weights import assert_same, read_weights, weights_of
 
@@ -47,8 +47,8 @@ def read(tensors, model, version=3.0):
 )
 @pytest.mark.parametrize("model", [SMALL, BERT], ids=["gpt", "bert"])
 def test_shares_of_any_ranks_merge(model, version, ranks, stages):
-    tensors = RankTensors(pieces_of(model, version, ranks, stages), version, "source")
-    assert tensors.read(WORDS)[29:].min() == 7.5, "Megatron's rows of padding"
+    tensors = join_tensor_ranks(pieces_of(model, version, ranks, stages), version, "source")
+    assert tensors[WORDS][29:].min() == 7.5, "Megatron's rows of padding"
     assert_same(read(tensors, model, version), draw(model))
 
 
@@ -69,10 +69,10 @@ def test_other_spellings_name_same_tensors():
 
 @pytest.mark.parametrize("rows", [slice(0, 5), slice(6, 20), slice(30, 40)], ids=str)
 def test_rows_of_split_embedding_match_whole(rows):
-    tensors = RankTensors(pieces_of(SMALL, ranks=4), 3.0, "source")
-    whole = tensors.read(WORDS)
+    tensors = join_tensor_ranks(pieces_of(SMALL, ranks=4), 3.0, "source")
+    whole = tensors[WORDS][:]
     assert whole.shape == (32, 24)
-    np.testing.assert_array_equal(tensors.read(WORDS, rows), whole[rows])
+    np.testing.assert_array_equal(tensors[WORDS][rows], whole[rows])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_shares_that_do_not_fit_are_refused(change, words):
     pieces = pieces_of(SMALL, ranks=2)
     change(pieces)
     with pytest.raises(UsageError) as refused:
-        read(RankTensors(pieces, 3.0, "source"), SMALL)
+        read(join_tensor_ranks(pieces, 3.0, "source"), SMALL)
     assert words in str(refused.value)
 
 
@@ -206,7 +206,7 @@ def test_assumed_arguments_are_printed(arguments, words, write_rank, tmp_path, c
 
 # --- The arguments of the run -----------------------------------------------------------------------------------------
 
-TENSORS = RankTensors(pieces_of(SMALL), 3.0, "source")
+TENSORS = join_tensor_ranks(pieces_of(SMALL), 3.0, "source")
 ARGUMENTS = {
     "num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 40, "max_position_embeddings": 10,
     "padded_vocab_size": 32, "kv_channels": 6, "hidden_dropout": 0.1, "attention_dropout": 0.2, "init_method_std": 0.01,
@@ -217,7 +217,7 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_harmless_arguments_change_no_model(kind):
-    tensors = RankTensors(pieces_of(convert_kind(SMALL, kind)), 3.0, "source")
+    tensors = join_tensor_ranks(pieces_of(convert_kind(SMALL, kind)), 3.0, "source")
     defaults = {name: setting.defaults[-1] for name, setting in SETTINGS.items() if setting.kind != "reproduced"}
     given = defaults | harmless_arguments() | ARGUMENTS
     assert model_config(given, tensors, kind, "source") == model_config(ARGUMENTS, tensors, kind, "source")
@@ -257,7 +257,7 @@ def test_arguments_and_shapes_describe_model():
 )
 def test_activation_matches_kernels_of_megatron(kind, arguments, old_names, mlp, head):
     """megatron-core reads no openai_gelu, and BertLMHead has erf (core/models/bert/bert_lm_head.py, 0.16 to 0.19)."""
-    tensors = RankTensors(pieces_of(convert_kind(SMALL, kind)), 3.0, "source")
+    tensors = join_tensor_ranks(pieces_of(convert_kind(SMALL, kind)), 3.0, "source")
     found = model_config(arguments, tensors, kind, "source", heads=4, old_names=old_names)
     assert (found.activation, getattr(found, "mlm_activation", None)) == (mlp, head)
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from mjax.errors import UsageError
-from mjax.interop.megatron.bridge import read_run_config
+from mjax.interop.megatron.checkpoint import read_run_config
 
 SILU = {"_target_": "torch.nn.functional.silu", "_call_": False}
 GELU = {"_target_": "torch._C._nn.gelu", "_call_": False}

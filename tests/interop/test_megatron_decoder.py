@@ -10,7 +10,8 @@ import pytest
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import SETTINGS, assume_arguments, decoder_config, describe_differences
 from mjax.interop.megatron.checkpoint import open_checkpoint
-from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, RankTensors, join_expert_ranks
+from mjax.interop.megatron.tensors import DECODER, MIXTURE, join_expert_ranks, join_tensor_ranks, split_fused
+from mjax.interop.tensor_files import LazyTensor
 from mjax.interop.weights import make_block_reader, match_tensors
 from scripts.make_megatron_settings import classify, read_classes
 from tests.interop.megatron_files import harmless_arguments
@@ -87,7 +88,7 @@ def share(layout, stage, rank, ranks, expert_rank=0, expert_ranks=1):
 
 
 def tensors_of(layout, ranks=1, expert_ranks=1, change=lambda shares: None):
-    """`RankTensors`; `change` takes what the expert ranks of tensor rank 0 and stage 0 hold."""
+    """`join_tensor_ranks`; `change` takes what the expert ranks of tensor rank 0 and stage 0 hold."""
     pieces = [
         [
             [share(layout, stage, rank, ranks, each, expert_ranks) for each in range(expert_ranks)]
@@ -97,12 +98,12 @@ def tensors_of(layout, ranks=1, expert_ranks=1, change=lambda shares: None):
     ]
     change(pieces[0][0])
     merged = [[join_expert_ranks(shares, "source") for shares in piece] for piece in pieces]
-    return RankTensors(merged, 3.0, "source", gated=True)
+    return join_tensor_ranks(merged, 3.0, "source", gated=True)
 
 
 def reader_of(tensors, arguments, family):
     model = decoder_config(arguments, tensors, "source", 3.0)
-    theirs = DecoderTensors(tensors, model, "source")
+    theirs = split_fused(tensors, model, "source")
     return make_block_reader(family, theirs, match_tensors(family, theirs, model, "source"), model, lambda size: None)
 
 
@@ -143,7 +144,7 @@ def test_decoder_shares_merge(ranks):
     )
     assert (model.rope_theta, model.norm_epsilon, model.rope_scaling) == (500_000, 1e-6, "none")
     check(reader_of(tensors, ARGUMENTS, DECODER), experts=False)
-    some = DecoderTensors(tensors, model, "source").read("decoder.layers.3.mlp.linear_fc1.up.weight", slice(2, 5))
+    some = split_fused(tensors, model, "source")["decoder.layers.3.mlp.linear_fc1.up.weight"][2:5]
     np.testing.assert_array_equal(some, matrix(3, "up", F, H)[2:5])
 
 
@@ -198,6 +199,14 @@ def test_expert_ranks_that_do_not_fit_are_refused(change, words):
 # --- Arguments --------------------------------------------------------------------------------------------------------
 
 DENSE, TENSORS = tensors_of(None), tensors_of("one by one")
+OF_LATENT = OF_MIXTURE | {
+    "multi_latent_attention": True, "qk_layernorm": True, "rotary_scaling_factor": 4.0, "mscale": 0.7,
+    "mscale_all_dim": 0.7, "q_lora_rank": 7,
+}  # fmt: skip
+LATENT = dict(TENSORS)  # of 4 heads with 3 and 2 dims and values of 4, by a latent of 5
+for part, shape in {"q_down": (7, H), "kv_down": (7, H), "kv_up": (28, 5), "": (H, 16)}.items():
+    name = f"decoder.layers.0.self_attention.linear_{part}_proj.weight".replace("__", "_")
+    LATENT[name] = LazyTensor.from_array(np.zeros(shape, np.float32))
 SIGMOID = {"moe_router_score_function": "sigmoid"}
 SEQUENCE = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.02}
 IN_GROUPS = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
@@ -214,7 +223,8 @@ LLAMA_3 = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
         ({}, {"router": "softmax", "router_normalized": True, "router_scale": 1.0, "aux_loss_coef": 0, "z_loss": 0}),
         ({"moe_router_pre_softmax": True}, {"router": "softmax", "router_normalized": False}),
         (SIGMOID | {"moe_router_topk": 1}, {"router_normalized": False}),
-        (SIGMOID | IN_GROUPS, {"router_n_groups": 2, "router_topk_groups": 1}),
+        (SIGMOID | IN_GROUPS, {"router_n_groups": 2, "router_topk_groups": 1, "router_group_best": 2}),
+        (SIGMOID | {"moe_router_enable_expert_bias": True}, {"router_bias": True, "router_bias_update_rate": 0.0}),
         ({"moe_aux_loss_coeff": 0.01}, {"aux_loss_coef": 0.01, "aux_loss_scope": "micro_batch"}),
         ({name: [value] for name, value in SEQUENCE.items()}, {"aux_loss_coef": 0.02, "aux_loss_scope": "sequence"}),
         ({"moe_ffn_hidden_size": None}, {"feed_forward": 20, "moe_ffn_hidden": F}),
@@ -225,6 +235,18 @@ def test_arguments_become_matching_fields(given, expected):
     model = decoder_config(OF_MIXTURE | given, TENSORS, "source", 3.0)
     assert {name: getattr(model, name) for name in expected} == expected
     assert "balance loss" not in "".join(describe_differences(OF_MIXTURE | given, "source"))
+
+
+def test_shapes_and_yarn_become_fields_of_latent_attention():
+    yarn = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_mscale": 0.7, "rope_original_length": 4096}
+    sizes = {"q_lora_rank": 7, "kv_lora_rank": 5, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4}
+    model = decoder_config(OF_LATENT, LATENT, "source", 3.0)
+    assert {name: getattr(model, name) for name in yarn | sizes} == yarn | sizes
+    assert (model.latent_norm_epsilon, model.mtp_layers) == (1e-6, 0)
+    for plain in ({"rotary_scaling_factor": 1.0}, {"rope_type": "rope", "mscale_all_dim": 0.0}):
+        assert decoder_config(OF_LATENT | plain, LATENT, "source", 3.0).rope_scaling == "none"
+    (line,) = describe_differences(OF_LATENT | {"hidden_dropout": 0.1, "attention_dropout": 0.0}, "source")
+    assert line == "hidden_dropout 0.1: left out, because latent attention trains without dropout here"
 
 
 RATES = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.02}
@@ -280,15 +302,20 @@ REFUSED = [
     (DENSE, {"normalization": "LayerNorm"}, "normalization is 'LayerNorm'"),
     (DENSE, {"num_experts": 8}, "lacks the matrix decoder.layers.0.mlp.experts.0.linear_fc2.weight"),
     (DENSE, LLAMA_3 | {"rotary_seq_len_interpolation_factor": 4}, "both set"),
+    (TENSORS, {"moe_router_enable_expert_bias": True}, "expert_bias is set, which Megatron has with sigmoid only"),
+    (TENSORS, {"multi_latent_attention": True}, "lacks the matrix decoder.layers.0.self_attention.linear_kv_up_proj"),
+    (LATENT, {"qk_layernorm": False}, "qk_layernorm is False, and with latent attention mjax needs it"),
+    (LATENT, SIGMOID, "moe_router_enable_expert_bias is None, and with latent attention mjax needs it"),
     (
-        TENSORS,
-        {"moe_router_enable_expert_bias": True},
-        "moe_router_enable_expert_bias is True, but mjax supports only False",
+        LATENT,
+        {"mscale_all_dim": 0.0},
+        "mscale 0.7, mscale_all_dim 0.0, beta_slow 1, and mjax has yarn with equal mscales",
     ),
+    (LATENT, {"mtp_num_layers": 2}, "mtp_num_layers is 2, and mjax supports 0 and 1"),
+    (LATENT, {"v_head_dim": 9}, "v_head_dim is 9 among the arguments, and 4 by the tensors"),
     (TENSORS, {"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps is 0.1, but mjax supports only None"),
     (TENSORS, {"moe_expert_capacity_factor": 1.0}, "capacity_factor is 1.0, with which Megatron drops tokens"),
     (TENSORS, {"moe_router_score_function": "sqrtsoftplus"}, "'sqrtsoftplus', and mjax knows softmax and sigmoid"),
-    (TENSORS, SIGMOID | IN_GROUPS | {"moe_router_topk": 1}, "score a group by its best 1 experts, and mjax by its"),
     (TENSORS, IN_GROUPS, "group_topk is 1 without moe_router_pre_softmax"),
     (TENSORS, {"num_experts": 8}, "num_experts is 8 among the arguments, and 4 by the tensors"),
     (
@@ -310,7 +337,7 @@ REFUSED = [
 
 SWITCHES = {
     "softmax_scale": 0.5, "layernorm_zero_centered_gamma": True, "apply_layernorm_1p": True, "squared_relu": True,
-    "quick_geglu": True, "multi_latent_attention": True, "attention_output_gate": True, "window_size": [128, 0],
+    "quick_geglu": True, "mtp_detach_heads": True, "attention_output_gate": True, "window_size": [128, 0],
     "window_attn_skip_freq": 2, "experimental_attention_variant": "dsa", "linear_attention_freq": 4, "qk_l2_norm": True,
     "hybrid_layer_pattern": "M*M*", "hybrid_override_pattern": "M*", "is_hybrid_model": True, "use_mup": True,
     "hybrid_attention_ratio": 0.5, "spec": ["a", "b"], "heterogeneous_layers_config_path": "a.json",
@@ -389,8 +416,8 @@ def test_harmless_arguments_change_no_decoder(tensors, said):
 
 @pytest.mark.parametrize(("tensors", "change", "words"), REFUSED, ids=[words for _, _, words in REFUSED])
 def test_unsupported_arguments_are_refused_by_name(tensors, change, words):
-    arguments = (OF_MIXTURE if tensors is TENSORS else ARGUMENTS) | change
+    arguments = {id(TENSORS): OF_MIXTURE, id(LATENT): OF_LATENT}.get(id(tensors), ARGUMENTS) | change
     with pytest.raises(UsageError) as refused:
-        DecoderTensors(tensors, decoder_config(arguments, tensors, "source", 3.0), "source")
+        split_fused(tensors, decoder_config(arguments, tensors, "source", 3.0), "source")
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)

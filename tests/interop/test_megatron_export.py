@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jax.numpy import bfloat16
 
-from mjax.config import LlamaConfig, MixtureConfig
+from mjax.config import DeepSeekConfig, LlamaConfig, MixtureConfig
 from mjax.config.model import convert_kind
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import decoder_config
@@ -53,6 +54,16 @@ def test_shards_match_shards_by_hand(model, tensor, pipeline, tmp_path):
             np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
 
 
+def test_bias_of_the_router_stays_float32(tmp_path):
+    """Megatron's buffer is float32: rounded to bf16, a router chooses other experts."""
+    weights = draw(LATENT)
+    blocks = lambda name, rank: [(0, weights[name.removeprefix("model.")])]  # noqa: E731
+    export = plan_export(LATENT, RUN)
+    whole = gather_tensors(export, blocks, np.dtype(bfloat16), tmp_path / "scratch", lambda size: None)
+    written = whole["decoder.layers.1.mlp.router.expert_bias"]
+    np.testing.assert_array_equal(written, weights["blocks.mlp.router.bias"][1], strict=True)
+
+
 @pytest.mark.parametrize("expert_ranks", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_shards_of_decoder_match_shards_by_hand(ranks, expert_ranks, tmp_path):
@@ -76,6 +87,12 @@ def test_shards_of_decoder_match_shards_by_hand(ranks, expert_ranks, tmp_path):
 LLAMA = LlamaConfig(layers=4, hidden=24, heads=4, kv_heads=2, feed_forward=40, sequence=10, vocabulary=29)
 ROUTED = MixtureConfig(layers=2, hidden=24, heads=4, experts=4, feed_forward=40, sequence=10, vocabulary=29)
 
+LATENT = DeepSeekConfig(
+    layers=2, hidden=24, heads=4, experts=4, q_lora_rank=12, kv_lora_rank=10, router="sigmoid", router_scale=2.5,
+    feed_forward=40, sequence=10, vocabulary=29, rope_scaling="yarn", rope_factor=4.0, rope_original_length=4096,
+    latent_norm_epsilon=1e-6, mtp_layers=1, mtp_loss_coef=0.1,
+)  # fmt: skip
+
 
 @pytest.mark.parametrize(
     "model",
@@ -87,6 +104,7 @@ ROUTED = MixtureConfig(layers=2, hidden=24, heads=4, experts=4, feed_forward=40,
         replace(LLAMA, rope_scaling="llama3", rope_factor=8.0, rope_original_length=8192, rope_theta=5e5),
         ROUTED, replace(ROUTED, router_normalized=False, shared_expert_ffn_hidden=8, moe_ffn_hidden=16, z_loss=0.1),
         replace(ROUTED, router="sigmoid", router_scale=2.5, router_n_groups=2, router_topk_groups=1),
+        LATENT, replace(LATENT, rope_scaling="none", rope_factor=1.0, rope_original_length=None, q_lora_rank=6),
         replace(ROUTED, layers=6, first_dense_layers=2), replace(ROUTED, layers=6, moe_layer_freq=2),
         replace(ROUTED, aux_loss_coef=0.1), replace(ROUTED, aux_loss_coef=0.1, aux_loss_scope="micro_batch"),
     ],
@@ -113,7 +131,9 @@ def test_arguments_describe_model(model):
         (replace(LLAMA, norms="post"), "--model.norms post"),
         (replace(LLAMA, activation="gelu_tanh"), "--model.activation gelu_tanh"),
         (replace(LLAMA, rope_scaling="yarn", rope_factor=4.0, rope_original_length=5), "--model.rope-scaling yarn"),
-        (replace(ROUTED, router_bias_update_rate=0.1), "--model.router-bias-update-rate 0.1"),
+        (replace(ROUTED, router_bias_update_rate=0.1), "expert_bias is set, which Megatron has with sigmoid only"),
+        (replace(LATENT, rope_beta_fast=1.0), "--model.rope-beta-fast 1.0, and to-megatron can write only 32"),
+        (replace(LATENT, latent_norm_epsilon=1e-5), "--model.latent-norm-epsilon 1e-05"),
         (convert_kind(LLAMA, "gemma3"), "runs/demo is a Gemma 3, and GPTModel lacks its post-LayerNorms"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

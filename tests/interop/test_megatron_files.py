@@ -14,7 +14,7 @@ from mjax.commands import cli
 from mjax.errors import UsageError
 from mjax.interop.distributed_files import StoredTensor, StoredTensors, read_metadata
 from mjax.interop.megatron.checkpoint import find_folder
-from mjax.interop.megatron.tensors import DistributedTensors
+from mjax.interop.megatron.tensors import open_stacks
 from mjax.interop.torch_files import TensorChunk, load_tensors
 
 # --- Format torch_dist ------------------------------------------------------------------------------------------------
@@ -40,11 +40,11 @@ STACKED = "decoder.layers.mlp.linear_fc2.weight"
 def test_layers_stored_as_one_tensor_are_split(stacked, rows, monkeypatch):
     whole, folder, stored, parts = stacked
     monkeypatch.setattr(StoredTensors, "_load_chunk", lambda _, chunk: parts[chunk.start])
-    tensors = DistributedTensors(folder, {STACKED: stored})
-    assert list(tensors.infos) == [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(3)]
-    for layer, name in enumerate(tensors.infos):
-        assert tensors.infos[name].shape == (8, 6)
-        np.testing.assert_array_equal(tensors.read(name, rows), whole[layer, rows])
+    tensors = open_stacks(folder, {STACKED: stored})
+    assert list(tensors) == [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(3)]
+    for layer, tensor in enumerate(tensors.values()):
+        assert tensor.shape == (8, 6)
+        np.testing.assert_array_equal(tensor[rows], whole[layer, rows])
 
 
 def test_parts_that_do_not_cover_tensor_are_missed(stacked, monkeypatch):
@@ -52,13 +52,13 @@ def test_parts_that_do_not_cover_tensor_are_missed(stacked, monkeypatch):
     *others, before_last, last = stored.chunks  # of equal sizes, so that these still add up
     twice = (*others, before_last, replace(last, offsets=before_last.offsets))
     monkeypatch.setattr(StoredTensors, "_load_chunk", lambda _, chunk: parts[chunk.start])
-    tensors = DistributedTensors(folder, {STACKED: replace(stored, chunks=twice)})
-    assert np.isnan(tensors.read("decoder.layers.2.mlp.linear_fc2.weight")[:, 2:]).all()
+    tensors = open_stacks(folder, {STACKED: replace(stored, chunks=twice)})
+    assert np.isnan(tensors["decoder.layers.2.mlp.linear_fc2.weight"][:][:, 2:]).all()
     with pytest.raises(UsageError, match=f"lists other parts of {STACKED} than the whole"):
-        DistributedTensors(folder, {STACKED: replace(stored, chunks=stored.chunks[1:])})
+        open_stacks(folder, {STACKED: replace(stored, chunks=stored.chunks[1:])})
     (folder / "__0_0.distcp").unlink()
     with pytest.raises(UsageError, match=r"__0_0.distcp does not exist, though .metadata names it"):
-        DistributedTensors(folder, {STACKED: stored})
+        open_stacks(folder, {STACKED: stored})
 
 
 # --- .metadata --------------------------------------------------------------------------------------------------------

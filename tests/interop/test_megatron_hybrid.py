@@ -8,10 +8,9 @@ import pytest
 
 from mjax.commands import cli
 from mjax.errors import UsageError
-from mjax.interop.megatron.checkpoint import MegatronCheckpoint, strip_wrappers
-from mjax.interop.megatron.hybrid import open_hybrid
-from mjax.interop.megatron.tensors import RankTensors
-from mjax.interop.tensor_files import TensorInfo
+from mjax.interop.megatron.checkpoint import MegatronCheckpoint, open_hybrid, strip_wrappers
+from mjax.interop.megatron.tensors import join_tensor_ranks
+from mjax.interop.tensor_files import LazyTensor
 
 NAMES = (
     "decoder.layers.0.input_layernorm.weight", "decoder.layers.1.pre_mlp_layernorm.weight",
@@ -20,19 +19,14 @@ NAMES = (
 )  # fmt: skip
 
 
-class Named:
+def named(names):
     """Tensors that are their own names."""
-
-    def __init__(self, names):
-        self.infos = dict.fromkeys(names, TensorInfo("F32", (4,)))
-
-    def read(self, name, rows=slice(None)):
-        return np.array(list(name))[rows]
+    return {name: LazyTensor("F32", (4,), np.array(list(name)).__getitem__) for name in names}
 
 
 def hybrid(names=NAMES, **arguments):
-    opened = (3.0, False, arguments, None, False, {}, lambda slot: Named(names))
-    return MegatronCheckpoint(Path("in"), "decoder", Named(names), *opened)
+    opened = (3.0, False, arguments, None, False, {}, lambda slot: named(names))
+    return MegatronCheckpoint(Path("in"), "decoder", named(names), *opened)
 
 
 @pytest.mark.parametrize("pattern", ["*-*-", "*-|*-", "*|-*|-"])
@@ -41,9 +35,9 @@ def test_hybrid_layers_pair_up(pattern):
     given = {"hybrid_layer_pattern": pattern, "num_layers": 4, "is_hybrid_model": True, "spec": spec, "seed": 1}
     opened = open_hybrid(hybrid(**given))
     assert opened.arguments == {"num_layers": 2, "seed": 1}
-    assert "".join(opened.tensors.read("decoder.layers.1.pre_mlp_layernorm.weight")) == NAMES[3]
+    assert "".join(opened.tensors["decoder.layers.1.pre_mlp_layernorm.weight"][:]) == NAMES[3]
     halves = [NAMES[0], NAMES[1].replace("1", "0"), NAMES[2].replace("2", "1"), NAMES[3].replace("3", "1"), NAMES[4]]
-    assert list(opened.tensors.infos) == halves == list(opened.open_slot("exp_avg").infos)
+    assert list(opened.tensors) == halves == list(opened.open_slot("exp_avg"))
 
 
 def test_uneven_stages_are_numbered_through():
@@ -51,10 +45,10 @@ def test_uneven_stages_are_numbered_through():
     ones = np.ones(4, np.float32)
     first = {name: ones * number for number, name in enumerate(NAMES[:3])}
     last = {"decoder.layers.0.pre_mlp_layernorm.weight": ones * 3, NAMES[4]: ones * 4}
-    stages = replace(hybrid(hybrid_layer_pattern="*-*|-"), tensors=RankTensors([[first], [last]], 3.0, "in"))
+    stages = replace(hybrid(hybrid_layer_pattern="*-*|-"), tensors=join_tensor_ranks([[first], [last]], 3.0, "in"))
     tensors = open_hybrid(stages).tensors
-    assert [tensors.read(name)[0] for name in tensors.infos] == [0, 1, 2, 3, 4]
-    assert list(tensors.infos)[3] == "decoder.layers.1.pre_mlp_layernorm.weight"
+    assert [tensor[:][0] for tensor in tensors.values()] == [0, 1, 2, 3, 4]
+    assert list(tensors)[3] == "decoder.layers.1.pre_mlp_layernorm.weight"
 
 
 def test_other_models_and_specs_are_kept():

@@ -36,6 +36,7 @@ DEEPSEEK = {
     "model_type": "deepseek_v3", "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 257,
     "intermediate_size": 24, "max_position_embeddings": 16,
 }  # fmt: skip
+GLM = DEEPSEEK | {"model_type": "glm4_moe"}
 MSCALES = {"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7}
 SETTINGS = [
     # Fields with one supported value.
@@ -69,7 +70,8 @@ SETTINGS = [
     (DEEPSEEK, {"quantization_config": {"quant_method": "awq"}}, "mjax reads {'quant_method': 'fp8'"),
     (DEEPSEEK, {"n_shared_experts": None}, "n_shared_experts is None, not a whole number"),
     (DEEPSEEK, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2, and mjax supports 0 and 1"),
-    (DEEPSEEK | {"model_type": "deepseek_v2"}, {"topk_method": "group_limited_greedy"}, "supports only 'greedy'"),
+    (DEEPSEEK | {"model_type": "deepseek_v2"}, {"topk_method": "group_limited_greedy"}, "{'n_group': None"),
+    (GLM, {"use_qk_norm": 1}, "use_qk_norm is 1, not true or false"),
     (MIXTURE, {"mlp_only_layers": [1]}, "mlp_only_layers is [1] and decoder_sparse_step 1; mjax"),
     (MIXTURE, {"mlp_only_layers": 5}, "mlp_only_layers is 5 and"),
     (MIXTURE, {"mlp_only_layers": [0], "decoder_sparse_step": 2}, "but not both"),

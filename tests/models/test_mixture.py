@@ -158,7 +158,7 @@ def test_published_mixtures_have_their_parameters_and_flops(name, parameters, ac
     [
         ({"experts_per_token": 5}, "--model.experts-per-token 5 is more than the 4 experts that a token can choose"),
         ({"router_n_groups": 3}, "--model.router-n-groups 3 and --model.router-topk-groups 3 do not cut 4 experts"),
-        ({"router_n_groups": 4}, "do not cut 4 experts into groups of two or more"),
+        ({"router_n_groups": 4}, "do not cut 4 experts into groups of 2 or more"),
         ({"router_n_groups": 2, "router_topk_groups": 1, "experts_per_token": 3}, "more than the 2 experts"),
         ({"norms": "post"}, "--model.norms post is not supported for a mixture of experts"),
         ({"compute": "fp8"}, "--precision.compute fp8 is not supported for a mixture of experts"),

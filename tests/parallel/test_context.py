@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import mjax
 from mjax.config import MeshConfig
+from mjax.config.axes import axes_sharing_weights
 from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.models import causal
@@ -40,7 +41,7 @@ def test_loss_divided_on_each_rank_is_found(monkeypatch):
     """torchtitan issues 3280 and 3329: each rank's mean, instead of one over all of them."""
 
     def of_rank(model, batch):
-        return {name: count * mappings.num_batch_shards() for name, count in model.counts(batch).items()}
+        return {name: count * mappings.size(axes_sharing_weights()) for name, count in model.counts(batch).items()}
 
     monkeypatch.setattr(step, "global_counts", of_rank)
     assert _planted(samples=PACKED)["loss"] > 1e-3

@@ -47,16 +47,16 @@ def test_memory_of_1f1b_does_not_grow_with_micro_batches():
 @cache
 def _residuals(config):
     """Shapes and types of the residuals of one forward pass, as many as the loop over ticks carries in its buffers."""
-    held, trace = [], pipeline._LayerTrace
+    held, place = [], pipeline._place_residuals
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "_LayerTrace", lambda kept, *rest: held.extend(kept) or trace(kept, *rest))
+        patch.setattr(pipeline, "_place_residuals", lambda kept: held.extend(kept) or place(kept))
         jaxpr = traced_step(config)[1]
     schedule = find_schedule(config)
     (loop,) = (e for e in equations(jaxpr, "scan") if e.params["length"] == schedule.ticks)
     carried = [variable.aval for variable in loop.outvars]
     slots, lanes = schedule.residual_slots, pipeline.LANES
-    rows = sum(aval.shape[1] for aval in carried if aval.shape[::2] == (slots, lanes))
-    assert rows == sum(-(-like.size // lanes) for like in held)
+    rows = sum(aval.shape[0] for aval in carried if aval.shape[1:] == (lanes,))
+    assert rows == slots * sum(-(-like.size // lanes) for like in held)
     return Counter((like.shape, str(like.dtype)) for like in held)
 
 

@@ -66,7 +66,7 @@ def test_weight_without_card_is_known_by_its_rank():
     ]
 
 
-FAMILIES = r"models/(gpt|bert|llama|mixture|gemma3)/|models/huggingface/|interop/|config/pattern\.py"
+FAMILIES = r"models/(gpt|bert|llama|mixture|gemma3|deepseek)/|models/huggingface/|interop/|config/pattern\.py"
 """Where weights may be named: folders of architectures, tables of other software's names, and where stacks are."""
 NAMES = re.compile(
     r"^blocks$|\bblocks\.|(^|\.)(mlp|attention|embedding|head|final_norm)\.|\.(kernel|table|qkv|scale|bias)\b"

@@ -19,7 +19,7 @@ from mjax.data.conversations import ConversationDataset
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.generation.generate import Generator, Sampling
 from mjax.interop.convert import export_family
-from mjax.interop.tensor_files import TensorInfo, open_tensors
+from mjax.interop.tensor_files import open_tensors
 from mjax.models.parts.positions import alibi_slopes
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import plan_storage
@@ -72,7 +72,12 @@ DEEPSEEK = {
     "num_hidden_layers": 3, "first_k_dense_replace": 1, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4, "v_head_dim": 7, "n_shared_experts": 2, "experts_implementation": "eager",
 }  # fmt: skip
-V3 = {**DEEPSEEK, "n_group": 4, "topk_group": 2, "q_lora_rank": 14, "num_mtp_layers": 0}
+GROUPS = {**DEEPSEEK, "n_group": 4, "topk_group": 2, "q_lora_rank": 14}
+V3 = {**GROUPS, "num_mtp_layers": 0}
+GLM = {
+    "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12,
+    "head_dim": 12, "experts_implementation": "eager",
+}  # fmt: skip
 MSCALE = {"mscale": 0.7, "mscale_all_dim": 0.7, "original_max_position_embeddings": 24}
 GEMMA = {"sliding_window_pattern": 2, "sliding_window": 6, "query_pre_attn_scalar": 20, "head_dim": 10}
 FSDP = {"data": 2, "model": 2, "zero": 3}
@@ -116,7 +121,18 @@ FAMILIES = {  # the class of transformers, extra fields of its config, and our m
         {**V3, "n_group": 1, "topk_group": 1, "rope_parameters": {**YARN, **MSCALE, "beta_fast": 1.0}},
         {"data": 2, "expert": 2},
     ),
-    "moonlight": ("DeepseekV3", {**V3, "q_lora_rank": None, "n_group": 1, "topk_group": 1}, SP),
+    "moonlight": ("DeepseekV3", {**V3, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-3}, SP),
+    "deepseek 2": (
+        "DeepseekV2",
+        {**GROUPS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0, "rms_norm_eps": 1e-3},
+        {"data": 2, "expert": 2},
+    ),
+    "glm 4.5": ("Glm4Moe", {**GLM, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5}, FSDP),
+    "glm 4.5, groups": (
+        "Glm4Moe",
+        {**GLM, "n_group": 4, "topk_group": 2, "partial_rotary_factor": 0.34, "first_k_dense_replace": 0},
+        {"pipe": 3},
+    ),
     "deepseek 2 lite": (
         "DeepseekV2",
         {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": {**YARN, **MSCALE}},
@@ -153,6 +169,7 @@ def wide_modules(monkeypatch):
         "gemma3",
         "deepseek_v2",
         "deepseek_v3",
+        "glm4_moe",
     ):
         monkeypatch.setattr(f"transformers.models.{kind}.modeling_{kind}.torch", Wide())
     monkeypatch.setattr("transformers.modeling_rope_utils.torch", Wide())
@@ -340,8 +357,8 @@ def test_float8_weights_equal_transformers(tmp_path):
     save_file({**parts, **{f"{name}_scale_inv": scales.clone() for name in parts}}, file)
     tensors, expected = open_tensors(tmp_path), dequantize(values, scales, torch.bfloat16).float().numpy()
     for name, part in parts.items():
-        assert tensors.infos[name] == TensorInfo("BF16", tuple(part.shape))
-        np.testing.assert_array_equal(tensors.read(name).astype(np.float32), expected[: len(part), : part.shape[1]])
+        assert (tensors[name].dtype, tensors[name].shape) == ("BF16", tuple(part.shape))
+        np.testing.assert_array_equal(tensors[name][:].astype(np.float32), expected[: len(part), : part.shape[1]])
 
     peer = peer_of("deepseek 3")
     peer.to(torch.bfloat16).save_pretrained(tmp_path / "hf")
@@ -358,6 +375,8 @@ def test_float8_weights_equal_transformers(tmp_path):
     assert read_config(tmp_path / "run" / "config.json").precision.compute == "bf16"
     assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
     exported = load_file(tmp_path / "out" / "model.safetensors")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert exported[bias].dtype == torch.float32, "which transformers computes with"
     assert len(matrices) > 50
     for name in matrices:
         assert torch.equal(exported[name], dequantize(tensors[name], tensors[f"{name}_scale_inv"], torch.bfloat16))

@@ -34,10 +34,12 @@ pytestmark = pytest.mark.parity
 
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ATTENTION = EVERY[:4]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 CASES = {  # the family, what has adapters, and settings of peft
     "llama": ("llama 2", EVERY, {}),
     "qwen, some": ("qwen 3", ["q_proj", "v_proj", "down_proj"], {"use_rslora": True, "lora_alpha": 7}),
     "mixture": ("olmoe", ATTENTION, {"init_lora_weights": False}),
+    "deepseek": ("deepseek 3", LATENT, {"init_lora_weights": False}),
 }
 MESHES = [{}, {"model": 2, "sequence_parallel": True}, {"pipe": 2}, {"data": 2, "model": 2, "zero": 3}]
 

@@ -100,7 +100,7 @@ def test_samples_match_megatron(datasets, megatrons, name, sequence, documents, 
     indexed = datasets[name]
     chosen = documents or range(indexed.documents)
     theirs = megatrons(indexed, chosen, 150, sequence, seed)
-    ours = BertDataset(indexed, chosen, 150, sequence, seed, PIECES)
+    ours = BertDataset(indexed, chosen, 150, sequence, seed, pieces=PIECES)
     assert ours.pair_index.dtype == theirs.sample_index.dtype
     assert ours.pair_index.tolist() == theirs.sample_index.tolist()
     for i in range(len(ours)):

@@ -6,7 +6,7 @@ import pytest
 from mjax.config import read_config
 from tests.parity.megatron_written import convert, write_with_megatron_core
 from tests.parity.peers import opened, scores_of
-from tests.small import gradient_program
+from tests.small import gradient_program, named
 
 pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-ci")
@@ -22,11 +22,11 @@ CASES = {
     "one rank": {
         "gpt": ("stacked", "single", "torch"), "bert": ("stacked", "torch"), "llama": ("apart",), "narrow": ("single",),
         "mixtral": ("single", "apart", "torch"), "before": ("stacked", "torch"), "deepseek": ("torch",),
-        "dense": ("torch",),
+        "dense": ("torch",), "latent": ("stacked", "apart", "torch"), "latent_softmax": ("single",),
         "hybrid": ("single",), "hybrid_experts": ("apart",), "hybrid_both": ("single", "torch"),
     },
     "two tensor ranks": {"bert": ("single",), "llama": ("torch",), "narrow": ("torch",), "mixtral": ("stacked",),
-                         "hybrid": ("torch",)},
+                         "hybrid": ("torch",), "latent": ("single",)},
     "two expert ranks": {"mixtral": ("stacked",), "before": ("torch",)},
 }  # fmt: skip
 """By ranks and kind the layouts, of those that `write_megatron_core.py` writes."""
@@ -77,8 +77,9 @@ def test_training_has_losses_and_gradients_of_megatron_core(written, kind, tmp_p
     losses = {"balance_loss": ("load_balancing_loss", "seq_load_balancing_loss"), "z_loss": ("z_loss",)}
     coefficients = {"balance_loss": config.model.aux_loss_coef, "z_loss": config.model.z_loss}
     losses = {name: its for name, its in losses.items() if coefficients[name]}
-    assert losses.keys() == {"mixtral": {"balance_loss", "z_loss"}, "deepseek": set()}.get(kind, {"balance_loss"})
-    names = ("loss", "router_entropy", *losses, "expert_load")
+    expected = {"mixtral": {"balance_loss", "z_loss"}, "before": {"balance_loss"}}
+    assert losses.keys() == expected.get(kind, set())
+    names = ("loss", "router_entropy", *losses, "expert_load", *(["mtp_loss"] if "mtp_loss" in theirs else []))
     batch = {name: theirs[its].astype(np.int32) for name, its in (("tokens", "ids"), ("labels", "labels"))}
     found, gradients = gradient_program(config, names)[0](weights, batch, 0, 1.0)
     found = dict(zip(names, np.asarray(found).tolist(), strict=True))
@@ -86,7 +87,10 @@ def test_training_has_losses_and_gradients_of_megatron_core(written, kind, tmp_p
     for name, its in losses.items():
         (total,) = (theirs[each].item() for each in its if each in theirs)
         assert found[name] * config.model.layers == pytest.approx(total, rel=1e-5)
-    ours = np.asarray(gradients.blocks.mlp.router.kernel[...]).swapaxes(1, 2)
+    if "mtp_loss" in theirs:
+        assert found["mtp_loss"] == pytest.approx(theirs["mtp_loss"].item(), rel=1e-5)
+    routers = [gradient for name, gradient in named(gradients).items() if name.endswith("router.kernel")]
+    ours = np.concatenate([router.reshape(-1, *router.shape[-2:]) for router in routers]).swapaxes(1, 2)
     np.testing.assert_allclose(ours, theirs["routers"], atol=1e-5 * np.abs(theirs["routers"]).max())
 
 

@@ -28,6 +28,8 @@ SOURCES = {
     "gpt": "gpt_single", "bert": "bert_torch", "llama": "llama_apart", "narrow": "narrow_single",
     "mixtral": "mixtral_torch", "before": "before_torch", "deepseek": "deepseek_torch", "dense": "dense_single",
 }  # fmt: skip
+LATENT = {"latent": "latent_torch", "latent_softmax": "latent_softmax_single"}
+"""Kinds of TransformerEngine only."""
 LOCAL, STAGES = ("--transformer-impl", "local"), ("--tensor", "2", "--pipeline", "3")
 
 
@@ -35,8 +37,8 @@ LOCAL, STAGES = ("--transformer-impl", "local"), ("--tensor", "2", "--pipeline",
 def runs(tmp_path_factory):
     """The folder with a run of each kind, and its scores in megatron-core."""
     folder = tmp_path_factory.mktemp("written")
-    write_with_megatron_core(folder, *SOURCES)
-    for kind, source in SOURCES.items():
+    write_with_megatron_core(folder, *SOURCES, *LATENT)
+    for kind, source in (SOURCES | LATENT).items():
         assert convert(folder / source, folder / kind, "--vocabulary", str(VOCABULARY)) == 0
     return folder
 
@@ -48,10 +50,10 @@ def export(run, output, *flags):
 @pytest.mark.parametrize(
     ("kinds", "flags", "ranks"),
     [
-        (SOURCES, (), {}),
+        (SOURCES | LATENT, (), {}),
         (SOURCES, ("--format", "torch", *LOCAL), {}),
         (("llama", "dense"), LOCAL, {}),
-        (("gpt", "llama", "mixtral"), (), {"ranks": 2}),
+        (("gpt", "llama", "mixtral", "latent"), (), {"ranks": 2}),
         (("bert", "narrow"), ("--format", "torch", *LOCAL, *STAGES), {"ranks": 6, "stages": 3}),
         (("before",), ("--format", "torch", "--expert", "2", *LOCAL), {"ranks": 2, "expert_ranks": 2}),
     ],

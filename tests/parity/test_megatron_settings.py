@@ -58,7 +58,7 @@ def shapes_of(model):
             shapes[f"{layer}.mlp.experts.0.linear_fc2.weight"] = (hidden, config["moe_ffn_hidden_size"])
         else:
             shapes[f"{layer}.mlp.linear_fc2.weight"] = (hidden, width)
-    return SimpleNamespace(infos={name: SimpleNamespace(shape=shape) for name, shape in shapes.items()})
+    return {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
 
 
 def read_model(model, changed):

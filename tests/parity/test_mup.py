@@ -134,11 +134,34 @@ def our_losses(config, steps=8):
     return np.array(losses), weights, scales
 
 
-MULTIPLIED = {
-    "gpt": {"final_norm.scale", "final_norm.bias"},  # and the queries in a weight with keys and values
-    "llama": {"head.table", "blocks.attention.query.kernel"},
-}
 MESHES = {"gpt": {"pipe": 2, "model": 2}, "llama": {"data": 2, "model": 2, "zero": 3}}
+COLUMNS = "initial std", "multiplier", "learning rate", "weight decay"
+
+
+def our_factors(scale, decays):
+    """Return the factors in `COLUMNS` of one weight, relative to the base."""
+    rate = np.unique(scale.rate / scale.multiplier).item()
+    initial = np.unique(scale.initial / scale.multiplier).item() if decays else 1.0
+    return initial, np.min(scale.multiplier).item(), rate, 1 / rate if decays else 0.0
+
+
+def their_factors(mup, peer, name, optimizer):
+    """Return those of a parameter of the peer, from the package."""
+    weight = peer.get_parameter(name)
+    group = next(group for group in optimizer.param_groups if any(weight is other for other in group["params"]))
+    initial, multiplier = 1.0, 1.0
+    if weight.ndim > 1:
+        copies = weight.detach().clone(), torch.empty_like(weight)
+        copies[0].infshape = weight.infshape
+        for normal, copy in zip((mup.init.normal_, torch.nn.init.normal_), copies, strict=True):
+            torch.manual_seed(0)
+            normal(copy, std=STD)
+        initial = (copies[0] / copies[1]).mean().item()
+    if name.partition("_")[0] == "lm" or (peer.config.tie_word_embeddings and "ln_f" in name):
+        multiplier = 1 / peer.lm_head.width_mult()
+    if "q_proj" in name or "c_attn" in name:  # the package leaves 1 / d to its user
+        multiplier = peer.get_submodule(name.rpartition(".")[0].rpartition(".")[0]).scaling / HEAD**-0.5
+    return initial, multiplier, group["lr"] / RATE, group["weight_decay"] / DECAY
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -154,29 +177,11 @@ def test_mup_equals_its_package(kind):
     groups = [{"params": decayed(peer, True), "weight_decay": DECAY}, {"params": decayed(peer, False)}]
     epsilon = EPSILON * BASE_WIDTH / WIDTH  # the package leaves ε to the user; CompleteP's table scales it
     optimizer = mup.MuAdamW(groups, lr=RATE, weight_decay=0.0, betas=(0.9, 0.999), eps=epsilon)
-
-    rates = {}
-    for group in optimizer.param_groups:
-        rates |= {id(weight): (group["lr"], group["weight_decay"]) for weight in group["params"]}
-    parameters = dict(peer.named_parameters())
     for name, layout in tensor_layouts(export_family(config.model), config.model).items():
-        scale, weight = scales[layout.weight], parameters[name]
-        rate, decay = rates[id(weight)]
-        np.testing.assert_allclose(np.ptp(scale.rate / scale.multiplier), 0)
-        assert np.max(scale.rate / scale.multiplier) == rate / RATE, name
-        assert rate * decay == (RATE * DECAY if weight.ndim > 1 else 0), name
-        if weight.ndim > 1:
-            copy = weight.detach().clone()
-            copy.infshape = weight.infshape
-            torch.manual_seed(0)
-            theirs = mup.init.normal_(copy, std=STD).clone()
-            torch.manual_seed(0)
-            plain = torch.nn.init.normal_(torch.empty_like(theirs), std=STD)
-            np.testing.assert_allclose(np.max(scale.initial / scale.multiplier), (theirs / plain).mean(), rtol=1e-9)
-    output = {"llama": "head.table", "gpt": "final_norm.scale"}[kind]
-    assert scales[output].multiplier == 1 / peer.lm_head.width_mult()
-    multiplied = {name for name, scale in scales.items() if np.max(scale.multiplier) < 1}
-    assert multiplied == MULTIPLIED[kind]
+        found = our_factors(scales[layout.weight], peer.get_parameter(name).ndim > 1)
+        expected = their_factors(mup, peer, name, optimizer)
+        print(f"{name:45} {layout.weight:35}", *(f"{a:.4g}={b:.4g}" for a, b in zip(found, expected, strict=True)))
+        np.testing.assert_allclose(found, expected, rtol=1e-9, err_msg=f"{name}: {', '.join(COLUMNS)}")
     np.testing.assert_allclose(ours, losses_of_peer(peer, optimizer), rtol=1e-7)
 
 

@@ -19,6 +19,7 @@ import contextlib
 import copy
 import os
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,22 @@ MIXTURES["dense"] = (  # with an MLP in the first layer
     {**MIXTURES["deepseek"][0], "moe_layer_freq": [0] + [1] * (SETTINGS["num_layers"] - 1)},
     MIXTURES["deepseek"][1],
 )
+LATENT = {
+    "multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 14, "kv_lora_rank": 10, "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "moe_router_enable_expert_bias": True,
+    "moe_layer_freq": [0] + [1] * (SETTINGS["num_layers"] - 1),
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.7}
+MIXTURES["latent"] = (
+    {**MIXTURES["deepseek"][0], **LATENT, **YARN, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.2},
+    {"rotary_base": 10_000},
+)
+MIXTURES["latent_softmax"] = (
+    {**MIXTURES["before"][0], **LATENT, "q_lora_rank": None, "rope_type": "rope", "layernorm_epsilon": 1e-3}
+    | {"moe_router_enable_expert_bias": False, "moe_router_num_groups": 4, "moe_router_group_topk": 3}
+    | {"moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"},
+    {"rotary_base": 500_000},
+)
 HYBRIDS = {
     "hybrid": (
         {"num_query_groups": 2, "kv_channels": 8},
@@ -101,8 +118,10 @@ def main(folder: Path, kinds: list[str]) -> None:
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.moe import experts, moe_utils
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
@@ -112,7 +131,8 @@ def main(folder: Path, kinds: list[str]) -> None:
         from megatron.core.transformer.moe import grouped_gemm_util
 
         grouped_gemm_util.grouped_gemm, grouped_gemm_util.ops = object(), SimpleNamespace(gmm=products)
-    moe_utils.te_general_gemm = None  # which it asks for where TransformerEngine is not installed, too
+    # Which they ask for where TransformerEngine is not installed, too.
+    moe_utils.te_general_gemm, multi_latent_attention.HAVE_TE = None, False
     shared = dict(
         **SETTINGS,
         tensor_model_parallel_size=tensor_ranks,
@@ -133,6 +153,7 @@ def main(folder: Path, kinds: list[str]) -> None:
     ids = torch.randint(VOCABULARY, (3, SEQUENCE), generator=random)
     positions = torch.arange(SEQUENCE).expand(3, SEQUENCE)
     labels = torch.randint(VOCABULARY, (3, SEQUENCE), generator=random)
+    labels[:, :-1] = ids[:, 1:]
     later = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
     stage = parallel_state.get_pipeline_model_parallel_rank()
     common |= {"pre_process": stage == 0, "post_process": stage == stages - 1}
@@ -158,15 +179,16 @@ def main(folder: Path, kinds: list[str]) -> None:
                     module.config = copy.copy(module.config)
                     module.config.bf16 = True
             if kind != "bert":
-                scores = {"scores": model(ids, positions, later)}
+                with without_prediction(model):
+                    scores = {"scores": model(ids, positions, later)}
             else:
                 types = (positions > 4).long()
                 text = (positions < torch.tensor([10, 8, 5])[:, None]).long()
                 of_tokens, of_order = model(ids, text, types)
                 scores = {"scores": of_tokens, "order": of_order, "types": types, "text": text}
         if kind in MIXTURES and world == 1:
-            logits = model.train()(ids, positions, later)
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            model.output_layer.gather_output = False  # for its loss
+            loss = model.train()(ids, positions, later, labels=labels).mean()
             loss.backward()
             routers = [parameter.grad for name, parameter in model.named_parameters() if "router" in name]
             tracker = moe_utils.get_moe_layer_wise_logging_tracker()
@@ -174,6 +196,9 @@ def main(folder: Path, kinds: list[str]) -> None:
             scores |= {"labels": labels, "loss": loss.detach(), "routers": torch.stack(routers)}
             for found in tracker.values():
                 found["values"].zero_()
+            if config.mtp_num_layers:
+                tracker = MTPLossLoggingHelper.tracker
+                scores["mtp_loss"] = tracker["loss_values" if "loss_values" in tracker else "values"].clone()
         if rank == 0:
             arrays = {name: array.numpy() for name, array in scores.items()}
             np.savez(folder / f"{kind}.npz", ids=ids.numpy(), **arrays)
@@ -197,6 +222,7 @@ def main(folder: Path, kinds: list[str]) -> None:
             said |= {"group_query_attention": True, "position_embedding_type": "rope", **of_config}
             names = {"rope_scaling": "use_rope_scaling"}  # the argument of a setting of GPTModel
             said |= {names.get(name, name): value for name, value in of_model.items()}
+            said["norm_epsilon"] = config.layernorm_epsilon
             tied = said.pop("share_embeddings_and_output_weights", False)
             said["untie_embeddings_and_output_weights"] = not tied
             said |= hybrid_arguments(**of_model) if kind in HYBRIDS else {}
@@ -264,10 +290,14 @@ def build(kind: str, shared: dict, common: dict, of_config: dict, of_model: dict
     """The config and the model of a kind; for an `export`, a folder, with a matrix for each expert."""
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.parallel_state import get_expert_model_parallel_world_size
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     config = TransformerConfig(**shared)
     if kind == "gpt":
@@ -281,14 +311,47 @@ def build(kind: str, shared: dict, common: dict, of_config: dict, of_model: dict
     modern |= {"expert_model_parallel_size": get_expert_model_parallel_world_size()} if kind in MIXTURES else {}
     positions_of = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False} | of_model
     modern |= {"num_layers": len(of_model["hybrid_layer_pattern"])} if kind in HYBRIDS else {}
-    config = TransformerConfig(**{**shared, **modern, **of_config})
+    latent = of_config.get("multi_latent_attention")
+    modern |= {"rotary_base": of_model["rotary_base"]} if latent else {}
+    config = (MLATransformerConfig if latent else TransformerConfig)(**{**shared, **modern, **of_config})
     if kind in HYBRIDS:
         return config, hybrid_model(config, **{**common, **positions_of}).eval()
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
-    for layer in spec.layer_specs if export and not export.endswith("local") else ():
-        if "moe_layer" in repr(layer.submodules.mlp):  # the name with TransformerEngine
-            layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
-    return config, GPTModel(config, spec, **{**common, **positions_of}).eval()
+    for layer in spec.layer_specs:
+        sparse, names = "moe_layer" in repr(layer.submodules.mlp), layer.submodules.sharded_state_dict_keys_map
+        if latent:  # which is for TransformerEngine alone
+            layer.submodules.self_attention.submodules.core_attention = CoreAttention
+            names |= {
+                f"self_attention.{part}_layernorm.": f"self_attention.linear_{part}_up_proj.layer_norm_"
+                for part in ("q", "kv")
+            }
+            names |= {} if sparse else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+        elif sparse and export and not export.endswith("local"):  # the name with TransformerEngine
+            names.pop("pre_mlp_layernorm.", None)
+    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    return config, GPTModel(config, spec, mtp_block_spec=mtp, **{**common, **positions_of}).eval()
+
+
+@contextlib.contextmanager
+def without_prediction(model: torch.nn.Module) -> Iterator[None]:
+    """Without the layer of multi-token prediction, which asks for labels."""
+    layers, process = model.config.mtp_num_layers, getattr(model, "mtp_process", False)
+    model.config.mtp_num_layers, model.mtp_process = None, False
+    yield
+    model.config.mtp_num_layers, model.mtp_process = layers, process
+
+
+class CoreAttention(torch.nn.Module):
+    """Attention with values of another width than queries and keys, of which megatron-core has none itself."""
+
+    def __init__(self, softmax_scale, **_):
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(self, q, k, v, mask, **_):
+        scores = torch.einsum("sbnd,tbnd->bnst", q, k) * self.softmax_scale
+        weights = scores.masked_fill(mask, -torch.inf).softmax(-1)
+        return torch.einsum("bnst,tbnd->sbnd", weights, v).flatten(2)
 
 
 def score_export(
@@ -316,7 +379,7 @@ def score_export(
     if stage:
         torch.distributed.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
         model.set_input_tensor(hidden)
-    with torch.no_grad():
+    with torch.no_grad(), without_prediction(model):
         outputs = model(ids, text, types) if kind == "bert" else model(ids, positions, later)
     if stage < stages - 1:
         torch.distributed.send(outputs, parallel_state.get_pipeline_model_parallel_next_rank())

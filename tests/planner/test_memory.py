@@ -28,7 +28,7 @@ from mjax.planner.memory import (
 )
 from mjax.planner.search import LOSS_CHUNKS, changes_that_fit, with_loss_chunks
 from tests.conftest import ROOT
-from tests.models.own_models import hybrid, mla
+from tests.models.own_models import hybrid, mtp
 from tests.planner.configs import changed
 
 H100 = gpu_named("h100")
@@ -155,7 +155,7 @@ def test_chunks_are_proposed_where_logits_are_peak():
     assert with_loss_chunks(config, memory._replace(moment="backward")) == []
 
 
-@pytest.mark.parametrize("config", [mla.config, hybrid.config], ids=["latent", "hybrid"])
+@pytest.mark.parametrize("config", [mtp.config, hybrid.config], ids=["latent", "hybrid"])
 def test_cache_has_the_bytes_of_generation(config):
     config, sequences, slots = replace(config, precision=PrecisionConfig("bf16")), 3, 16
     generator = Generator(config, make_mesh(config.mesh))

@@ -44,7 +44,7 @@ def argv(folder, task, *flags, run="run"):
 
 
 def printed(capsys, folder, task, *flags):
-    assert evaluate(tyro.cli(EvaluateArguments, args=argv(folder, task, *flags, "--json"))) == 0
+    evaluate(tyro.cli(EvaluateArguments, args=argv(folder, task, *flags, "--json")))
     return json.loads(capsys.readouterr().out)
 
 

@@ -47,6 +47,28 @@ def test_scales_of_a_mixture_with_muon():
     }
 
 
+DEEPSEEK = {
+    "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "first_dense_layers": 2, "mtp_layers": 1, "experts": 4, "experts_per_token": 2,
+}  # fmt: skip
+
+
+def test_scales_of_a_deepseek():
+    """Check latents and multi-token prediction, whose layer has no depth, but an initial std of 1 / √(2 layers)."""
+    scales = scales_of(config_of("deepseek", model=DEEPSEEK))
+    hidden, into_stream = (1, 0.5, 0.25), (1, 0.5 * 2**0.5, 0.25)
+    for name in ("q_down", "q_up", "kv_down", "kv_up"):
+        assert scales[f"blocks.1.attention.{name}.kernel"] == (*hidden, 1 / 8), name
+        assert scales[f"mtp.block.attention.{name}.kernel"] == (*hidden, 1 / 4), name
+    assert scales["blocks.1.attention.out.kernel"] == (0.5, 0.5 * (2 / 4) ** 0.5, 0.125, 1 / 8)
+    for name in ("attention.out.kernel", "mlp.down"):
+        assert scales[f"mtp.block.{name}"] == (*into_stream, 1 / 4), name
+    assert scales["mtp.projection.kernel"] == (*hidden, 1 / 4)
+    assert scales["mtp.block.mlp.router.kernel"] == scales["head.table"] == (0.25, 0.25, 0.25, 1 / 4)
+    with pytest.raises(UsageError, match="base_head_size 6 is not supported for a DeepSeek: no weight has a part q"):
+        scales_of(config_of("deepseek", model=DEEPSEEK, base_head_size=6))
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_base_model_is_the_standard_one(name):
     """Compare a step at m = l = 1 in both."""

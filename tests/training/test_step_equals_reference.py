@@ -153,7 +153,7 @@ def config_of(case):
     if case.lora == "some" and case.architecture == "mixtral":
         lora["lora_targets"] = ("q", "v")  # all its MLPs are experts
     if case.lora == "some" and changes.get("kind") == "deepseek":
-        lora["lora_targets"] = ("kv_up", "down")
+        lora["lora_targets"] = ("kv_down", "kv_up", "down")
     return small_config(
         case.data,
         case.model,

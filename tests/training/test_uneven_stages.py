@@ -58,7 +58,7 @@ def test_rows_of_a_stack_follow_the_chunks():
     """Five layers on two stages with two chunks: 0 and 1, 2 | 3, 4."""
     rows = find_rows(small_config(layers=5).model, MeshConfig(pipe=2, virtual_stages=2), "blocks.mlp.up.kernel")
     assert rows == StackRows((2, 1, 1, 1), 2)
-    assert [rows.list_rows(stage) for stage in range(2)] == [[0, 1, 3], [2, 4]]
+    assert rows.list_slots() == [[0, 1, 3], [2, 4, -1]]
     assert (rows.slots, rows.offsets, rows.even) == (3, [0, 0, 2, 1], False)
 
 

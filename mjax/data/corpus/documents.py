@@ -52,9 +52,7 @@ else:
 MAX_EXAMPLES = 5  # malformed lines in messages
 BLANK_LINE = "blank-line"
 ShingleUnit = Literal["words", "characters"]
-"""Unit of shingles."""
-Advance = Callable[[int], None]
-"""Called with the bytes of input read since the last call."""
+Advance = Callable[[int], None]  # called with the bytes of input read since the last call
 
 
 BLOCK_BYTES = 2**19
@@ -176,19 +174,19 @@ class TextFiles:
 
     def read_share(self, rank: int, tasks: int, line_counts: Sequence[dict[str, int]]) -> Iterator[Block]:
         """Blocks of a task's range of bytes in all files; one task reads a whole compressed or text file."""
-        for number, begin, end in self._ranges(rank, tasks):
+        for number, part in self._parts(rank, tasks):
             file, first = self.files[number], 1 + sum(counts.get(str(number), 0) for counts in line_counts[:rank])
-            for block in read_blocks(file, self.key, self.all_fields, self.max_bytes, begin, end, first):
+            for block in read_blocks(file, self.key, self.all_fields, self.max_bytes, part, first):
                 yield replace(block, file=self.names[number], split=self.split, max_bytes=self.max_bytes)
 
     def count_lines(self, rank: int, tasks: int, advance: Advance = lambda size: None) -> dict[str, int]:
         """Count the line ends in a task's share of each .jsonl file that several tasks read."""
         counts = {}
-        for number, begin, end in self._ranges(rank, tasks):
-            if file_ending(self.files[number]) == ".jsonl" and end - begin < self.sizes[number]:
-                counts[str(number)] = count_lines(self.files[number], begin, end, advance)
+        for number, part in self._parts(rank, tasks):
+            if file_ending(self.files[number]) == ".jsonl" and len(part) < self.sizes[number]:
+                counts[str(number)] = count_lines(self.files[number], part, advance)
             else:
-                advance(end - begin)
+                advance(len(part))
         return counts
 
     def blocks(self) -> Iterator[Block]:
@@ -207,17 +205,17 @@ class TextFiles:
     def __iter__(self) -> Iterator[Document]:
         return self.documents()
 
-    def _ranges(self, rank: int, tasks: int) -> Iterator[tuple[int, int, int]]:
-        """Number of each file in a task's share, and the bytes where its part begins and ends."""
+    def _parts(self, rank: int, tasks: int) -> Iterator[tuple[int, range]]:
+        """Number of each file in a task's share, and the bytes of its part."""
         low, high = self.size * rank // tasks, self.size * (rank + 1) // tasks
         start = 0
         for number, (file, size) in enumerate(zip(self.files, self.sizes, strict=True)):
             if file_ending(file) in SPLITTABLE_ENDINGS:
                 begin, end = max(low - start, 0), min(high - start, size)
                 if begin < end or (size == 0 and rank == 0):  # an empty file may be damaged
-                    yield number, begin, max(end, 0)
+                    yield number, range(begin, max(end, 0))
             elif low <= start < high or (start == self.size and rank == tasks - 1):
-                yield number, 0, size
+                yield number, range(size)
             start += size
 
 
@@ -230,35 +228,33 @@ def file_ending(file: Path) -> str | None:
     return next((ending for ending in (*ENDINGS, *text) if file.name.endswith(ending)), None)
 
 
-def count_lines(file: Path, begin: int, end: int, advance: Advance) -> int:
-    """Count line ends in the bytes from `begin` to `end` of a file; `advance` is called with the bytes of each read."""
-    lines, remaining = 0, end - begin
+def count_lines(file: Path, part: range, advance: Advance) -> int:
+    """Count line ends in the bytes of a part of a file; `advance` is called with the bytes of each read."""
+    lines, remaining = 0, len(part)
     with file.open("rb") as stream:
-        stream.seek(begin)
+        stream.seek(part.start)
         while remaining and (content := stream.read(min(remaining, 8 * BLOCK_BYTES))):
             lines, remaining = lines + content.count(b"\n"), remaining - len(content)
             advance(len(content))
     return lines
 
 
-def read_blocks(
-    file: Path, key: str, all_fields: bool, max_bytes: int, begin: int = 0, end: int | None = None, first: int = 1
-) -> Iterator[Block]:
+def read_blocks(file: Path, key: str, all_fields: bool, max_bytes: int, part: range, first: int) -> Iterator[Block]:
     """The blocks of a file in order.
 
     Args:
       file: any of ENDINGS.
       key, all_fields: columns of a Parquet file to read; an empty key is optional.
       max_bytes: maximum size of a document, of a line of .jsonl with all of its fields.
-      begin, end: for SPLITTABLE_ENDINGS, the bytes in which lines or row groups have to begin.
-      first: number of the line at `begin`.
+      part: for SPLITTABLE_ENDINGS, the bytes in which lines or row groups have to begin.
+      first: number of the line at its start.
 
     Raises:
       UsageError: the file is damaged or truncated, or, of Parquet, has no column `key` or needs a missing package.
     """
     ending = file_ending(file)
     if ending == ".parquet":
-        yield from _parquet_blocks(file, key, all_fields, begin, end)
+        yield from _parquet_blocks(file, key, all_fields, part)
         return
     with file.open("rb") as raw:
         if ending.endswith((".gz", ".zst")) and not file.stat().st_size:
@@ -270,19 +266,18 @@ def read_blocks(
                 content = stream.read(max_bytes + 1)
                 yield Block(str(file), 0, file.stat().st_size, None if len(content) > max_bytes else content)
                 return
-            if begin:
-                raw.seek(begin - 1)
-                first += _skip_line(raw) > 1  # a line that began before `begin`
-            yield from _line_blocks(file, raw, stream, max_bytes, first, end if ending == ".jsonl" else None)
+            if part.start:
+                raw.seek(part.start - 1)
+                first += _skip_line(raw) > 1  # a line that began before
+            end = part.stop if ending == ".jsonl" else sys.maxsize
+            yield from _line_blocks(file, raw, stream, max_bytes, first, end)
         except (EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError) as error:
             raise UsageError(f"{file} is damaged or cut short ({error}); fetch or compress it again") from None
 
 
-def _line_blocks(
-    file: Path, raw: BinaryIO, stream: BinaryIO, max_bytes: int, number: int, end: int | None
-) -> Iterator[Block]:
+def _line_blocks(file: Path, raw: BinaryIO, stream: BinaryIO, max_bytes: int, number: int, end: int) -> Iterator[Block]:
     position = raw.tell()
-    while content := stream.read(BLOCK_BYTES if end is None else max(min(BLOCK_BYTES, end - position), 0)):
+    while content := stream.read(max(min(BLOCK_BYTES, end - position), 0)):
         rest = b"" if content.endswith(b"\n") else stream.readline(max_bytes + 1)  # to the end of the line
         too_large = len(rest) > max_bytes  # `parse_block` handles shorter ones
         content = content[: content.rfind(b"\n") + 1] if too_large else content + rest
@@ -292,12 +287,10 @@ def _line_blocks(
             yield Block(str(file), number, raw.tell() - position, content)
             number, position = number + content.count(b"\n"), raw.tell()
         if too_large:
-            yield Block(str(file), number, raw.tell() - position, None)
-            position = raw.tell()
             if not ended:
                 _skip_line(stream)
-            position = raw.tell() if end is not None else position
-            number += 1
+            yield Block(str(file), number, raw.tell() - position, None)
+            number, position = number + 1, raw.tell()
 
 
 def _skip_line(stream: BinaryIO) -> int:
@@ -310,7 +303,7 @@ def _skip_line(stream: BinaryIO) -> int:
     return size
 
 
-def _parquet_blocks(file: Path, key: str, all_fields: bool, begin: int, end: int | None) -> Iterator[Block]:
+def _parquet_blocks(file: Path, key: str, all_fields: bool, part: range) -> Iterator[Block]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -327,7 +320,7 @@ def _parquet_blocks(file: Path, key: str, all_fields: bool, begin: int, end: int
             rows, first = table.metadata.num_rows, 0
             for group in range(table.metadata.num_row_groups):
                 after = first + table.metadata.row_group(group).num_rows
-                if begin <= size * first // max(rows, 1) < (size if end is None else end):
+                if size * first // max(rows, 1) in part:
                     for batch in table.iter_batches(BLOCK_ROWS, [group], columns=None if all_fields else [key]):
                         share = size * (first + len(batch)) // rows - size * first // rows
                         yield Block(str(file), first + 1, share, batch.to_pylist())
@@ -367,9 +360,8 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
             files += matching
         else:
             files.append(path)
-    file, times = Counter(files).most_common(1)[0] if files else (None, 1)
-    if times > 1:
-        raise UsageError(f"{file} is given twice and would be read twice; leave one out")
+    if repeated := [file for file, times in Counter(files).items() if times > 1]:
+        raise UsageError(f"{repeated[0]} is given twice and would be read twice; leave one out")
     return files
 
 

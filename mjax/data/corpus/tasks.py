@@ -54,8 +54,7 @@ from rich import filesize
 from rich.console import Console
 
 from mjax import __version__
-from mjax.data.corpus import Document, MalformedLines, TextFiles
-from mjax.data.corpus.documents import Block
+from mjax.data.corpus.documents import Block, Document, MalformedLines, TextFiles
 from mjax.errors import CONTINUES, RunError, UsageError, without_secrets
 from mjax.utils.files import lock_folder, parse_json, to_disk, write_whole
 from mjax.utils.progress import Pace, facts, show_progress
@@ -66,8 +65,7 @@ MAX_TASKS = 256  # by default, for less than LARGE_TASK_BYTES each
 LARGE_TASK_BYTES = 2**30
 STAGE_VARIABLE, START_TIME_VARIABLE = "MJAX_STAGE", "MJAX_BEGAN"
 """Environment of an array job: its stage, and the start time of the command."""
-RETAINED = "kept"
-"""Name of the documents of the output, in the report and in files of tasks."""
+RETAINED = "kept"  # name of the documents of the output, in the report and in files of tasks
 MAX_EXAMPLES = 10  # of each step, in the report
 EXCERPT_CHARACTERS = 200  # of a text in an example
 SBATCH_DEFAULTS = {"time": "24:00:00", "mem-per-cpu": "4G"}
@@ -363,7 +361,7 @@ def _submit(job: Job) -> None:
     name, logs = f"mjax-{job.output}", Path(f"{local_neighbor(job.output)}.logs")
     if not shutil.which("sbatch") or Path(sys.argv[0]).name not in ("mjax", "__main__.py"):
         raise UsageError("--sbatch submits a command typed where sbatch is; type it on a login node of Slurm")
-    if queued := _run_command("squeue", "--me", "--noheader", "--format=%A", f"--name={name}").split():
+    if queued := run_command("squeue", "--me", "--noheader", "--format=%A", f"--name={name}").split():
         raise UsageError(f"jobs of {job.output} are in the queue: {', '.join(queued)}; wait, or scancel them first")
     logs.mkdir(exist_ok=True)
     options = SBATCH_DEFAULTS | dict(option.partition("=")[::2] for option in job.arguments.sbatch)
@@ -375,7 +373,7 @@ def _submit(job: Job) -> None:
         flags = [f"--{key}={value}" if value else f"--{key}" for key, value in options.items()]
         environment = f"{STAGE_VARIABLE}={stage}", f"{START_TIME_VARIABLE}={job.start_time}"
         command = shlex.join([*environment, sys.executable, "-m", "mjax", *sys.argv[1:]])
-        output = _run_command("sbatch", *flags, script=f"#!/bin/sh\nexec env {command}\n")
+        output = run_command("sbatch", *flags, script=f"#!/bin/sh\nexec env {command}\n")
         ids.append(output.strip().partition(";")[0])
         options["dependency"] = f"afterok:{ids[-1]}"
     print(
@@ -386,7 +384,12 @@ def _submit(job: Job) -> None:
     )
 
 
-def _run_command(*command: str, script: str = "") -> str:
+def run_command(*command: str, script: str = "") -> str:
+    """The output of a command of Slurm, which gets `script` on its stdin.
+
+    Raises:
+      RunError: it failed.
+    """
     result = subprocess.run(command, input=script, capture_output=True, text=True)
     if result.returncode:
         raise RunError(f"{command[0]} failed: {result.stderr.strip()}")

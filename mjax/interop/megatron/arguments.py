@@ -5,10 +5,8 @@ its checkpoints since 2020: heads, rates, and features that mjax does not suppor
 published 345M models have no arguments and need --heads and --activation.
 
 A model is a GPT or a BERT, or one of megatron-core's decoders: RMSNorm, rotary positions, grouped queries, a gated MLP,
-no biases, and with --num-experts a mixture of experts.
+no biases, and with --num-experts a mixture of experts, which may have latent attention.
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -19,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from mjax.config import BERTConfig, GPTConfig, LlamaConfig, MixtureConfig, ModelConfig
+from mjax.config import BERTConfig, DeepSeekConfig, GPTConfig, LlamaConfig, MixtureConfig, ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.megatron.tensors import EMBEDDING, POSITIONS, QKV, TRUNKS
-from mjax.interop.tensor_files import TensorInfo, Tensors
+from mjax.interop.tensor_files import LazyTensor, Tensors
 
 Activation = Literal["gelu_tanh", "gelu_erf"]
 
@@ -35,7 +33,8 @@ DECODER_VALUES: dict[str, Any] = {
 }  # fmt: skip
 DECODER_SWITCHES = {
     "qk_layernorm", "group_query_attention", "untie_embeddings_and_output_weights", "add_position_embedding",
-    "use_rotary_position_embeddings", "moe_router_pre_softmax",
+    "use_rotary_position_embeddings", "moe_router_pre_softmax", "moe_router_enable_expert_bias",
+    "multi_latent_attention",
 }  # fmt: skip
 """Boolean arguments of a decoder with any value."""
 DEFAULTS: dict[str, Any] = {
@@ -44,12 +43,18 @@ DEFAULTS: dict[str, Any] = {
     "rotary_base": 10_000, "rotary_percent": 1.0, "rope_scaling_factor": 8.0,
     "moe_router_topk": 2, "moe_router_score_function": "softmax", "moe_router_pre_softmax": False,
     "moe_aux_loss_coeff": 0.0,
+    "rope_type": "yarn", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0, "beta_fast": 32,
+    "beta_slow": 1, "original_max_position_embeddings": 4096,  # of latent attention
+    "mtp_loss_scaling_factor": 0.1,
 }  # fmt: skip
 """Values of missing arguments that no shape determines."""
 FIELDS = {"hidden_dropout": "hidden_dropout", "attention_dropout": "attention_dropout", "init_std": "init_method_std"}
 """mjax's field → Megatron's argument, of every model."""
 SHAPE_FIELDS = {"layers": "num_layers", "hidden": "hidden_size", "vocabulary": "padded_vocab_size"}
-ROPE_FIELDS = {"rope_theta": "rotary_base", "rotary_percent": "rotary_percent"}
+LATENT_FIELDS = {
+    "q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank", "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim", "v_head_dim": "v_head_dim",
+}  # fmt: skip
 ACTIVATIONS: dict[str, Activation] = {"gpt": "gelu_tanh", "bert": "gelu_erf"}
 """Activations of models without arguments, as in the published 345M."""
 
@@ -145,7 +150,7 @@ def assume_arguments(arguments: Mapping[str, Any], kind: Literal["gpt", "bert", 
     """The arguments that a checkpoint lacks and its model needs, with the `DEFAULTS` that the import assumes."""
     names = [*FIELDS.values(), MegatronArguments(arguments, "").epsilon]
     if kind == "decoder":
-        names += ["position_embedding_type", *ROPE_FIELDS.values()]
+        names += ["position_embedding_type", "rotary_base", "rotary_percent"]
         names += ["rope_scaling_factor"] if arguments.get("use_rope_scaling") else []
         names += [name for name in DEFAULTS if name.startswith("moe_") and arguments.get("num_experts")]
     elif not arguments.get("openai_gelu"):
@@ -162,7 +167,7 @@ def _read_shapes(tensors: Tensors, trunk: str, source: str, mlp: str = "0.mlp.li
       source: the checkpoint, for messages.
       mlp: a layer and the second matrix of an MLP in it, for its width.
     """
-    layers = {int(match[1]) for name in tensors.infos if (match := re.match(rf"{trunk}\.layers\.(\d+)\.", name))}
+    layers = {int(match[1]) for name in tensors if (match := re.match(rf"{trunk}\.layers\.(\d+)\.", name))}
     return {
         "num_layers": max(layers, default=-1) + 1,
         "hidden_size": _dim_size(tensors, EMBEDDING, 1, source),
@@ -172,7 +177,7 @@ def _read_shapes(tensors: Tensors, trunk: str, source: str, mlp: str = "0.mlp.li
 
 
 def _dim_size(tensors: Tensors, name: str, dim: int, source: str) -> int:
-    shape = tensors.infos[name].shape if name in tensors.infos else ()
+    shape = tensors[name].shape if name in tensors else ()
     if len(shape) != 2:
         raise UsageError(f"{source} lacks the matrix {name}; copy the whole checkpoint, or convert another model")
     return shape[dim]
@@ -213,7 +218,7 @@ def model_config(
     """
     args = MegatronArguments(arguments or {}, source)
     args.check_known(SUPPORTED_VALUES, {"apply_residual_connection_post_layernorm"})
-    if kind == "gpt" and arguments is None and POSITIONS not in tensors.infos:
+    if kind == "gpt" and arguments is None and POSITIONS not in tensors:
         problem = f"neither args nor {POSITIONS}: its positions are rotary or missing, and args would describe them"
         raise UsageError(f"{source} has {problem}; save it again with Megatron, which stores args")
     shapes = _read_shapes(tensors, TRUNKS[kind], source)
@@ -278,8 +283,8 @@ def is_decoder(arguments: Mapping[str, Any] | None, names: list[str]) -> bool:
     )
 
 
-def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, version: float) -> LlamaConfig:
-    """The model, with every row of its embedding as a token; a `MixtureConfig` if it has experts.
+def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, version: float) -> ModelConfig:
+    """The model, with every row of its embedding as a token: a Llama, a mixture, or with latent attention a DeepSeek.
 
     Args:
       arguments: of the run.
@@ -294,45 +299,61 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
     for name in DECODER_SWITCHES:
         if not isinstance(args[name], bool | None):
             args.reject(f"{name} is {args[name]!r}, not true or false", "copy the checkpoint again")
-    args.check_known(DECODER_VALUES, DECODER_SWITCHES | {"num_experts"})
+    latent = bool(args["multi_latent_attention"])
+    args.check_known(DECODER_VALUES, DECODER_SWITCHES | {"num_experts"} | ({"mtp_num_layers"} if latent else set()))
     if version < 2:
         args.reject(f"checkpoint_version is {version:g}, and decoders are read from 2 on", "save it again")
     heads = args.count("num_attention_heads", minimum=1)
     sequence = args.count("max_position_embeddings", minimum=1)
     experts = bool(args["num_experts"])
-    routers = [name for name in tensors.infos if name.endswith(".mlp.router.weight")]
-    if routers and not experts:
-        rows = _dim_size(tensors, routers[0], 0, source)
-        problem = f"num_experts is missing among the arguments, and {routers[0]} has {rows} rows"
-        args.reject(problem, f"set num_experts to {rows} in args and save the checkpoint again")
-    router = routers[0] if experts and routers else f"{layer}.mlp.router.weight"
+    router = _find_router(args, tensors) or f"{layer}.mlp.router.weight"
     expert = f"{router.split('.')[2]}.mlp.experts.0.linear_fc2"
     shapes = _read_shapes(tensors, "decoder", source, expert if experts else "0.mlp.linear_fc2")
     width = shapes.pop("ffn_hidden_size")
     args.check_shapes(shapes if experts else {**shapes, "ffn_hidden_size": width})
+    common = {
+        "heads": heads,
+        "sequence": sequence,
+        "max_position_embeddings": sequence,
+        **{field: shapes[argument] for field, argument in SHAPE_FIELDS.items()},
+        **(
+            _mixture_fields(args, tensors.get(router), shapes["num_layers"], width)
+            if experts
+            else {"feed_forward": width}
+        ),
+        "init_std": args.number(FIELDS["init_std"]),
+        "rope_theta": args.number("rotary_base"),
+        "norm_epsilon": args.number(args.epsilon),
+    }
+    if latent:
+        return DeepSeekConfig(**common, **_latent_fields(args, tensors, heads))
     head_dim = args.count("kv_channels", shapes["hidden_size"] // heads, 1)
     rows, expected = _dim_size(tensors, f"{layer}.{QKV}.weight", 0, source), 3 * heads * head_dim
     if args["group_query_attention"] is None and rows != expected:
         problem = f"group_query_attention is missing among the arguments, and {QKV} has {rows} rows, not {expected}"
         args.reject(problem, "set it and num_query_groups in args and save the checkpoint again")
+    dropout = {field: args.number(argument) for field, argument in FIELDS.items() if field != "init_std"}
     return (MixtureConfig if experts else LlamaConfig)(
-        heads=heads,
+        **common,
+        **dropout,
         kv_heads=args.count("num_query_groups", minimum=1) if args["group_query_attention"] else heads,
         head_dim=head_dim,
-        sequence=sequence,
-        max_position_embeddings=sequence,
-        **{field: shapes[argument] for field, argument in SHAPE_FIELDS.items()},
         qk_norm="head" if args["qk_layernorm"] else "none",
-        qkv_bias=f"{layer}.{QKV}.bias" in tensors.infos,
+        qkv_bias=f"{layer}.{QKV}.bias" in tensors,
         tie_embeddings=not args["untie_embeddings_and_output_weights"],
-        **(
-            _mixture_fields(args, tensors.infos.get(router), shapes["num_layers"], width)
-            if experts
-            else {"feed_forward": width}
-        ),
-        **args.numbers({**FIELDS, **ROPE_FIELDS, "norm_epsilon": args.epsilon}),
+        rotary_percent=args.number("rotary_percent"),
         **_rope_scaling_fields(args),
     )
+
+
+def _find_router(args: MegatronArguments, tensors: Tensors) -> str | None:
+    """The name of the first router, which a dense decoder has not."""
+    router = next((name for name in tensors if re.fullmatch(r"decoder\..+\.mlp\.router\.weight", name)), None)
+    if router and not args["num_experts"]:
+        rows = _dim_size(tensors, router, 0, args.source)
+        problem = f"num_experts is missing among the arguments, and {router} has {rows} rows"
+        args.reject(problem, f"set num_experts to {rows} in args and save the checkpoint again")
+    return router
 
 
 def _rope_scaling_fields(arguments: MegatronArguments) -> dict[str, Any]:
@@ -346,6 +367,51 @@ def _rope_scaling_fields(arguments: MegatronArguments) -> dict[str, Any]:
     return {"rope_scaling": "llama3", "rope_factor": factor, "rope_original_length": 8192}
 
 
+def _latent_fields(args: MegatronArguments, tensors: Tensors, heads: int) -> dict[str, Any]:
+    """The fields of a `DeepSeekConfig` that a mixture lacks (`MLASelfAttention` in
+    megatron/core/transformer/multi_latent_attention.py, 0.19): sizes by the shapes of the first layer's tensors."""
+
+    def size(module: str, dim: int) -> int:
+        return _dim_size(tensors, f"decoder.layers.0.self_attention.linear_{module}.weight", dim, args.source)
+
+    rank, value = size("kv_up_proj", 1), size("proj", 1) // heads
+    sizes = {
+        "q_lora_rank": size("q_down_proj", 0) if args["q_lora_rank"] else None,
+        "kv_lora_rank": rank,
+        "qk_head_dim": size("kv_up_proj", 0) // heads - value,
+        "qk_pos_emb_head_dim": size("kv_down_proj", 0) - rank,
+        "v_head_dim": value,
+    }
+    args.check_shapes(sizes)
+    needs = {"num_experts": True, "qk_layernorm": True, "untie_embeddings_and_output_weights": True}
+    needs["moe_router_enable_expert_bias"] = args["moe_router_score_function"] == "sigmoid"
+    for name, needed in needs.items():
+        if bool(args[name]) != needed:
+            args.reject(f"{name} is {args[name]!r}, and with latent attention mjax {'needs' if needed else 'lacks'} it")
+    mtp = args.count("mtp_num_layers", 0)
+    of_mtp = {"mtp_layers": mtp, "mtp_loss_coef": args.number("mtp_loss_scaling_factor")} if mtp else {}
+    if mtp > 1:
+        args.reject(f"mtp_num_layers is {mtp}, and mjax supports 0 and 1")
+    fields = {field: sizes[argument] for field, argument in LATENT_FIELDS.items()}
+    return {**fields, **of_mtp, "latent_norm_epsilon": args.number(args.epsilon), **_latent_rope_fields(args)}
+
+
+def _latent_rope_fields(args: MegatronArguments) -> dict[str, Any]:
+    """mjax's fields for YaRN. Megatron multiplies scores by the square of the magnitude of mscale_all_dim, whatever the
+    rope_type, and cos and sin by the ratio of both magnitudes."""
+    factor, scale, over_all = (args.number(name) for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim"))
+    kind, whole = args["rope_type"], args.number("rotary_percent") == 1
+    if (kind == "yarn" and factor == 1) or (kind == "rope" and whole and (factor <= 1 or not over_all)):
+        return {}
+    if kind != "yarn" or scale != over_all or args.number("beta_slow") != 1:
+        names = ("rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim", "beta_slow")
+        given = ", ".join(f"{name} {args[name]!r}" for name in names)
+        args.reject(f"positions have {given}, and mjax has yarn with equal mscales and beta_slow 1")
+    original, fast = args.count("original_max_position_embeddings", minimum=1), args.number("beta_fast")
+    yarn = {"rope_scaling": "yarn", "rope_factor": factor, "rope_original_length": original}
+    return {**yarn, "rope_mscale": scale, "rope_beta_fast": fast}
+
+
 # --- Mixtures of experts ----------------------------------------------------------------------------------------------
 
 AUX_LOSS_SCOPES = {"aux_loss": "micro_batch", "seq_aux_loss": "sequence"}
@@ -354,7 +420,7 @@ of every layer, with T the tokens of a micro-batch or of a sequence, and the mea
 LOSS_TYPES = (*AUX_LOSS_SCOPES, "global_aux_loss", "none")
 
 
-def _mixture_fields(arguments: MegatronArguments, router: TensorInfo | None, layers: int, width: int) -> dict[str, Any]:
+def _mixture_fields(arguments: MegatronArguments, router: LazyTensor | None, layers: int, width: int) -> dict[str, Any]:
     """The fields of a `MixtureConfig` that a Llama does not have, and the width of the MLP.
 
     Args:
@@ -374,6 +440,8 @@ def _mixture_fields(arguments: MegatronArguments, router: TensorInfo | None, lay
     score, topk = arguments["moe_router_score_function"], arguments.count("moe_router_topk")
     if score not in ("softmax", "sigmoid"):
         arguments.reject(f"moe_router_score_function is {score!r}, and mjax knows softmax and sigmoid")
+    if (bias := bool(arguments["moe_router_enable_expert_bias"])) and score != "sigmoid":
+        arguments.reject("moe_router_enable_expert_bias is set, which Megatron has with sigmoid only")
     feed_forward = arguments.count("ffn_hidden_size", width)
     return {
         "experts": experts,
@@ -384,6 +452,8 @@ def _mixture_fields(arguments: MegatronArguments, router: TensorInfo | None, lay
         # A softmax after the choice is the one before it, divided by the sum of those chosen.
         "router_normalized": topk > 1 if score == "sigmoid" else not arguments["moe_router_pre_softmax"],
         "router_scale": arguments.number("moe_router_topk_scaling_factor") or 1.0,
+        "router_bias": bias,
+        "router_bias_update_rate": arguments.number("moe_router_bias_update_rate") if bias else 0.0,
         "shared_expert_ffn_hidden": arguments.count("moe_shared_expert_intermediate_size", 0),
         "z_loss": arguments.number("moe_z_loss_coeff"),
         **_expert_layer_fields(arguments, layers),
@@ -415,24 +485,24 @@ def expert_marks(layers: int, dense: int, interval: int) -> list[int]:
 
 def _router_group_fields(arguments: MegatronArguments, score: str, topk: int) -> dict[str, int]:
     """Fields for groups of experts. Megatron scores a group by the sum of its best moe_router_topk /
-    moe_router_group_topk experts, mjax by the sum of its best two."""
+    moe_router_group_topk experts."""
     top, groups = arguments.count("moe_router_group_topk", 0), arguments.count("moe_router_num_groups", 1) or 1
     if top in (0, groups):  # every expert can be chosen
         return {}
-    if topk // top != 2:
-        best = f"score a group by its best {topk // top} experts, and mjax by its best 2"
-        arguments.reject(f"moe_router_topk {topk} and moe_router_group_topk {top} {best}")
     if score == "softmax" and not arguments["moe_router_pre_softmax"]:
         arguments.reject(f"moe_router_group_topk is {top} without moe_router_pre_softmax, which mjax needs")
-    return {"router_n_groups": groups, "router_topk_groups": top}
+    return {"router_n_groups": groups, "router_topk_groups": top, "router_group_best": topk // top}
 
 
 def describe_differences(arguments: Mapping[str, Any], source: str) -> list[str]:
     """A line for each setting of a decoder that Megatron's training computes differently."""
     args = MegatronArguments(arguments, source)
     lines = [_aux_loss_fields(args)[1]] if args["num_experts"] else []
-    factor = args.number("rope_scaling_factor")
-    if args["use_rope_scaling"] and factor != DEFAULTS["rope_scaling_factor"]:
+    latent, factor = args["multi_latent_attention"], args.number("rope_scaling_factor")
+    for name in ("hidden_dropout", "attention_dropout"):
+        if latent and args.number(name):
+            lines.append(f"{name} {args[name]:g}: left out, because latent attention trains without dropout here")
+    if not latent and args["use_rope_scaling"] and factor != DEFAULTS["rope_scaling_factor"]:
         lines.append(
             f"rope_scaling_factor {factor:g} applies; pretrain_gpt.py ignores it and computes with 8: if it trained "
             "this model, convert it with --ignore rope_scaling_factor"
@@ -481,30 +551,50 @@ def write_arguments(model: ModelConfig, padded_vocabulary: int) -> dict[str, Any
         **{argument: sizes[field] for field, argument in SHAPE_FIELDS.items()},
         "ffn_hidden_size": get("mlp_width"),
         "num_attention_heads": model.heads,
-        "kv_channels": model.head_size,
+        **({} if model.kind == "deepseek" else {"kv_channels": model.head_size}),
         "vocab_size": model.vocabulary,
         "seq_length": model.sequence,
         "max_position_embeddings": model.max_positions,
-        **{argument: get(field) for field, argument in FIELDS.items()},
+        **{argument: getattr(model, field, 0.0) for field, argument in FIELDS.items()},
         **(DECODER_VALUES if decoder else SUPPORTED_VALUES),
     }
     if not decoder:
         return values | {"bias_gelu_fusion": get("activation") == "gelu_tanh", "norm_epsilon": get("layernorm_epsilon")}
-    factor, scaling = get("rope_factor"), get("rope_scaling")
     values |= {
         "norm_epsilon": get("norm_epsilon"),
-        "group_query_attention": True,
-        "num_query_groups": model.groups,
-        "qk_layernorm": get("qk_norm") == "head",
-        "add_qkv_bias": get("qkv_bias"),
+        "rotary_base": get("rope_theta"),
         "untie_embeddings_and_output_weights": not get("tie_embeddings"),
-        **{argument: get(field) for field, argument in ROPE_FIELDS.items()},
-        **({"rotary_seq_len_interpolation_factor": factor} if scaling == "linear" else {}),
-        **({"use_rope_scaling": True, "rope_scaling_factor": factor} if scaling == "llama3" else {}),
         **(_mixture_arguments(model) if model.experts else {}),
+        **(_latent_arguments(model) if model.kind == "deepseek" else _grouped_query_arguments(model)),
     }
     whole = ("rotary_base", "rotary_seq_len_interpolation_factor")  # whole numbers on Megatron's command line
     return values | {name: int(values[name]) for name in whole if name in values and values[name] % 1 == 0}
+
+
+def _grouped_query_arguments(model: Any) -> dict[str, Any]:
+    factor, scaling = model.rope_factor, model.rope_scaling
+    return {
+        "group_query_attention": True,
+        "num_query_groups": model.groups,
+        "qk_layernorm": model.qk_norm == "head",
+        "add_qkv_bias": model.qkv_bias,
+        "rotary_percent": model.rotary_percent,
+        **({"rotary_seq_len_interpolation_factor": factor} if scaling == "linear" else {}),
+        **({"use_rope_scaling": True, "rope_scaling_factor": factor} if scaling == "llama3" else {}),
+    }
+
+
+def _latent_arguments(model: Any) -> dict[str, Any]:
+    names, scale = ("rotary_scaling_factor", "mscale", "mscale_all_dim"), model.rope_mscale
+    yarn = {"rope_type": "yarn", **dict(zip(names, (model.rope_factor, scale, scale), strict=True))}
+    mtp = {"mtp_num_layers": model.mtp_layers, "mtp_loss_scaling_factor": model.mtp_loss_coef}
+    return {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        **{argument: getattr(model, field) for field, argument in LATENT_FIELDS.items()},
+        **(yarn if model.rope_scaling == "yarn" else {"rope_type": "rope"}),
+        **(mtp if model.mtp_layers else {}),
+    }
 
 
 def _mixture_arguments(model: Any) -> dict[str, Any]:
@@ -518,6 +608,8 @@ def _mixture_arguments(model: Any) -> dict[str, Any]:
         "moe_router_topk": model.experts_per_token,
         "moe_router_score_function": model.router,
         "moe_router_pre_softmax": model.router == "softmax" and not model.router_normalized,
+        "moe_router_enable_expert_bias": model.has_router_bias,
+        **({"moe_router_bias_update_rate": model.router_bias_update_rate} if model.has_router_bias else {}),
         "moe_router_topk_scaling_factor": model.router_scale if model.router_scale != 1 else None,
         "moe_shared_expert_intermediate_size": model.shared_expert_ffn_hidden or None,
         "moe_z_loss_coeff": model.z_loss or None,

@@ -4,29 +4,28 @@
     iter_0300000/, release/              mp_rank_00/model_optim_rng.pt … or .metadata, __0_0.distcp …
 
 The first file names one of the folders, whose files determine the format (torch, torch_dist or fsdp_dtensor) and the
-architecture.
+architecture. Checkpoints of Megatron-Bridge have other settings, and those of `HybridModel` other layer numbers.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal
 
-from mjax.errors import UsageError
+import yaml
+
+from mjax.errors import UsageError, first_line
 from mjax.interop.distributed_files import COMMON_ENTRIES, COMMON_STATE, StoredTensor, read_metadata
 from mjax.interop.megatron.arguments import is_decoder
-from mjax.interop.megatron.bridge import RUN_CONFIG, read_run_config
 from mjax.interop.megatron.tensors import (
     EXPERTS,
-    DistributedTensors,
     RankShard,
-    RankTensors,
     incomplete_error,
     join_expert_ranks,
+    join_tensor_ranks,
+    open_stacks,
     to_current_names,
 )
 from mjax.interop.model_folder import read_object
@@ -163,7 +162,7 @@ def _merge_ranks(folder: Path, files: Mapping[Rank, Path], contents: Mapping[Ran
     pieces = [[open_rank(*piece, rank) for rank in range(ranks)] for piece in product(chunks, range(stages))]
     old = any(name.startswith("language_model.") for name in names)
     version, missing = _read_version(first, folder, assumed=0 if old else 3)
-    tensors = RankTensors(pieces, version, str(folder), gated=kind == "decoder")
+    tensors = join_tensor_ranks(pieces, version, str(folder), gated=kind == "decoder")
 
     def open_slot(slot: str) -> Tensors:
         if slot == "param" and not any("fp32_from_fp16_params" in part for part in list_optimizers(first)):
@@ -322,7 +321,7 @@ def _open_distributed(folder: Path) -> MegatronCheckpoint:
     if entries.keys() & {*COMMON_ENTRIES}:
         stored = {strip_wrappers(name): tensor for name, tensor in stored.items() if name.startswith("model.")}
     kind = _detect_architecture(arguments, list(stored), folder)
-    tensors = DistributedTensors(folder, to_current_names(stored, kind, str(folder)))
+    tensors = open_stacks(folder, to_current_names(stored, kind, str(folder)))
     version, missing = _read_version(common, folder, assumed=3)
 
     def open_slot(slot: str) -> Tensors:
@@ -332,7 +331,7 @@ def _open_distributed(folder: Path) -> MegatronCheckpoint:
             return tensors
         if not moments:
             raise UsageError(f"{folder} has no {slot} for each weight; {SAVE_MOMENTS}")
-        return DistributedTensors(folder, to_current_names(moments, kind, str(folder)))
+        return open_stacks(folder, to_current_names(moments, kind, str(folder)))
 
     return MegatronCheckpoint(folder, kind, tensors, version, missing, arguments, None, False, common, open_slot)
 
@@ -355,3 +354,149 @@ def _load_common(folder: Path, entries: Mapping[str, StoredTensor]) -> dict[str,
     if not common:
         raise incomplete_error(f"{folder} holds neither common.pt nor {COMMON_STATE}")
     return common
+
+
+# --- Settings of Megatron-Bridge --------------------------------------------------------------------------------------
+#
+# Megatron-Bridge writes no arguments. In their place each checkpoint has a run_config.yaml, `ConfigContainer.to_yaml`
+# (megatron/bridge/training/config.py of 0.6.2), with the fields of `TransformerConfig` and of `GPTModel`:
+#
+#     model:
+#       _target_: megatron.bridge.models.gpt_provider.GPTModelProvider
+#       activation_func: {_target_: torch.nn.functional.silu, _call_: false}
+#       num_layers: 16
+#
+# Classes and functions are compared by name, and never imported.
+
+RUN_CONFIG = "run_config.yaml"
+BRIDGE_ARGUMENTS = {
+    "num_moe_experts": "num_experts",
+    "seq_length": "max_position_embeddings",
+    "rope_scaling": "use_rope_scaling",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+}
+"""Field → argument of Megatron-LM, if they differ."""
+KNOWN_TARGETS = {
+    "_target_": r"(bridge\.models\.(\w+\.)?(gpt|hybrid|mamba|llama|qwen|mistral)_provider|training\.models\.\w+)\.\w+",
+    "_builder_": r"(bridge|training)\.models\.(\w+\.)?\w+\.(GPT|Hybrid|Mamba)ModelBuilder",
+    "transformer_layer_spec": r"(bridge|core)\.models\.(\w+\.)*(default|local|transformer_engine)_layer_spec"
+    r"|core\.models\.gpt\.gpt_layer_specs\.get_gpt_(decoder_block|layer_local|layer_with_transformer_engine)_spec",
+    "hybrid_stack_spec": (stack := r"bridge\.models\.\w+\.\w+\.(get_default|transformer_engine)_\w+_stack_spec"),
+    "mamba_stack_spec": stack,
+}
+"""Names in the package megatron of classes and functions that make the model of megatron-core and no other."""
+BRIDGE_ACTIVATIONS = {True: ("torch.nn.functional.silu", "silu"), False: ("torch._C._nn.gelu", "gelu")}
+"""activation_func of a model with gated_linear_unit, and without."""
+
+
+def read_run_config(file: Path) -> dict[str, Any]:
+    """Read the model's settings as arguments of Megatron-LM.
+
+    A class or function that is not in `KNOWN_TARGETS` becomes an argument, which is rejected by its name later.
+
+    Raises:
+      UsageError: the file is not YAML of Megatron-Bridge, or the checkpoint contains adapters only.
+    """
+    try:
+        config = yaml.safe_load(file.read_bytes())
+        fields = {**config["model"], **(config["model"].get("transformer") or {})}
+        fields["_target_"] = config["model"]["_target_"]
+    except (yaml.YAMLError, RecursionError, LookupError, TypeError, AttributeError, ValueError) as error:
+        problem = f"is not a run_config of Megatron-Bridge ({type(error).__name__}: {first_line(error)})"
+        raise UsageError(f"{file} {problem}; copy the checkpoint again") from None
+    if config.get("peft"):
+        raise UsageError(f"{file} has peft, adapters without a model; merge them with Megatron-Bridge first")
+    arguments = {BRIDGE_ARGUMENTS.get(name, name): value for name, value in fields.items() if name != "transformer"}
+    for name, known in KNOWN_TARGETS.items():
+        if re.fullmatch(rf"megatron\.({known})", _target_name(arguments.get(name))):
+            del arguments[name]
+    gated, activation = bool(arguments.pop("gated_linear_unit", False)), arguments.pop("activation_func", "not there")
+    if _target_name(activation) not in BRIDGE_ACTIVATIONS[gated]:
+        arguments["activation_func"] = activation
+    tied, groups = arguments.pop("share_embeddings_and_output_weights", True), arguments.get("num_query_groups")
+    return arguments | {
+        "swiglu": gated,
+        "bias_gelu_fusion": not gated and bool(arguments.get("bias_activation_fusion")),
+        "group_query_attention": groups not in (None, arguments.get("num_attention_heads")),
+        "untie_embeddings_and_output_weights": not tied,
+    }
+
+
+def _target_name(value: Any) -> str:
+    """The name of a class or function; empty if the value sets one of its arguments."""
+    if not isinstance(value, dict):
+        return str(value)
+    harmless_keys = {"_target_", "_call_", "_partial_", "_args_", "use_transformer_engine"}
+    return "" if value.keys() - harmless_keys or value.get("_args_") else str(value.get("_target_"))
+
+
+# --- HybridModel ------------------------------------------------------------------------------------------------------
+#
+# `HybridModel` (megatron/core/models/hybrid/hybrid_model.py of megatron-core 0.18; `MambaModel` until 0.17) makes a
+# layer of each module and states their order in a pattern:
+#
+#     decoder.layers.0.self_attention…  decoder.layers.1.mlp…  decoder.layers.2.self_attention…     `*-*-`
+#     decoder.layers.0.self_attention…  decoder.layers.0.mlp…  decoder.layers.1.self_attention…     a GPT
+#
+# `*` is attention, `-` an MLP, `E` experts, and `|` a boundary of pipeline stages.
+
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+"""Arguments with the pattern: since 0.17, and before."""
+OTHER_ARGUMENTS = ("is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio")
+"""Arguments without effect if there is a pattern."""
+OTHER_LAYERS = {
+    "M": "Mamba", "G": "a gated delta net", "D": "DeepSeek's sparse attention", "+": "multi-latent attention",
+    "/": "multi-token prediction",
+}  # fmt: skip
+LAYER_SPEC = re.compile(r"megatron\.core\.models\.(mamba|hybrid)\.\w+ (mamba|hybrid)(_inference)?_stack_spec")
+
+
+def open_hybrid(checkpoint: MegatronCheckpoint) -> MegatronCheckpoint:
+    """The checkpoint of a `HybridModel` as that of a GPT; another checkpoint is returned unchanged.
+
+    Raises:
+      UsageError: mjax does not support a kind of layer, or their order, or the tensors do not follow the pattern.
+    """
+    arguments = checkpoint.arguments or {}
+    names = [name for name in PATTERNS if arguments.get(name)]
+    if not names:
+        return checkpoint
+    pattern, source = arguments[names[0]], str(checkpoint.folder)
+    sparse = _read_pattern(pattern, names[0], source)
+    if arguments.get("use_rope_scaling"):
+        problem = "use_rope_scaling is set, which HybridModel ignores"
+        raise UsageError(f"{source}: {problem}; add --ignore use_rope_scaling")
+    dropped = {*PATTERNS, *OTHER_ARGUMENTS}
+    if LAYER_SPEC.fullmatch(" ".join(map(str, arguments.get("spec") or []))):
+        dropped.add("spec")
+    settings: dict[str, Any] = {name: value for name, value in arguments.items() if name not in dropped}
+    tensors = _halve_layer_numbers(checkpoint.tensors, source)
+    settings |= {"num_layers": len(sparse), **({"moe_layer_freq": sparse} if any(sparse) else {})}
+
+    def open_slot(slot: str) -> Tensors:
+        return _halve_layer_numbers(checkpoint.open_slot(slot), source)
+
+    return replace(checkpoint, arguments=settings, tensors=tensors, open_slot=open_slot)
+
+
+def _read_pattern(pattern: Any, name: str, source: str) -> list[int]:
+    """1 for each of a GPT's layers that has experts, 0 for the others."""
+    if isinstance(pattern, str) and re.fullmatch(r"(\*[-E])+", modules := pattern.replace("|", "")):
+        return [int(module == "E") for module in modules[1::2]]
+    unsupported = [f"{kind} is {word}, which mjax lacks" for kind, word in OTHER_LAYERS.items() if kind in str(pattern)]
+    problem = unsupported[0] if unsupported else "mjax reads attention with MLP (*-) or experts (*E) in turn"
+    raise UsageError(f"{source}: {name} is {pattern!r}: {problem}; convert another model")
+
+
+def _halve_layer_numbers(tensors: Tensors, source: str) -> Tensors:
+    """The tensors of a `HybridModel` with the layer numbers of a GPT: half of its own.
+
+    Raises:
+      UsageError: two modules of the same kind follow each other.
+    """
+    names: dict[str, str] = {}
+    for stored in tensors:
+        name = re.sub(r"(?<=\.layers\.)\d+", lambda match: str(int(match[0]) // 2), stored)
+        if (earlier := names.setdefault(name, stored)) != stored:
+            raise incomplete_error(f"{source} has both {earlier} and {stored}, which its pattern excludes")
+    return {name: tensors[stored] for name, stored in names.items()}

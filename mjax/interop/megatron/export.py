@@ -8,14 +8,12 @@ Megatron trains on a `release` from step 0 with new moments. All tensors have th
 `GPTModel` and `BertModel`, `checkpoint_version` 3.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -31,6 +29,7 @@ from mjax.interop.megatron import tensors as layout
 from mjax.interop.megatron.arguments import decoder_config, model_config, write_arguments
 from mjax.interop.megatron.checkpoint import RANK_FILES, TRACKER, Architecture
 from mjax.interop.model_folder import write_object
+from mjax.interop.tensor_files import FLOAT32_NAMES
 from mjax.interop.torch_files import import_torch
 from mjax.interop.weights import iterate_tensors, tensor_layouts
 from mjax.models.huggingface.family import Family
@@ -39,7 +38,7 @@ Format = Literal["torch_dist", "torch"]
 Implementation = Literal["transformer_engine", "local"]
 VOCABULARY_MULTIPLE = 128
 """Megatron's default of --make-vocab-size-divisible-by, of each tensor rank."""
-_LAYER_AND_REST = re.compile(r"(.+\.layers\.)(\d+)(\..+)")
+_LAYER_AND_REST = re.compile(r"(.*coder\.layers\.)(\d+)(\..+)")
 _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 
 
@@ -112,13 +111,18 @@ def plan_export(
         "expert_model_parallel_size": expert,
         "transformer_impl": transformer_impl,
     }
+    if model.kind == "deepseek" and transformer_impl == "local":
+        raise UsageError("--transformer-impl local: its attention has one width for keys and values; remove it")
+    if pipeline > 1 and getattr(model, "mtp_layers", 0):
+        raise UsageError(f"--pipeline {pipeline} is not supported with multi-token prediction; use torch_dist")
+    family = layout.decoder_family(model) if kind == "decoder" else layout.megatron_family(kind, 3.0)
     _check_represented(model, kind, arguments, str(run))
-    decoder = layout.MIXTURE if model.experts else layout.DECODER
-    family = decoder if kind == "decoder" else layout.megatron_family(kind, 3.0)
     return Export(model, family, arguments, tensor, pipeline, expert)
 
 
-ARCHITECTURES: dict[str, Architecture] = {"gpt": "gpt", "bert": "bert", "llama": "decoder", "mixture": "decoder"}
+ARCHITECTURES: dict[str, Architecture] = {
+    "gpt": "gpt", "bert": "bert", "llama": "decoder", "mixture": "decoder", "deepseek": "decoder",
+}  # fmt: skip
 """mjax's kinds of models that Megatron has."""
 LACKS = {
     "gemma3": ", and GPTModel lacks its post-LayerNorms, two RoPE bases and scaled embedding (Megatron-Bridge has them)"
@@ -126,9 +130,10 @@ LACKS = {
 """Why a kind is none of megatron-core's models; the class of Megatron-Bridge 0.6.2 is Gemma3ModelProvider."""
 UNCOMPARED = {
     *("vocabulary", "vocabulary_multiple", "sequence", "max_position_embeddings"),
-    *("attention", "moe_kernel", "moe_token_dispatcher"),
+    *("attention", "moe_kernel", "moe_token_dispatcher", "router_bias"),
 }
-"""Fields without a counterpart: sizes of samples and padding, kernels, and communication."""
+"""Fields without a counterpart: sizes of samples and padding, kernels, and communication; and a bias that another field
+implies."""
 
 
 def _check_represented(model: ModelConfig, kind: Architecture, arguments: dict[str, Any], run: str) -> None:
@@ -137,20 +142,18 @@ def _check_represented(model: ModelConfig, kind: Architecture, arguments: dict[s
     Raises:
       UsageError: one does, so Megatron has no such setting.
     """
-    layer, size = f"{layout.TRUNKS[kind]}.layers.0", model.head_size
+    layer = f"{layout.TRUNKS[kind]}.layers.0"
     mlp, width = ("mlp.experts.0", getattr(model, "expert_width", 0)) if model.experts else ("mlp", model.mlp_width)
-    rows = (model.heads + 2 * model.groups) * size
     shapes: dict[str, tuple[int, ...]] = {
         layout.EMBEDDING: (arguments["padded_vocab_size"], model.hidden),
         f"{layout.TRUNKS[kind]}.layers.{model.layers - 1}.{mlp}.linear_fc1.weight": (),
         f"{layer}.{mlp}.linear_fc2.weight": (model.hidden, width),
-        f"{layer}.{layout.QKV}.weight": (rows, model.hidden),
     }
+    shapes |= {f"{layer}.self_attention.linear_{name}": shape for name, shape in _attention_shapes(model).items()}
     shapes |= {} if kind == "decoder" else {layout.POSITIONS: (model.max_positions, model.hidden)}
-    shapes |= {f"{layer}.{layout.QKV}.bias": (rows,)} if getattr(model, "qkv_bias", False) else {}
     shapes |= {f"{layer}.mlp.router.weight": (model.experts, model.hidden)} if model.experts else {}
     empty = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
-    tensors = layout.RankTensors([[empty]], 3.0, run)
+    tensors = layout.join_tensor_ranks([[empty]], 3.0, run)
     if kind == "decoder":
         represented: ModelConfig = decoder_config(arguments, tensors, run, 3.0)
     else:
@@ -162,6 +165,20 @@ def _check_represented(model: ModelConfig, kind: Architecture, arguments: dict[s
             flag = f"--model.{field.name.replace('_', '-')}"
             problem = f"{run} has {flag} {ours}, and to-megatron can write only {theirs}"
             raise UsageError(f"{problem}; convert another run, or use to-hf")
+
+
+def _attention_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    if model.kind != "deepseek":
+        rows = (model.heads + 2 * model.groups) * model.head_size
+        bias = {"qkv.bias": (rows,)} if getattr(model, "qkv_bias", False) else {}
+        return {"qkv.weight": (rows, model.hidden), **bias}
+    rank, values = model.kv_lora_rank, model.heads * model.v_head_dim
+    return {
+        "q_down_proj.weight": (model.q_lora_rank or 0, model.hidden),
+        "kv_down_proj.weight": (rank + model.qk_rope_head_dim, model.hidden),
+        "kv_up_proj.weight": (model.heads * model.qk_nope_head_dim + values, rank),
+        "proj.weight": (model.hidden, values),
+    }
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
@@ -205,6 +222,8 @@ def gather_tensors(
     for name, shape in shapes.items():
         end += sizes[name]
         whole[name] = data[end - sizes[name] : end].reshape(shape)
+        if name.endswith(FLOAT32_NAMES):
+            whole[name] = np.empty(shape, np.float32)
     for name, first, values in iterate_tensors(family, model, blocks):
         stored, part_index, expert = places[name]
         target = whole[stored] if expert is None else whole[stored][expert]
@@ -276,6 +295,9 @@ def write_release(
             shard = rank_tensors(export, trees[""], (tensor_rank, stage, expert_rank))
             fuse = export.arguments["transformer_impl"] != "local"
             names = {name: _fuse_norm(name, shard, export) if fuse else name for name in shard}
+            names = {
+                name: now.replace(".transformer_layer.", ".mtp_model_layer.") for name, now in names.items()
+            }  # 0.17
             model = {names[name]: _to_torch(array) for name, array in shard.items()}
             torch.save(state | {"model": model}, place / RANK_FILES[0])
     else:
@@ -286,7 +308,7 @@ def write_release(
             for prefix, whole in trees.items()
             for name, array in list_sharded_tensors(export, whole)
         }
-        extra = _extra_states([name for name, _ in list_sharded_tensors(export, trees[""])], export)
+        extra = _extra_states([name for name, _ in list_sharded_tensors(export, trees[""])])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
             checkpoint.save(
@@ -319,22 +341,23 @@ def list_sharded_tensors(export: Export, whole: Mapping[str, np.ndarray]) -> Ite
                 yield piece, matrix
 
 
-def _fuse_norm(name: str, names: Iterable[str], export: Export) -> str:
-    """The name of a LayerNorm that is fused with the matrix after it, as in all layers of torch_dist and with
-    TransformerEngine; it then does not apply to experts (megatron/core/models/gpt/gpt_layer_specs.py)."""
-    router = name.replace("pre_mlp_layernorm", "mlp.router")
-    if router != name and router in names and export.arguments["transformer_impl"] != "local":
-        return name
+def _fuse_norm(name: str, names: Container[str], export: Export) -> str:
+    """The name of a LayerNorm that is fused with the matrix after it, as with TransformerEngine, if this is one matrix;
+    local layers have these names before experts, too, in torch_dist (megatron/core/models/gpt/gpt_layer_specs.py)."""
+    local = export.arguments["transformer_impl"] == "local"
     for plain, fused in layout.FUSED_NORMS.items():
-        name = name.replace(plain, fused)
+        fused_name = name.replace(plain, fused)
+        is_fused = f"{fused_name.rpartition('.')[0]}.weight" in names or (local and "mlp" in plain)
+        if fused_name != name and is_fused:
+            return fused_name
     return name
 
 
-def _extra_states(names: Iterable[str], export: Export) -> list[str]:
+def _extra_states(names: Collection[str]) -> list[str]:
     """Names of the states of TransformerEngine's modules, which Megatron expects; they hold nothing without FP8."""
     modules = {name.rpartition(".")[0] for name in names if not name.startswith("embedding.")}
-    trunk = layout.TRUNKS[ARCHITECTURES[export.model.kind]]
-    modules |= {f"{trunk}.layers.{layer}.self_attention.core_attention" for layer in range(export.model.layers)}
+    layers = [name.partition(".self_attention.") for name in names]
+    modules |= {f"{layer}.self_attention.core_attention" for layer, attention, _ in layers if attention}
     return [f"{module}._extra_state/shard_0_1" for module in sorted(modules)]
 
 

@@ -13,8 +13,6 @@ default that optimizer saves the buffers of its ranks, which are not read. AdamW
 the groups, that of torch in each state, which the former cannot load.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +64,8 @@ def optimizer_arguments(config: Config, run: Path) -> dict[str, Any]:
     if optimizer.name != "adamw" or precision in ("fp16", "fp64"):
         problem = f"{run} was trained with {optimizer.name} in {precision}"
         raise UsageError(f"--optimizer is for adamw in fp32, bf16 or fp8, and {problem}; {OPTIONAL}")
+    if getattr(config.model, "has_router_bias", False):
+        raise UsageError(f"--optimizer is for models without a bias of the router, and {run} has one; {OPTIONAL}")
     if checkpoint_steps(run) == [0]:
         raise UsageError(f"{run} has taken no step, so it has no state of an optimizer; {OPTIONAL}")
     wsd = {"lr_wsd_decay_iters": wsd_decay_steps(config), "lr_wsd_decay_style": optimizer.wsd_decay}
@@ -134,6 +134,8 @@ def read_optimizer(checkpoint: MegatronCheckpoint, config: Config) -> tuple[Conf
     state, step = checkpoint.common.get("opt_param_scheduler") or {}, checkpoint.common.get("iteration")
     values = {"clip_grad": 1.0, **(checkpoint.arguments or {}), **state}
     args = MegatronArguments(values, str(checkpoint.folder))
+    if args["moe_router_enable_expert_bias"]:
+        args.reject("mjax reads no optimizer with moe_router_enable_expert_bias", OPTIONAL)
     group = _read_group(checkpoint, args)
     styles = {theirs: ours for ours, theirs in SCHEDULES.items()}
     schedule, wsd_style = styles.get(args["lr_decay_style"]), args["lr_wsd_decay_style"] or "exponential"

@@ -1,8 +1,8 @@
 """The tensors of a Megatron checkpoint by current names, merged from its files.
 
-RankTensors          format `torch`: one file per rank with its shard of the model
-DistributedTensors   format `torch_dist`, the default today: tensors in parts, independent of the ranks
-DecoderTensors       either format, of a decoder, with a name for each part of a fused tensor
+join_tensor_ranks   format `torch`: one file per rank with its shard of the model
+open_stacks         format `torch_dist`, the default today: tensors in parts, independent of the ranks
+split_fused         either format, of a decoder: a tensor for each part of a fused one
 
 Names and layouts of Megatron's tensors since 2020:
 
@@ -17,27 +17,24 @@ orders, which only `checkpoint_version` determines, not names or shapes.
 
 Of t ranks, each has its shard along out (column parallel, arXiv 1909.08053) or in (row parallel), or a full copy:
 
-    out    linear_qkv and linear_fc1 with their biases; the embedding and the output bias, by tokens
+    out    linear_qkv, linear_q_proj, linear_…_up_proj, eh_proj, linear_fc1; the embedding and output bias, by tokens
     in     linear_proj and linear_fc2, whose biases are full copies
            the same for each expert
     all    everything else
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mjax.config import LlamaConfig
+from mjax.config import LlamaConfig, ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.distributed_files import StoredTensor, StoredTensors
-from mjax.interop.tensor_files import DTYPE_NAMES, TensorInfo, Tensors
+from mjax.interop.tensor_files import LazyTensor, Tensors
 from mjax.models.huggingface.family import Family
 
 
@@ -112,8 +109,11 @@ VOCABULARY = (EMBEDDING, SCORES, SCORES_BIAS)
 FUSED_NORMS = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+    ".self_attention.q_layernorm.": ".self_attention.linear_q_up_proj.layer_norm_",
+    ".self_attention.kv_layernorm.": ".self_attention.linear_kv_up_proj.layer_norm_",
 }
-"""Names with TransformerEngine, which fuses a LayerNorm with the matrix after it; torch_dist always has them."""
+"""Names with TransformerEngine, which fuses a LayerNorm with the matrix after it; torch_dist always has the first two,
+and latent attention all, because megatron-core's kernel has one width for keys and values."""
 _NAME_CHANGES = (
     (r"^language_model\.(transformer|encoder)\.", "TRUNK."),
     (r"^language_model\.", ""),
@@ -130,6 +130,7 @@ _NAME_CHANGES = (
     *((re.escape(fused), plain) for plain, fused in FUSED_NORMS.items()),
     (r"\.mlp\.experts\.experts\.", ".mlp.experts."),  # of the format torch_dist
     (r"^decoder\.final_norm\.", "decoder.final_layernorm."),  # of HybridModel
+    (r"\.mtp_model_layer\.", ".transformer_layer."),  # of the format torch since 0.17
 )
 
 
@@ -173,13 +174,14 @@ DECODER = replace(
     },
     spelled=lambda name: re.sub(r"(?<=linear_qkv|linear_fc1)\.\w+(?=\.)", "", name),
 )
-"""With names for the parts of linear_qkv and linear_fc1, which `DecoderTensors` splits."""
+"""With names for the parts of linear_qkv and linear_fc1, which `split_fused` splits."""
 MIXTURE = replace(
     DECODER,
     model="Megatron's mixture of experts",
     names={
         **DECODER.names,
         "blocks.mlp.router": f"{LAYER}.mlp.router",
+        "blocks.mlp.router.bias": f"{LAYER}.mlp.router.expert_bias",
         "blocks.mlp.up": tuple(f"{LAYER}.mlp.experts.{{2}}.linear_fc1.{part}" for part in ("gate", "up")),
         "blocks.mlp.down": f"{LAYER}.mlp.experts.{{2}}.linear_fc2",
         "blocks.mlp.up.kernel": DECODER.names["blocks.mlp.up"],  # of layers without experts
@@ -187,12 +189,52 @@ MIXTURE = replace(
         "blocks.mlp.shared.up": tuple(f"{LAYER}.mlp.shared_experts.linear_fc1.{part}" for part in ("gate", "up")),
         "blocks.mlp.shared.down": f"{LAYER}.mlp.shared_experts.linear_fc2",
     },
+    ignored=r"mtp\..*",  # with --ignore mtp_num_layers
 )
+LATENT_ATTENTION = {
+    "query": "linear_q_proj", "q_down": "linear_q_down_proj", "q_norm": "q_layernorm", "q_up": "linear_q_up_proj",
+    "kv_down": "linear_kv_down_proj", "kv_norm": "kv_layernorm", "kv_up": "linear_kv_up_proj", "out": "linear_proj",
+}  # fmt: skip
+_LATENT_BLOCK = {
+    **{
+        ours: theirs
+        for ours, theirs in MIXTURE.names.items()
+        if ours.startswith("blocks.") and "attention." not in ours
+    },
+    **{f"blocks.attention.{ours}": f"{LAYER}.self_attention.{theirs}" for ours, theirs in LATENT_ATTENTION.items()},
+}
+MTP = "mtp.layers.0"
+
+
+def _to_mtp(names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """The names of a layer's tensors in the layer of multi-token prediction."""
+    return names.replace(LAYER, f"{MTP}.transformer_layer") if isinstance(names, str) else tuple(map(_to_mtp, names))
+
+
+LATENT = replace(
+    MIXTURE,
+    model="Megatron's mixture of experts with latent attention",
+    names={
+        **{ours: theirs for ours, theirs in MIXTURE.names.items() if not ours.startswith("blocks.")},
+        **_LATENT_BLOCK,
+        **{ours.replace("blocks.", "mtp.block."): _to_mtp(theirs) for ours, theirs in _LATENT_BLOCK.items()},
+        "mtp.embedding_norm": f"{MTP}.enorm",
+        "mtp.hidden_norm": f"{MTP}.hnorm",
+        "mtp.projection": f"{MTP}.eh_proj",
+        "mtp.final_norm": f"{MTP}.final_layernorm",
+    },
+    ignored=DECODER.ignored,
+)
+
+
+def decoder_family(model: ModelConfig) -> Family:
+    """Current names of the tensors of a decoder."""
+    return LATENT if model.kind == "deepseek" else MIXTURE if model.experts else DECODER
 
 
 # --- Tensor parallelism -----------------------------------------------------------------------------------------------
 
-_COLUMN_PARALLEL = re.compile(r".*\.(linear_qkv|linear_fc1)\.(weight|bias)")
+_COLUMN_PARALLEL = re.compile(r".*\.(linear_(qkv|fc1|q_proj|q_up_proj|kv_up_proj)|eh_proj)\.(weight|bias)")
 _ROW_PARALLEL = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
 
 
@@ -224,71 +266,65 @@ def rank_view(whole: np.ndarray, name: str, rank: int, ranks: int, parts: int = 
 
 RankShard = dict[str, np.ndarray]
 """The tensors of one rank for one piece of the model, by current names."""
-_LAYER_NUMBER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+_LAYER_NUMBER = re.compile(r"(?<=coder\.layers\.)\d+(?=\.)")
 EXPERTS = ".mlp.experts."
 
 
-class RankTensors:
-    """`Tensors` of a model that is split over ranks.
+def join_tensor_ranks(
+    pieces: Sequence[Sequence[RankShard]], version: float, source: str, gated: bool = False
+) -> Tensors:
+    """Join the tensor ranks of a model. Its layers are numbered from the first stage of the pipeline to the last.
 
-    Layers are numbered over the whole model, from the first stage to the last.
+    Args:
+      pieces: of the pipeline, in layer order: for each, the shards of the tensor ranks in rank order.
+      version: `checkpoint_version`.
+      source: the checkpoint, for messages.
+      gated: True if linear_fc1 is gate and up, and each rank has its part of both.
+
+    Raises:
+      UsageError: ranks have tensors of different names or shapes, or two pieces have the same tensor.
     """
-
-    def __init__(self, pieces: Sequence[Sequence[RankShard]], version: float, source: str, gated: bool = False):
-        """Check that the ranks fit together.
-
-        Args:
-          pieces: of the pipeline, in layer order: for each, the shards of the tensor ranks in rank order.
-          version: `checkpoint_version`.
-          source: the checkpoint, for messages.
-          gated: True if linear_fc1 is gate and up, and each rank has its part of both.
-
-        Raises:
-          UsageError: ranks have tensors of different names or shapes, or two pieces have the same tensor.
-        """
-        self._version, self._gated = version, gated
-        self._shards: dict[str, list[np.ndarray]] = {}
-        self.infos: dict[str, TensorInfo] = {}
-        layers = 0
-        for number, piece in enumerate(pieces):
-            for rank, shard in enumerate(piece):
-                if mismatch := shard.keys() ^ piece[0].keys():
-                    raise incomplete_error(f"{source}: of tensor ranks 0 and {rank} only one holds {min(mismatch)}")
-            numbers = [int(match[0]) for name in piece[0] if (match := _LAYER_NUMBER.search(name))]
-            for name in piece[0]:
-                whole = _LAYER_NUMBER.sub(lambda match: str(int(match[0]) + layers), name)  # noqa: B023 - called at once
-                if whole in self.infos:
-                    raise incomplete_error(f"{source}: two stages of the pipeline hold {name}, of piece {number} too")
-                self._shards[whole] = [shard[name] for shard in piece]
-                self.infos[whole] = self._make_info(whole, source)
-            layers += 1 + max(numbers, default=-1)
-
-    def _make_info(self, name: str, source: str) -> TensorInfo:
-        shards, dim = self._shards[name], split_dim(name)
-        first = shards[0]
-        for rank, shard in enumerate(shards):
-            if (shard.dtype, shard.shape) != (first.dtype, first.shape):
-                kinds = f"{first.dtype} {first.shape} on tensor rank 0 and {shard.dtype} {shard.shape} on {rank}"
-                raise incomplete_error(f"{source}: {name} is {kinds}")
-        shape = tuple(len(shards) * size if i == dim else size for i, size in enumerate(first.shape))
-        return TensorInfo(DTYPE_NAMES.get(first.dtype.name, str(first.dtype)), shape)
-
-    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        shards, dim = self._shards[name], split_dim(name)
-        if len(shards) == 1 or dim is None:
-            return shards[0][rows]
-        if name not in VOCABULARY:
+    joined: dict[str, LazyTensor] = {}
+    layers = 0
+    for number, piece in enumerate(pieces):
+        for rank, shard in enumerate(piece):
+            if mismatch := shard.keys() ^ piece[0].keys():
+                raise incomplete_error(f"{source}: of tensor ranks 0 and {rank} only one holds {min(mismatch)}")
+        numbers = [int(match[0]) for name in piece[0] if (match := _LAYER_NUMBER.search(name))]
+        for name in piece[0]:
+            whole = _LAYER_NUMBER.sub(lambda match: str(int(match[0]) + layers), name)  # noqa: B023 - called at once
+            if whole in joined:
+                raise incomplete_error(f"{source}: two stages of the pipeline hold {name}, of piece {number} too")
             # Each rank begins with the queries of its heads, or with its gate.
-            parts = 3 if QKV in name and self._version < 1 else 2 if self._gated and ".linear_fc1." in name else 1
-            whole = np.empty(self.infos[name].shape, shards[0].dtype)
-            for rank, shard in enumerate(shards):
-                view = rank_view(whole, name, rank, len(shards), parts)
-                view[...] = shard.reshape(view.shape)
-            return whole[rows]
-        first, end, _ = rows.indices(self.infos[name].shape[0])
-        starts = accumulate(map(len, shards), initial=0)
-        parts = zip(shards, starts, strict=False)
-        return np.concatenate([shard[max(0, first - start) : max(0, end - start)] for shard, start in parts])
+            parts = 3 if QKV in name and version < 1 else 2 if gated and ".linear_fc1." in name else 1
+            joined[whole] = _join_shards(whole, [shard[name] for shard in piece], parts, source)
+        layers += 1 + max(numbers, default=-1)
+    return joined
+
+
+def _join_shards(name: str, shards: Sequence[np.ndarray], parts: int, source: str) -> LazyTensor:
+    """Join the shards of a tensor, in each of which so many `parts` are concatenated."""
+    first, dim = shards[0], split_dim(name)
+    for rank, shard in enumerate(shards):
+        if (shard.dtype, shard.shape) != (first.dtype, first.shape):
+            kinds = f"{first.dtype} {first.shape} on tensor rank 0 and {shard.dtype} {shard.shape} on {rank}"
+            raise incomplete_error(f"{source}: {name} is {kinds}")
+    shape = tuple(len(shards) * size if i == dim else size for i, size in enumerate(first.shape))
+
+    def read(rows: slice) -> np.ndarray:
+        if dim is None or len(shards) == 1:
+            return first[rows]
+        if name in VOCABULARY:
+            wanted, starts = range(shape[0])[rows], range(0, shape[0], len(first))
+            spans = (slice(max(0, wanted.start - start), max(0, wanted.stop - start)) for start in starts)
+            return np.concatenate([shard[span] for shard, span in zip(shards, spans, strict=True)])
+        whole = np.empty(shape, first.dtype)
+        for rank, shard in enumerate(shards):
+            view = rank_view(whole, name, rank, len(shards), parts)
+            view[...] = shard.reshape(view.shape)
+        return whole[rows]
+
+    return replace(LazyTensor.from_array(first), shape=shape, read=read)
 
 
 def join_expert_ranks(shards: Sequence[RankShard], source: str) -> RankShard:
@@ -350,33 +386,19 @@ STACK_PREFIXES = (".layers.", ".mlp.experts.")
 """Name parts followed by a number, or by none if all layers or experts are stored as one tensor."""
 
 
-class DistributedTensors:
-    """`Tensors` in a folder of torch.distributed.checkpoint, by layer and expert even if all are stored as one.
+def open_stacks(folder: Path, stored: Mapping[str, StoredTensor]) -> Tensors:
+    """Open a folder of torch.distributed.checkpoint, by layer and expert even if all are stored as one tensor.
 
     Args:
+      folder: of the files.
       stored: the tensors, by current names.
 
     Raises:
       UsageError: a file is missing or too short, or the parts of a tensor do not cover it.
     """
-
-    def __init__(self, folder: Path, stored: Mapping[str, StoredTensor]):
-        self._stored = StoredTensors(folder, stored)
-        self._origins: dict[str, tuple[str, Index]] = {}
-        self.infos: dict[str, TensorInfo] = {}
-        for whole, tensor in stored.items():
-            dtype = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
-            for name, index in _list_numbered_names(whole, tensor.shape):
-                self._origins[name] = whole, index
-                self.infos[name] = TensorInfo(dtype, tensor.shape[len(index) :])
-
-    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        (whole, index), (length, *other_sizes) = self._origins[name], self.infos[name].shape
-        first, end, _ = rows.indices(length)
-        box = [slice(number, number + 1) for number in index]
-        box += [slice(first, max(first, end)), *(slice(0, size) for size in other_sizes)]
-        region = self._stored.read(whole, box)
-        return region.reshape(region.shape[len(index) :])
+    files = StoredTensors(folder, stored)
+    parts = [(whole, *part) for whole in stored for part in _list_numbered_names(whole, stored[whole].shape)]
+    return {name: files.select(whole, index) for whole, name, index in parts}
 
 
 def _list_numbered_names(name: str, shape: Index, index: Index = ()) -> Iterator[tuple[str, Index]]:
@@ -431,30 +453,23 @@ def part_view(fused: np.ndarray, name: str, part_index: int, model: LlamaConfig)
     return fused.reshape(model.groups, queries + 2, model.head_size, *fused.shape[1:])[:, part]
 
 
-class DecoderTensors:
-    """`Tensors` with names for the parts of fused ones: linear_qkv.q.weight, linear_fc1.gate.weight."""
+def split_fused(tensors: Tensors, model: LlamaConfig, source: str) -> Tensors:
+    """Split fused tensors into their parts, by names such as linear_qkv.q.weight and linear_fc1.gate.weight.
 
-    def __init__(self, tensors: Tensors, model: LlamaConfig, source: str):
-        """Name the parts.
+    Raises:
+      UsageError: linear_qkv or linear_fc1 has another number of rows than the model.
+    """
+    split: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        parts = list_parts(name, model)
+        if len(parts) > 1 and tensor.shape[:1] != (rows := sum(parts.values()),):
+            asked = f"the arguments ask for {rows:,} rows"
+            raise incomplete_error(f"{source}: {name} has shape {tensor.shape}, and {asked}")
+        for index, (part, rows) in enumerate(parts.items()):
+            split[part] = tensor if len(parts) == 1 else _select_part(tensor, name, index, rows, model)
+    return split
 
-        Raises:
-          UsageError: linear_qkv or linear_fc1 has another number of rows than the model.
-        """
-        self._tensors, self._model = tensors, model
-        self._origins: dict[str, tuple[str, int | None]] = {}
-        self.infos: dict[str, TensorInfo] = {}
-        for stored_name, kind in tensors.infos.items():
-            parts = list_parts(stored_name, model)
-            if len(parts) > 1 and kind.shape[:1] != (sum(parts.values()),):
-                asked = f"the arguments ask for {sum(parts.values()):,} rows"
-                raise incomplete_error(f"{source}: {stored_name} has shape {kind.shape}, and {asked}")
-            for part_index, (name, rows) in enumerate(parts.items()):
-                self._origins[name] = (stored_name, part_index if len(parts) > 1 else None)
-                self.infos[name] = TensorInfo(kind.dtype, (rows, *kind.shape[1:])) if len(parts) > 1 else kind
 
-    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        stored_name, part_index = self._origins[name]
-        if part_index is None:
-            return self._tensors.read(stored_name, rows)
-        part = part_view(self._tensors.read(stored_name), stored_name, part_index, self._model)
-        return part.reshape(self.infos[name].shape)[rows]
+def _select_part(fused: LazyTensor, name: str, index: int, rows: int, model: LlamaConfig) -> LazyTensor:
+    shape = (rows, *fused.shape[1:])
+    return replace(fused, shape=shape, read=lambda rows: part_view(fused[:], name, index, model).reshape(shape)[rows])

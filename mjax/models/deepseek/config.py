@@ -1,13 +1,11 @@
 """The config of DeepSeek-V2 and V3, and of models built like them: Moonlight, Kimi K2. No JAX is imported here."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Bounds, Count, NotNegative, Positive
-from mjax.config.marks import FILE_ONLY, TUNING, Synonyms
+from mjax.config.marks import FILE_ONLY, TUNING, WIDE, Synonyms
 from mjax.config.model import Tuned, register
 from mjax.models.parts.config import ExpertsConfig, RotaryConfig
 
@@ -19,9 +17,9 @@ class DeepSeekConfig(ExpertsConfig, RotaryConfig):
 
     kind: Literal["deepseek"] = "deepseek"
     """Architecture of the model."""
-    q_lora_rank: Count | None = None
+    q_lora_rank: Annotated[Count | None, WIDE] = None
     """Width of the latent of the queries (by default none: one matmul computes the queries)."""
-    kv_lora_rank: Count = 512
+    kv_lora_rank: Annotated[Count, WIDE] = 512
     """Width of the latent of keys and values, which a cache stores instead of them."""
     qk_nope_head_dim: Annotated[Count, Synonyms("qk-head-dim")] = 128
     """Dims of a head's queries and keys without positions."""
@@ -39,11 +37,13 @@ class DeepSeekConfig(ExpertsConfig, RotaryConfig):
     """Coefficient of the loss of this prediction, λ (DeepSeek-V3: 0.3, later 0.1)."""
     norm_epsilon: Annotated[Tuned, FILE_ONLY] = 1e-6
     """Added to the mean square in RMSNorm."""
+    latent_norm_epsilon: Annotated[Tuned, FILE_ONLY] = 1e-6
+    """Added to the mean square in the norms of the latents (in Hugging Face always 1e-6, in Megatron norm_epsilon)."""
 
     title: ClassVar[str] = "a DeepSeek"
     module: ClassVar[str] = "mjax.models.deepseek.model:DeepSeek"
     families: ClassVar[str] = "mjax.models.deepseek.huggingface:FAMILIES"
-    tie_embeddings, hidden_dropout = False, 0.0
+    tie_embeddings = False
 
     @property
     def head_size(self) -> int:
@@ -69,4 +69,4 @@ class DeepSeekConfig(ExpertsConfig, RotaryConfig):
 
     @property
     def has_router_bias(self) -> bool:
-        return self.router == "sigmoid"
+        return super().has_router_bias or self.router == "sigmoid"

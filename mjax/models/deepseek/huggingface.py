@@ -4,8 +4,6 @@ Files have a tensor for each matrix of each expert, like those of other mixtures
 follows the last layer there. Published weights of V3 are in float8, which `interop/tensor_files.py` reads.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +11,16 @@ from mjax.errors import UsageError
 from mjax.models.deepseek.config import DeepSeekConfig
 from mjax.models.huggingface.family import SIZES
 from mjax.models.llama.huggingface import LAYER, LLAMA
-from mjax.models.mixture.huggingface import FUSED, OF_TRAINING, OLMOE
+from mjax.models.mixture.huggingface import (
+    FUSED,
+    OF_TRAINING,
+    OLMOE,
+    OTHER_NAMES,
+    ROUTED,
+    SHARED,
+    read_counts,
+    write_counts,
+)
 
 ATTENTION = {
     "query": "q_proj", "q_down": "q_a_proj", "q_norm": "q_a_layernorm", "q_up": "q_b_proj", "kv_down":
@@ -22,9 +29,7 @@ ATTENTION = {
 BLOCK = {
     **{f"blocks.attention.{ours}": f"{LAYER}.self_attn.{theirs}" for ours, theirs in ATTENTION.items()},
     **{ours: theirs for ours, theirs in OLMOE.names.items() if ours.startswith("blocks.") and "attention." not in ours},
-    "blocks.mlp.router.bias": f"{LAYER}.mlp.gate.e_score_correction_bias",
-    "blocks.mlp.shared.up": (f"{LAYER}.mlp.shared_experts.gate_proj", f"{LAYER}.mlp.shared_experts.up_proj"),
-    "blocks.mlp.shared.down": f"{LAYER}.mlp.shared_experts.down_proj",
+    **SHARED,
 }
 SAME_NAMES = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -46,17 +51,11 @@ def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, 
     if not isinstance(quantized, dict) or not FLOAT8.items() <= quantized.items():
         raise UsageError(f"{file}: quantization_config is {quantized!r}, and mjax reads {FLOAT8!r}; convert another")
     values, fields = _read_yarn(values, file)
-    numbers = {"first_k_dense_replace": 3, "n_shared_experts": 1, "num_nextn_predict_layers": 1}
-    for name, default in numbers.items():
-        numbers[name] = values.pop(name, default)
-        if type(numbers[name]) is not int or not 0 <= numbers[name] < 2**31:
-            raise UsageError(f"{file}: {name} is {numbers[name]!r}, not a whole number from 0 on; restore the file")
-    dense, shared, predicted = numbers.values()
-    if predicted > 1:
+    counts = {"first_k_dense_replace": 3, "n_shared_experts": 1, "num_nextn_predict_layers": 1}
+    values, of_counts = read_counts(values, file, **{"moe_intermediate_size": 2048, **counts})
+    if (predicted := of_counts["mtp_layers"]) > 1:
         raise UsageError(f"{file}: num_nextn_predict_layers is {predicted}, and mjax supports 0 and 1; convert another")
-    width = values.get("moe_intermediate_size", 2048)
-    fields |= {"first_dense_layers": dense, "mtp_layers": predicted}
-    return values, fields | {"shared_expert_ffn_hidden": shared * width if type(width) is int else 0}
+    return values, fields | of_counts
 
 
 def _read_yarn(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -77,15 +76,11 @@ def _read_yarn(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[
 
 def _write(model: DeepSeekConfig) -> dict[str, Any]:
     """The settings of config.json that are not in the table."""
-    values, (shared, rest) = LLAMA.write(model), divmod(model.shared_expert_ffn_hidden, model.expert_width)
-    if rest:
-        widths = f"{model.shared_expert_ffn_hidden} is not a multiple of --model.moe-ffn-hidden {model.expert_width}"
-        raise UsageError(f"--model.shared-expert-ffn-hidden {widths}, as files need; train with another width")
+    values = LLAMA.write(model)
     if model.rope_scaling == "yarn":
         yarn = dict(zip(YARN, (model.rope_mscale, model.rope_mscale, model.rope_beta_fast), strict=True))
         values = {name: {**rope, **yarn} for name, rope in values.items()}
-    values |= {"first_k_dense_replace": model.first_dense_layers, "num_nextn_predict_layers": model.mtp_layers}
-    return {**values, "n_shared_experts": shared}
+    return values | write_counts(model)
 
 
 V3 = replace(
@@ -112,12 +107,11 @@ V3 = replace(
     fields={
         **SIZES,
         **{name: (name, default) for name, default in SAME_NAMES.items()},
+        **ROUTED,
         "moe_intermediate_size": ("moe_ffn_hidden", 2048),
         "n_routed_experts": ("experts", 256),
-        "num_experts_per_tok": ("experts_per_token", 8),
         "n_group": ("router_n_groups", 8),
         "topk_group": ("router_topk_groups", 4),
-        "norm_topk_prob": ("router_normalized", True),
         "routed_scaling_factor": ("router_scale", 2.5),
         "rms_norm_eps": ("norm_epsilon", 1e-6),
         "rope_theta": ("rope_theta", 1e4),
@@ -134,13 +128,13 @@ V3 = replace(
         "attention_dropout": 0.0,
         "tie_word_embeddings": False,
     },
-    other_names={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    other_names=OTHER_NAMES,
     read=_read,
     write=_write,
     read_fields=LLAMA.read_fields
     | OF_TRAINING
     | {"rope_mscale", "rope_beta_fast", "first_dense_layers", "shared_expert_ffn_hidden"}
-    | {"mtp_layers", "mtp_loss_coef", "router_bias_update_rate"},
+    | {"mtp_layers", "mtp_loss_coef", "router_bias", "router_bias_update_rate"},
     without_effect=OLMOE.without_effect | {"aux_loss_alpha", "auto_map", "ep_size", "qk_head_dim", "seq_aux"},
 )
 
@@ -148,14 +142,31 @@ KIMI_K2 = replace(V3, model_type="kimi_k2")
 
 
 def _read_v2(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`_read` with the defaults of V2, without groups of experts, which `greedy` does not use, and without MTP."""
+    """`_read` with the defaults of V2 and without MTP. The method `greedy` does not use groups of experts."""
     values = {"n_shared_experts": 2, "first_k_dense_replace": 0, "moe_intermediate_size": 1407, **values}
-    values, fields = _read({name: value for name, value in values.items() if name not in GROUPS}, file)
+    method, groups = values.pop("topk_method", "greedy"), {name: values.pop(name, None) for name in GROUPS}
+    values, fields = _read(values, file)
     del fields["mtp_layers"]
-    return values, fields
+    if method == "greedy":
+        return values, fields
+    if method != "group_limited_greedy" or not all(type(n) is int and 0 < n < 2**31 for n in groups.values()):
+        given = f"{file}: topk_method is {method!r} with {groups}"
+        raise UsageError(f"{given}; mjax knows greedy and group_limited_greedy with numbers: convert another model")
+    return values, fields | dict(zip(V2_GROUPS, (*groups.values(), 1), strict=True))
 
 
-GROUPS = "n_group", "topk_group"
+def _write_v2(model: DeepSeekConfig) -> dict[str, Any]:
+    values = _write(model)
+    if model.top_groups == model.router_n_groups:
+        return {**values, "topk_method": "greedy"}
+    if model.router_group_best != 1:
+        best = f"--model.router-group-best {model.router_group_best}"
+        raise UsageError(f"DeepseekV2ForCausalLM selects groups by their best expert, and the model has {best}")
+    groups = dict(zip(GROUPS, (model.router_n_groups, model.top_groups), strict=True))
+    return {**values, "topk_method": "group_limited_greedy", **groups}
+
+
+GROUPS, V2_GROUPS = ("n_group", "topk_group"), ("router_n_groups", "router_topk_groups", "router_group_best")
 V2 = replace(
     V3,
     model="DeepseekV2ForCausalLM",
@@ -169,9 +180,11 @@ V2 = replace(
         "num_experts_per_tok": ("experts_per_token", ...),
         "routed_scaling_factor": ("router_scale", 1.0),
     },
-    only={**V3.only, "scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False, "mlp_bias": False},
+    only={name: value for name, value in V3.only.items() if name != "topk_method"}
+    | {"scoring_func": "softmax", "norm_topk_prob": False, "mlp_bias": False},
     other_names={"num_experts": "n_routed_experts"},
     read=_read_v2,
-    read_fields=V3.read_fields - {"mtp_layers"},
+    write=_write_v2,
+    read_fields=V3.read_fields.union(V2_GROUPS) - {"mtp_layers", "router_bias", "router_bias_update_rate"},
 )
 FAMILIES = (V3, KIMI_K2, V2)

@@ -22,8 +22,6 @@ model:
 The coefficient of its loss is `mtp_loss_coef`. Generation ignores it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -49,23 +47,11 @@ from mjax.models.parts.rotary import Rotary
 from mjax.models.protocol import ForwardContext
 from mjax.models.stack import SAVED
 from mjax.parallel import mappings, random
-from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, normal_init
-from mjax.parallel.linear import linear
+from mjax.parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from mjax.parallel.token_layout import TokenLayout
-from mjax.parallel.weights import IN, OUT, make_param
 
 Latents = Float[Array, "b 1 S c"]
 """The cache of a layer."""
-
-
-class ReplicatedLinear(nnx.Module):
-    """y = x A of this rank's rows; every rank of `model` has A."""
-
-    def __init__(self, key: Array, width: int, out: int, std: float, dtype):
-        self.kernel = make_param(key, normal_init(std), (width, out), (IN, OUT), dtype)
-
-    def __call__(self, x: Float[Array, "t i"]) -> Float[Array, "t o"]:
-        return linear(self.kernel[...], x)
 
 
 @dataclass(frozen=True)
@@ -91,7 +77,7 @@ class LatentAttention(nnx.Module):
         hidden, heads, std, rank = config.hidden, config.heads, config.init_std, config.q_lora_rank
         down = partial(ReplicatedLinear, width=hidden, std=std, dtype=dtype)
         up = partial(ColumnParallelLinear, split=0, std=std, dtype=dtype, bias=False)
-        norm = partial(RMSNorm, epsilon=config.norm_epsilon, dtype=dtype)
+        norm = partial(RMSNorm, epsilon=config.latent_norm_epsilon, dtype=dtype)
         self.config = config
         if rank is None:
             self.query = up(q_up, hidden, (heads, config.head_size))
@@ -139,11 +125,13 @@ class LatentAttention(nnx.Module):
         self, x: Float[Array, "t h"], context: ForwardContext
     ) -> tuple[Float[Array, "b s n d"], Float[Array, "t r"], Float[Array, "b s 1 d_r"]]:
         """Queries of this rank's heads, the latent of this rank's rows, and the rotated key that all heads share."""
-        config, tokens = self.config, context.tokens
-        to_queries, narrow = (self.query, x) if config.q_lora_rank is None else (self.q_up, self.q_norm(self.q_down(x)))
-        q = to_queries(narrow, tokens, context.layer_key(random.LORA_QKV))
+        config, tokens, lora = self.config, context.tokens, context.layer_key(random.LORA_QKV)
+        to_queries, narrow = (
+            (self.query, x) if config.q_lora_rank is None else (self.q_up, self.q_norm(self.q_down(x, tokens, lora)))
+        )
+        q = to_queries(narrow, tokens, lora)
         q = tokens.split_sequences(checkpoint_name(q, "qkv"))
-        latent, shared_key = jnp.split(self.kv_down(x), [config.kv_lora_rank], axis=-1)
+        latent, shared_key = jnp.split(self.kv_down(x, tokens, lora), [config.kv_lora_rank], axis=-1)
         shared_key = tokens.gather_rows(shared_key).reshape(tokens.sequences, tokens.positions, 1, -1)
         q, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
         scaling = config.rope_scaling, config.rope_factor, config.rope_original_length, config.rope_beta_fast
@@ -191,7 +179,8 @@ class NextPrediction(nnx.Module):
         self, embedded: Float[Array, "t h"], x: Float[Array, "t h"], context: ForwardContext
     ) -> tuple[Float[Array, "t h"], Sums]:
         """The input of the head, and the sums of the block, from the embedding of the next token and the stream."""
-        y = self.projection(jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(x)], axis=-1))
+        both = jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(x)], axis=-1)
+        y = self.projection(both, context.tokens)
         policy = jax.checkpoint_policies.save_only_these_names(*SAVED["full"])
         y, sums = jax.checkpoint(lambda block, y: split_sums(block(y, context)), policy=policy)(self.block, y)
         return self.final_norm(y), sums

@@ -11,8 +11,6 @@ The norm is y = cast(x / √(mean(x²) + ε) · (1 + w)), rounded once, where a 
 embedding is multiplied by √h in the compute type (√640 = 25.298 is 25.25 in bf16). Both are as in `transformers`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +18,6 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array
 
 from mjax.models.block import Block
@@ -28,21 +25,18 @@ from mjax.models.gemma3.config import Gemma3Config
 from mjax.models.llama.model import Llama, make_rotary
 from mjax.models.parts.attention import Attention
 from mjax.models.parts.mlp import GatedMLP
+from mjax.models.parts.norms import RMSNorm
 from mjax.models.parts.positions import Positions
 from mjax.models.parts.rotary import Rotary
 from mjax.models.protocol import ForwardContext
 from mjax.parallel.autodiff import rematerialize
 from mjax.parallel.reductions import accumulation_dtype
-from mjax.parallel.weights import make_param
 
 
-class ZeroCenteredRMSNorm(nnx.Module):
-    """RMSNorm of the last dim with the weight 1 + w. Shapes: x […, width] → the same; `of_heads` as in `RMSNorm`."""
+class ZeroCenteredRMSNorm(RMSNorm):
+    """RMSNorm of the last dim with the weight 1 + w. Shapes: x […, width] → the same."""
 
-    def __init__(self, width: int, epsilon: float, dtype, of_heads: bool = False):
-        self.epsilon = epsilon
-        zeros = jax.nn.initializers.zeros
-        self.scale = make_param(None, zeros, (width,), ("out",), dtype, grad_partial_over_model=of_heads)
+    initial_scale = staticmethod(jax.nn.initializers.zeros)
 
     def __call__(self, x: Array) -> Array:
         return rematerialize(partial(_zero_centered_rms_norm, epsilon=self.epsilon))(x, self.scale[...])

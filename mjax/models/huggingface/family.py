@@ -8,8 +8,6 @@ setting without effect on the computation, or unknown. Unknown settings are reje
 silently change the model.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -38,7 +36,7 @@ class Family:
       qkv: the order of fused queries, keys and values along out: c the three of them, n heads, d head size.
       prefix: omitted at the beginning of names in some files.
       copies: tensors that are another one under a second name; if stored they must be equal to it.
-      ignored: names of tensors that are not weights, such as stored masks.
+      ignored: names of tensors that are not weights, such as stored masks; {3} stands for the number of layers.
       heads: heads that may be initialized at random if the files have none of their tensors: prefix of our weights'
         names, and a description.
       optional: fields that are 0 if the files have no tensor whose name begins with this.

@@ -1,8 +1,6 @@
 """The config of the decoders people train today: Llama, Mistral, Qwen and OLMo 2 are settings of one model. No JAX is
 imported here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -21,8 +19,6 @@ class DecoderConfig(GroupedQueryConfig, RotaryConfig, GatedMLPConfig):
     """Added to the mean square in RMSNorm."""
     hidden_dropout: HiddenDropout = 0.0
     """Dropout rate on the embedding and on both residual branches of all layers."""
-
-    tie_embeddings = True
 
 
 @register

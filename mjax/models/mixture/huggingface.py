@@ -1,11 +1,9 @@
-"""Mixtral, Qwen 3 MoE and OLMoE of `transformers`: a Llama of each family with experts instead of its MLP.
+"""Mixtral, Qwen 3 MoE, OLMoE and GLM-4.5 of `transformers`: a Llama of each family with experts instead of its MLP.
 
 Files have a tensor for each matrix of each expert, as they were published; transformers 5 holds, and may write, all
 experts of a layer in one. Both are read, and the first is written. The weight of the router's losses is not part of the
 model: it is a setting of training.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
@@ -125,4 +123,96 @@ QWEN3_MOE = replace(
     write=_write_qwen,
     without_effect=QWEN3.without_effect | WITHOUT_EFFECT,
 )
-FAMILIES = (MIXTRAL, QWEN3_MOE, OLMOE)
+
+# --- Dense first layers, shared experts and a bias of the router ------------------------------------------------------
+
+SHARED = {
+    "blocks.mlp.router.bias": f"{LAYER}.mlp.gate.e_score_correction_bias",
+    "blocks.mlp.shared.up": (f"{LAYER}.mlp.shared_experts.gate_proj", f"{LAYER}.mlp.shared_experts.up_proj"),
+    "blocks.mlp.shared.down": f"{LAYER}.mlp.shared_experts.down_proj",
+}
+ROUTED = {
+    "n_routed_experts": ("experts", 128),
+    "num_experts_per_tok": ("experts_per_token", 8),
+    "moe_intermediate_size": ("moe_ffn_hidden", 1408),
+    "n_group": ("router_n_groups", 1),
+    "topk_group": ("router_topk_groups", 1),
+    "norm_topk_prob": ("router_normalized", True),
+    "routed_scaling_factor": ("router_scale", 1.0),
+}
+OTHER_NAMES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+
+
+def read_counts(values: dict[str, Any], file: str, **defaults: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """The settings without the numbers of dense layers, shared experts and layers of multi-token prediction; and our
+    fields for these."""
+    values, counts = {**defaults, **values}, []
+    for name in ("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers"):
+        counts.append(count := values.pop(name))
+        if type(count) is not int or not 0 <= count < 2**31:
+            raise UsageError(f"{file}: {name} is {count!r}, not a whole number from 0 on; restore the file")
+    (dense, shared, predicted), width = counts, values["moe_intermediate_size"]
+    width = shared * width if type(width) is int else 0
+    return values, {"first_dense_layers": dense, "shared_expert_ffn_hidden": width, "mtp_layers": predicted}
+
+
+def write_counts(model: Any) -> dict[str, int]:
+    """The inverse of `read_counts`."""
+    shared, rest = divmod(model.shared_expert_ffn_hidden, model.expert_width)
+    if rest:
+        widths = f"{model.shared_expert_ffn_hidden} is not a multiple of --model.moe-ffn-hidden {model.expert_width}"
+        raise UsageError(f"--model.shared-expert-ffn-hidden {widths}, as files need; train with another width")
+    counts = {"first_k_dense_replace": model.first_dense_layers, "n_shared_experts": shared}
+    return {**counts, "num_nextn_predict_layers": getattr(model, "mtp_layers", 0)}
+
+
+def _read_glm(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings without counts, positions and norms; `partial_rotary_factor` is in one of two places."""
+    defaults = {"first_k_dense_replace": 1, "n_shared_experts": 1, "num_nextn_predict_layers": 0}
+    values, fields = read_counts(values, file, moe_intermediate_size=1408, **defaults)
+    del fields["mtp_layers"]
+    if isinstance(rope := values.get("rope_parameters"), dict) and "partial_rotary_factor" in rope:
+        values["rope_parameters"] = rope = dict(rope)
+        values["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    if not isinstance(norm := values.pop("use_qk_norm", False), bool):
+        raise UsageError(f"{file}: use_qk_norm is {norm!r}, not true or false; restore the file")
+    values, of_llama = LLAMA.read(values, file)
+    return values, fields | of_llama | {"qk_norm": "head" if norm else "none", "router_bias": True}
+
+
+def _write_glm(model: MixtureConfig) -> dict[str, Any]:
+    if model.qk_norm == "heads" or not model.has_router_bias:
+        has = f"--model.qk-norm {model.qk_norm} and {'a' if model.has_router_bias else 'no'} bias of the router"
+        raise UsageError(f"the model has {has}, and Glm4MoeForCausalLM head or none, and a bias; use another format")
+    values = LLAMA.write(model) | write_counts(model)
+    values["rope_parameters"] |= {"partial_rotary_factor": model.rotary_percent}
+    return {**values, "use_qk_norm": model.qk_norm == "head"}
+
+
+GLM4_MOE = replace(
+    LLAMA,
+    model="Glm4MoeForCausalLM",
+    names={**OLMOE.names, **SHARED},
+    fused=FUSED,
+    # A layer of multi-token prediction, which transformers ignores, too.
+    ignored=rf"{LLAMA.ignored}|model\.layers\.{{3}}\..*",
+    model_type="glm4_moe",
+    fixed={"kind": "mixture", "norms": "pre", "window": None, "router": "sigmoid"},
+    fields={
+        **LLAMA.fields,
+        **ROUTED,
+        "num_key_value_heads": ("kv_heads", 8),
+        "rms_norm_eps": ("norm_epsilon", 1e-5),
+        "attention_bias": ("qkv_bias", False),
+        "partial_rotary_factor": ("rotary_percent", 0.5),
+    },
+    only={},
+    other_names=OTHER_NAMES,
+    read=_read_glm,
+    read_fields=LLAMA.read_fields
+    | OF_TRAINING
+    | {"router_bias", "router_bias_update_rate", "first_dense_layers", "shared_expert_ffn_hidden", "qk_norm"},
+    write=_write_glm,
+    without_effect=LLAMA.without_effect | WITHOUT_EFFECT,
+)
+FAMILIES = (MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE)

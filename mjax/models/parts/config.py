@@ -1,7 +1,5 @@
 """Config fields of the parts of models; the config of a model derives from its parts. No JAX is imported here."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -165,10 +163,13 @@ class ExpertsConfig(GatedMLPConfig):
     router_scale: Annotated[Positive, Synonyms("moe-router-topk-scaling-factor routed-scaling-factor")] = 1.0
     """Factor of the weights (DeepSeek-V3: 2.5)."""
     router_n_groups: Annotated[Count, Synonyms("moe-router-num-groups n-group")] = 1
-    """Groups of adjacent experts: a token first selects groups, by the sum of their two best scores, and then experts
-    in them (DeepSeek-V3)."""
-    router_topk_groups: Annotated[Count | None, Synonyms("moe-router-group-topk topk-group")] = None
+    """Groups of adjacent experts: a token first selects groups and then experts in them."""
+    router_topk_groups: Annotated[Count | None, By("top_groups"), Synonyms("moe-router-group-topk topk-group")] = None
     """Groups that a token selects (by default all)."""
+    router_group_best: Count = 2
+    """Best scores of a group whose sum selects it (DeepSeek-V3: 2, DeepSeek-V2: 1)."""
+    router_bias: Annotated[bool, Synonyms("moe-router-enable-expert-bias")] = False
+    """Choose experts by their scores plus a bias, which training leaves as it is, as after an import of GLM-4.5."""
     shared_expert_ffn_hidden: Annotated[CountOrZero, WIDE, Synonyms("moe-shared-expert-intermediate")] = 0
     """Total width of the shared experts, which every token uses (0: none)."""
     aux_loss_coef: Annotated[Tuned, Synonyms("moe-aux-loss-coeff router-aux-loss-coef")] = 0.0
@@ -176,7 +177,7 @@ class ExpertsConfig(GatedMLPConfig):
     P its mean weight. Balanced experts give 1."""
     router_bias_update_rate: Annotated[Tuned, Synonyms("moe-router-bias-update-rate")] = 0.0
     """Balance experts without a loss: change per step in the router's bias, up for an expert below its layer's mean
-    load, down above (DeepSeek-V3: 0.001, arXiv 2408.15664). 0: no bias."""
+    load, down above (DeepSeek-V3: 0.001, arXiv 2408.15664)."""
     aux_loss_scope: Annotated[Literal["sequence", "micro_batch"], TUNING] = "sequence"
     """Tokens over which the load-balancing loss averages. sequence: each sequence, independent of mesh and micro-batch.
     micro_batch: the micro-batch, as Megatron's aux_loss, which depends on train.micro_batch and the mesh."""
@@ -219,7 +220,7 @@ class ExpertsConfig(GatedMLPConfig):
     @property
     def has_router_bias(self) -> bool:
         """True if routers have a bias, by which experts are chosen."""
-        return self.router_bias_update_rate > 0
+        return self.router_bias or self.router_bias_update_rate > 0
 
     @property
     def pattern(self) -> Pattern:
@@ -245,11 +246,12 @@ class ExpertsConfig(GatedMLPConfig):
             fp8 = "--precision.compute fp8 is not supported for a mixture of experts (grouped matmuls run in bf16)"
             raise UsageError(f"{fp8}; use --precision.compute bf16")
         in_groups, several = self.experts // self.router_n_groups * self.top_groups, self.router_n_groups > 1
-        uneven = self.experts % self.router_n_groups or (several and self.experts < 2 * self.router_n_groups)
+        least = self.router_group_best
+        uneven = self.experts % self.router_n_groups or (several and self.experts < least * self.router_n_groups)
         if uneven or not 1 <= self.top_groups <= self.router_n_groups:
             flags = f"--model.router-n-groups {self.router_n_groups} and --model.router-topk-groups {self.top_groups}"
             fix = f"use a divisor of --model.experts {self.experts}, and at most as many"
-            raise UsageError(f"{flags} do not cut {self.experts} experts into groups of two or more; {fix}")
+            raise UsageError(f"{flags} do not cut {self.experts} experts into groups of {least} or more; {fix}")
         if self.experts_per_token > in_groups:
             flag = f"--model.experts-per-token {self.experts_per_token}"
             most = f"is more than the {in_groups} experts that a token can choose from"

@@ -39,7 +39,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from mjax.config import axes
 from mjax.models.parts.config import ExpertsConfig
@@ -103,7 +103,8 @@ class Experts(nnx.Module):
 
         def compute_round(number, differentiable, constants):
             (kernels, x, weights), (experts, round_of, row) = differentiable, constants
-            order = TokenPermutation.from_rows(row, region.ranks * capacity, round_of == number)
+            none = region.ranks * capacity
+            order = TokenPermutation.from_rows(jnp.where(round_of == number, row, none), none)
             chosen = experts.reshape(-1).at[order.sources].get(mode="fill", fill_value=-1)
             rows = dispatch(x, order), row_weights(weights, order)[:, None], chosen[:, None]
             return combine(self._compute(kernels, *rows, region), order)
@@ -212,11 +213,8 @@ class TokenPermutation:
     sources: Int[Array, " r"]
 
     @classmethod
-    def from_rows(
-        cls, rows: Int[Array, "t k"], number: int, present: Bool[Array, "t k"] | bool = True
-    ) -> TokenPermutation:
-        """The permutation with this row of `number` for each assignment that is `present`."""
-        rows = jnp.where(present, rows, number)
+    def from_rows(cls, rows: Int[Array, "t k"], number: int) -> TokenPermutation:
+        """The permutation with these rows, of `number` rows."""
         sources = jnp.full_like(rows, rows.size, shape=number)
         ids = jnp.arange(rows.size, dtype=rows.dtype)
         return cls(rows, sources.at[rows.reshape(-1)].set(ids, mode="drop", unique_indices=True))

@@ -14,8 +14,6 @@ With P = softmax(S), M the mask over 1 − rate, and O = (P ∘ M) V, the backwa
     queries    a block of queries  blocks of keys           dQ
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +30,7 @@ from mjax.config.kernels import BLOCK, FLASH_INTERPRETED, FUSED, AttentionWork, 
 from mjax.errors import UsageError
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
-from mjax.parallel import mappings
+from mjax.parallel.autodiff import match_varying_axes
 from mjax.parallel.random import keep_mask_from_words
 
 FLASH_STAND_IN = "cudnn, traced only"
@@ -55,7 +53,7 @@ class FlashInputs(NamedTuple):
     second: UInt32[Array, "b n s"] | None = None
     documents: Int[Array, "b S"] | None = None
     slopes: Float[Array, " n"] | None = None
-    starts: Int[Array, 2] | None = None
+    starts: Int[Array, " 2"] | None = None
 
 
 def attend_fused(
@@ -223,8 +221,7 @@ def _never_run(results, *inputs: Array) -> list[Array]:
     def refuse(*_):
         raise NotImplementedError("this attention kernel stands in for cuDNN's in programs that are only traced")
 
-    axes = frozenset().union(*map(mappings.varying_axes, inputs))
-    return [mappings.vary(result, axes) for result in jax.pure_callback(refuse, results, *inputs)]
+    return list(match_varying_axes(jax.pure_callback(refuse, results, *inputs), inputs)[0])
 
 
 # --- In a program of the grid -----------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@
 RMSNorm also normalizes queries or keys, each head separately, with one weight [d] for all (Qwen 3).
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax
@@ -39,10 +37,12 @@ class RMSNorm(nnx.Module):
     With `of_heads` x are heads, different ones on each rank of `model`.
     """
 
+    initial_scale = staticmethod(jax.nn.initializers.ones)
+
     def __init__(self, width: int, epsilon: float, dtype, of_heads: bool = False):
         self.epsilon = epsilon
-        ones = jax.nn.initializers.ones
-        self.scale = make_param(None, ones, (width,), ("out",), dtype, grad_partial_over_model=of_heads)
+        init = self.initial_scale
+        self.scale = make_param(None, init, (width,), ("out",), dtype, grad_partial_over_model=of_heads)
 
     def __call__(self, x: Float[Array, "*rows h"]) -> Float[Array, "*rows h"]:
         return _norm(x, self.scale[...], None, self.epsilon)

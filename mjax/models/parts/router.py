@@ -23,8 +23,6 @@ its layer's mean, and falls by it if above. Loads are exact token counts over th
 on every mesh.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax
@@ -94,7 +92,7 @@ class Router(nnx.Module):
         config = self.config
         if config.top_groups < config.router_n_groups:
             groups = affinities.reshape(len(affinities), config.router_n_groups, -1)
-            group_scores = jax.lax.top_k(groups, 2)[0].sum(-1)
+            group_scores = jax.lax.top_k(groups, config.router_group_best)[0].sum(-1)
             chosen = jax.nn.one_hot(jax.lax.top_k(group_scores, config.top_groups)[1], config.router_n_groups).sum(1)
             affinities = jnp.where(chosen[..., None] > 0, groups, -jnp.inf).reshape(affinities.shape)
         return jax.lax.top_k(affinities, config.experts_per_token)[1].astype(jnp.int32)
