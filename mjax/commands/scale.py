@@ -58,6 +58,7 @@ from mjax.utils.files import make_folder, write_whole
 PLAN, SCALING = "ladder.json", "scaling.json"
 PREEMPTED = 75  # exit code of a run that was stopped after a save
 RATIO, MAX_WIDTH_FACTOR, MIN_LAYERS, EVALUATIONS, FURTHER = 2, 4, 4, 10, 100
+MISFIT = 0.03  # standard deviation of log L from the law, of runs that do not follow it
 PROBE_STEPS, SECONDS_PER_RUN = 8, 20.0
 """Steps of the run that measures the speed; and seconds in which a run starts, compiles and ends."""
 
@@ -353,6 +354,7 @@ def describe(law: ScalingLaw, folder: Path) -> str:
         f"\n{law.formula}, {law.source}",
         f"{COVERAGE}%: {', '.join(f'{name} {low:.2f} to {high:.2f}' for name, low, high in ends)}",
         f"10 × the compute of {law.largest['name']}, {further}: {law.predict(parameters, tokens)}",
+        *["the law misses the runs: look at their curves before you rely on the forecast"] * (law.noise > MISFIT),
         f"\n{folder / SCALING} is for mjax plan --scaling and --log.scaling; picture: {folder / 'scaling.png'}",
     ]
     return "\n".join(lines)
