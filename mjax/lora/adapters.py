@@ -163,7 +163,7 @@ def _row_adapter(key: Array, layer: RowParallelLinear, config: ModelConfig, _, d
     return RowAdapter(a, b, config.lora_scale, config.lora_dropout)
 
 
-def _replicated_adapter(key: Array, layer: ReplicatedLinear, config: ModelConfig, _, dtype) -> ReplicatedAdapter:
+def _replica_adapter(key: Array, layer: ReplicatedLinear, config: ModelConfig, _, dtype) -> ReplicatedAdapter:
     """Make the adapter for a kernel [*layers, i, o]."""
     (layers, (width,), (out,)), rank = _kernel_sizes(layer), config.lora_rank
     _check_rank(rank, width, out)
@@ -174,7 +174,7 @@ def _replicated_adapter(key: Array, layer: ReplicatedLinear, config: ModelConfig
 _MAKERS = {
     ColumnParallelLinear: _column_adapter,
     RowParallelLinear: _row_adapter,
-    ReplicatedLinear: _replicated_adapter,
+    ReplicatedLinear: _replica_adapter,
 }
 
 

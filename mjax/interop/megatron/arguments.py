@@ -500,7 +500,11 @@ def describe_differences(arguments: Mapping[str, Any], source: str) -> list[str]
     lines = [_aux_loss_fields(args)[1]] if args["num_experts"] else []
     latent, factor = args["multi_latent_attention"], args.number("rope_scaling_factor")
     for name in ("hidden_dropout", "attention_dropout"):
-        lines += [f"{name} {args[name]:g}: mjax has none with latent attention"] if latent and args.number(name) else []
+        lines += (
+            [f"{name} {args[name]:g}: mjax does not support it with latent attention"]
+            if latent and args.number(name)
+            else []
+        )
     if not latent and args["use_rope_scaling"] and factor != DEFAULTS["rope_scaling_factor"]:
         lines.append(
             f"rope_scaling_factor {factor:g} applies; pretrain_gpt.py ignores it and computes with 8: if it trained "
