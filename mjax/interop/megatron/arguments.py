@@ -501,7 +501,7 @@ def describe_differences(arguments: Mapping[str, Any], source: str) -> list[str]
     latent, factor = args["multi_latent_attention"], args.number("rope_scaling_factor")
     for name in ("hidden_dropout", "attention_dropout"):
         if latent and args.number(name):
-            lines.append(f"{name} {args[name]:g}: left out, because latent attention trains without dropout here")
+            lines.append(f"{name} {args[name]:g}: mjax does not support it with latent attention")
     if not latent and args["use_rope_scaling"] and factor != DEFAULTS["rope_scaling_factor"]:
         lines.append(
             f"rope_scaling_factor {factor:g} applies; pretrain_gpt.py ignores it and computes with 8: if it trained "
