@@ -8,7 +8,7 @@
 All sizes have the config's head size and ratios of widths and depth, but at least four of its layers. Warm-up and final
 decay have the config's share of the steps. The runs have compute C, C/4, C/16, …, each with the same tokens per
 parameter, which is best for a forecast there. One more run has four times the tokens of the second largest, because on
-one line the effects of parameters and tokens cannot be told apart:
+one line the effects of parameters and tokens are the same:
 
     parameters    N/8   N/4   N/2   N     N/2
     tokens        D/8   D/4   D/2   D     2 D
@@ -57,7 +57,7 @@ from mjax.utils.files import make_folder, write_whole
 
 PLAN, SCALING = "ladder.json", "scaling.json"
 PREEMPTED = 75  # exit code of a run that was stopped after a save
-RATIO, MAX_WIDTH_FACTOR, MIN_LAYERS, EVALUATIONS = 2, 4, 4, 10
+RATIO, MAX_WIDTH_FACTOR, MIN_LAYERS, EVALUATIONS, FURTHER = 2, 4, 4, 10, 100
 PROBE_STEPS, SECONDS_PER_RUN = 8, 20.0
 """Steps of the run that measures the speed; and seconds in which a run starts, compiles and ends."""
 
@@ -106,7 +106,7 @@ def scale(argv: Sequence[str]) -> int:
     runs = [read_run(run) for run in folders]
     law = replace(fit_law(runs), settings=describe_settings(read_settings(folders[0] / "config.json")))
     law.write(folder / SCALING)
-    draw_scaling(law, folder / "scaling.png")
+    _draw(law, folder / "scaling.png")
     print((folder / SCALING).read_text() if arguments.json else describe(law, folder))
     return 0
 
@@ -325,6 +325,15 @@ def check_comparable(folders: Sequence[Path]) -> None:
             if value != first[name]:
                 what = f" ({first[name]} and {value})" if name in ("model kinds", "vocabularies") else ""
                 raise UsageError(f"{folders[0]} and {folder} have different {name}{what}; leave one of them out")
+
+
+def _draw(law: ScalingLaw, file: Path) -> None:
+    """Draw the runs, and the law to `FURTHER` times their compute."""
+    ratio, flops = law.largest["tokens"] / law.largest["parameters"], [run["flops"] for run in law.runs]
+    compute = np.geomspace(min(flops), FURTHER * max(flops), 60)
+    curve = [law.predict(size, ratio * size) for size in np.sqrt(compute / (6 * ratio))]
+    runs = [{**run, "fit": law.predict(run["parameters"], run["tokens"]).loss} for run in law.runs]
+    draw_scaling(runs, np.stack([compute, *zip(*curve, strict=True)]), ratio, file, f"{law.formula}, {law.source}")
 
 
 def describe(law: ScalingLaw, folder: Path) -> str:

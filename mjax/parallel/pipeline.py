@@ -23,8 +23,6 @@ are on the same stage, read the same column and take the same branch. Collective
 that a branch differentiates is typed as varying over `pipe` before, and sums over stages come after the scan.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -211,6 +209,21 @@ class _Stage:
         }
 
 
+@register_static
+@dataclass(frozen=True)
+class _BackwardProgram:
+    """The structure of the result of `jax.vjp`, without its arrays.
+
+    Attributes:
+      structure: of the pytree.
+      sources: for each of its leaves the number of a weight, or None: the next residual; or a shape: the gradient of
+        integers, which has no numbers.
+    """
+
+    structure: Any
+    sources: tuple[int | tuple[int, ...] | None, ...]
+
+
 class _StageKind:
     """The passes of virtual stages with equally many layers of each stack.
 
@@ -324,21 +337,6 @@ class _StageKind:
 
     def _first_row(self, key: ResidualType, slot: Array, place: int) -> Array:
         return slot * self.stage.residual_rows[key] + place
-
-
-@register_static
-@dataclass(frozen=True)
-class _BackwardProgram:
-    """The structure of the result of `jax.vjp`, without its arrays.
-
-    Attributes:
-      structure: of the pytree.
-      sources: for each of its leaves the number of a weight, or None: the next residual; or a shape: the gradient of
-        integers, which has no numbers.
-    """
-
-    structure: Any
-    sources: tuple[int | tuple[int, ...] | None, ...]
 
 
 def _place_residuals(residuals: Sequence) -> tuple[list[tuple[ResidualType, int]], Counter[ResidualType]]:

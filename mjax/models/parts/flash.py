@@ -14,8 +14,6 @@ With P = softmax(S), M the mask over 1 − rate, and O = (P ∘ M) V, the backwa
     queries    a block of queries  blocks of keys           dQ
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -55,7 +53,7 @@ class FlashInputs(NamedTuple):
     second: UInt32[Array, "b n s"] | None = None
     documents: Int[Array, "b S"] | None = None
     slopes: Float[Array, " n"] | None = None
-    starts: Int[Array, 2] | None = None
+    starts: Int[Array, " 2"] | None = None
 
 
 def attend_fused(
