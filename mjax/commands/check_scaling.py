@@ -35,6 +35,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.commands.arguments import CheckScalingArguments
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig, load_config
 from mjax.config.checks import validate
+from mjax.config.marks import WIDE, effective_value, names_with
 from mjax.errors import RunError, UsageError, check_folder
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import batch_specs, make_mesh
@@ -173,7 +174,9 @@ def _small(config: Config, first: int, width: int, layers: int) -> Config:
     base = {"base_width": first, "base_depth": min(model.layers, LAYERS), "base_head_size": HEAD_SIZE}
     base = {name: size for name, size in base.items() if getattr(optimizer, name) is not None}
     heads = {"heads": max(1, model.hidden // HEAD_SIZE)} | ({"head_dim": HEAD_SIZE} if model.head_dim else {})
-    model = replace(model, **heads).resize(first, layers)
+    sizes = {name: effective_value(model, name) for name in names_with(WIDE, type(model))}
+    wide = {name: max(size, model.hidden) for name, size in sizes.items() if size}  # muP is a limit of wide latents too
+    model = replace(model, **heads, **wide).resize(first, layers)
     model = model.resize(width, layers, more_heads=optimizer.base_head_size is None)
     tokens = {"vocabulary": min(model.vocabulary, TOKENS), "vocabulary_multiple": 1, "init_std": INIT_STD}
     constant = {"learning_rate": RATE, "min_learning_rate": 0.0, "schedule": "constant", "warmup_steps": 0}
