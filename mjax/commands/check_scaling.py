@@ -14,8 +14,6 @@ So a failure names the weight whose initial values, learning rate or decay is wr
 its weights is needed.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

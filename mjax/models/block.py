@@ -25,8 +25,6 @@ Between them the residual stream is [b·s, h], one row per token of the micro-ba
 holds its share of the rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

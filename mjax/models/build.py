@@ -1,7 +1,5 @@
 """Weights and classes of the model of a config, from the traced model: nothing is allocated."""
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

@@ -3,8 +3,6 @@
 A model derives from `CausalModel` and defines `embed` and `output`.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp

@@ -19,8 +19,6 @@ carries least. A copy out overlaps the whole forward pass of its layer. A copy b
 where the layer begins, and not during the one before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby

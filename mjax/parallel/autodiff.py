@@ -21,8 +21,6 @@ barrier of XLA: none of its values is used before all are computed. Numbers are 
     attention with ALiBi          computes the penalty before the loop over layers    bloom_560m: 256 MiB (11-22)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -7,8 +7,6 @@ again. With D the gradient of a chunk's logits, Dᵀ x gives its rows of E's gra
 D E over the chunks. That is a fourth matmul of the size of the head's three.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -7,8 +7,6 @@ Only m, the sum of total and the label's logit are communicated over the model a
 v. The logits [b·s, v / t] and their gradient are in memory; `chunked_cross_entropy.py` stores neither.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

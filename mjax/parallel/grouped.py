@@ -28,8 +28,6 @@ use, and only these cost FLOPs. (`lax.ragged_dot` becomes E dense matmuls of all
     gradients           a group, blocks of h and f  the rows of the group's tiles
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

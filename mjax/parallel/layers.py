@@ -11,8 +11,6 @@ sequence parallelism, an all-gather and a reduce-scatter of the tokens each way.
 `TokenLayout` describes them and implements f and g (`gather_rows`, `reduce_rows`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -3,8 +3,6 @@
 A `frozen` kernel has no gradient, so its input is not saved.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 from functools import partial

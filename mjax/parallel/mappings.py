@@ -27,8 +27,6 @@ so that every device accumulates a gradient of its tokens, which is summed once 
 next stage of the pipeline by `send_to_next_stage`, and their gradients back by `send_to_previous_stage`.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -17,8 +17,6 @@ Each mesh axis is one of three cases:
 So every matrix is whole on one rank, with its bytes sent once in each direction, and no rank repeats another's work.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

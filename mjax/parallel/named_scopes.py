@@ -5,8 +5,6 @@ JAX keeps the names through differentiation: the backward pass of `layer` is nam
 recomputation has `rematted_computation` in its name.
 """
 
-from __future__ import annotations
-
 EMBEDDING = "embedding"
 LAYER = "layer"
 HEAD = "head"  # final LayerNorm, logits, cross entropy

@@ -35,8 +35,6 @@ Results wait in numbered slots of fixed-size buffers, which the table assigns to
 follows it. This module is plain NumPy.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 

@@ -11,8 +11,6 @@ like PyTorch's autocast; in float32 and float64 they equal autodiff.
     tile_rows        rows, b times    sum over the b copies
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped

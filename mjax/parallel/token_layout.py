@@ -14,8 +14,6 @@ numbers of four bytes:
                            zigzag        0 7 │ 1 6 │ 2 5 │ 3 4
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

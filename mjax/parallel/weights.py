@@ -18,8 +18,6 @@ LoRA, and whether weight decay applies. So no code outside an architecture depen
 depend on the width of the model. A stack of layers puts `layer` in front (`models/stack.py`).
 """
 
-from __future__ import annotations
-
 import jax
 from flax import nnx
 from jax import Array

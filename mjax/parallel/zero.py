@@ -21,8 +21,6 @@ reduce-scattered in float32.
       float32 shards ◀── reduce-scatter ◀──── gradients ◀──┘
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Pictures of a plan: memory by recomputation mode, communication by mesh axis, the schedule of a pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO

@@ -13,8 +13,6 @@ with many runs they have no effect. Intervals come from fits to losses with new 
 No JAX is imported here.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

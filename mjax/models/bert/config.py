@@ -1,7 +1,5 @@
 """The configs of BERT: with the heads of pretraining, and with the head of a task. No JAX is imported here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 

@@ -33,8 +33,6 @@ Heads are replicated over `model`, like the pre-training heads. With sequence pa
 its rows only; they are few, and are combined before the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The config of DeepSeek-V2 and V3, and of models built like them: Moonlight, Kimi K2. No JAX is imported here."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal

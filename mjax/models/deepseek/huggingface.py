@@ -4,8 +4,6 @@ Files have a tensor for each matrix of each expert, like those of other mixtures
 follows the last layer there. Published weights of V3 are in float8, which `interop/tensor_files.py` reads.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -22,8 +22,6 @@ model:
 The coefficient of its loss is `mtp_loss_coef`. Generation ignores it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar

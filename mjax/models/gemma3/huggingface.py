@@ -4,8 +4,6 @@ Rotary positions have two spellings, and both are written: `rope_parameters` by 
 before that `rope_theta` and `rope_scaling` for layers that see everything with `rope_local_base_freq` for the others.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -11,8 +11,6 @@ The norm is y = cast(x / √(mean(x²) + ε) · (1 + w)), rounded once, where a 
 embedding is multiplied by √h in the compute type (√640 = 25.298 is 25.25 in bf16). Both are as in `transformers`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The config of GPT-2 and BLOOM. No JAX is imported here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 

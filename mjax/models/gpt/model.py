@@ -12,8 +12,6 @@ attention depends on positions, and a LayerNorm after the embedding, which stabi
        └────────────────────────────────────────────────────────────────────┘
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float

@@ -8,8 +8,6 @@ setting without effect on the computation, or unknown. Unknown settings are reje
 silently change the model.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """The config of the decoders people train today: Llama, Mistral, Qwen and OLMo 2 are settings of one model. No JAX is
 imported here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 

@@ -6,8 +6,6 @@ transformers 5, and `rope_theta` with `rope_scaling` before. Older readers do no
 without a word, so both are read and both are written.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

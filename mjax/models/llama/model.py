@@ -10,8 +10,6 @@ Mistral is a Llama with a sliding window. Qwen 2 has a bias on queries, keys and
 queries and keys instead, and OLMo 2 one on all heads together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The config of a mixture of experts: a Llama with experts instead of its MLPs. No JAX is imported here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

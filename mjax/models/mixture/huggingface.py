@@ -5,8 +5,6 @@ experts of a layer in one. Both are read, and the first is written. The weight o
 model: it is a setting of training.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

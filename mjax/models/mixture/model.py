@@ -8,8 +8,6 @@ Some layers may have the MLP of a Llama instead: the first `first_dense_layers` 
 but every `moe_layer_freq`-th.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import ClassVar
 

@@ -1,8 +1,6 @@
 """Attention, causal or bidirectional. Its kernels are in `attention_kernels.py`, and its cache for generation in
 `decoding.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -17,8 +17,6 @@ documents. With ALiBi all use the slopes of the heads (`positions.py`) and add a
 cuDNN's kernel needs the penalty in memory. With a window all mask the keys before it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Config fields of the parts of models; the config of a model derives from its parts. No JAX is imported here."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """The description of attention, which every kernel reads: mask, scale, ALiBi slopes and dropout."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -1,8 +1,6 @@
 """The MLP of a layer: two linear layers with an activation between, the feed-forward dim split over `model`; plain, or
 with a gate."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

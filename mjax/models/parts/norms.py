@@ -6,8 +6,6 @@
 RMSNorm also normalizes queries or keys, each head separately, with one weight [d] for all (Qwen 3).
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

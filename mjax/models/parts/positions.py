@@ -19,8 +19,6 @@ of a query, to which softmax is invariant. Here it is the distance, because that
 attention is not negligible.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax

@@ -15,8 +15,6 @@ For sequences longer than in pretraining the frequencies are lowered, by a facto
              between is a ramp over i; both cos and sin are multiplied by 0.1 ln c + 1 (arXiv 2309.00071)
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

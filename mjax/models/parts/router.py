@@ -23,8 +23,6 @@ its layer's mean, and falls by it if above. Loads are exact token counts over th
 on every mesh.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax
