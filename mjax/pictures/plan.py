@@ -93,8 +93,7 @@ def draw_communication(sources: Mapping[str, Mapping[str, float]], file: Path | 
     save(figure, file)
 
 
-Segment = tuple[str, float, dict[str, Any]]
-"""A segment of a bar: its name in the legend, its length and its style."""
+Segment = tuple[str, float, dict[str, Any]]  # a segment of a bar: its name in the legend, its length and its style
 
 
 def _bars(

@@ -10,8 +10,7 @@ from mjax.pictures.figures import PALETTE, add_heading, save
 if TYPE_CHECKING:
     from mjax.planner.scaling import ScalingLaw
 
-FURTHER = 100
-"""The curve ends at this many times the compute of the largest run."""
+FURTHER = 100  # the curve ends at this many times the compute of the largest run
 
 
 def draw_scaling(law: ScalingLaw, file: Path) -> None:
