@@ -12,14 +12,11 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-PrintLine = Callable[[str], None]
-"""A function that is called with one line of text: a notice or a warning."""
+PrintLine = Callable[[str], None]  # a function that is called with one line of text: a notice or a warning
 
 MAX_MESSAGE_CHARACTERS = 1500  # longer than any path, which is never shortened
-UNREAD = 141
-"""Exit code of a command whose output is no longer read: 128 + SIGPIPE, as in shells for `yes | head`."""
-STOPPED = 75
-"""Exit code of interrupted work that the same command continues."""
+UNREAD = 141  # exit code of a command whose output is no longer read: 128 + SIGPIPE, as in shells for `yes | head`
+STOPPED = 75  # exit code of interrupted work that the same command continues
 CONTINUES = "the same command continues"
 """First words of an exception's note for the user; other notes, such as JAX's, are for tracebacks."""
 

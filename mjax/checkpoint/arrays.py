@@ -16,8 +16,7 @@ from orbax.checkpoint import v1 as ocp
 from mjax.errors import RunError, UsageError
 from mjax.parallel.weights import are_stacked, leaf_name
 
-CHUNK_BYTES = 1 << 26
-"""Bytes of a chunk on disk, which is decompressed to read one number."""
+CHUNK_BYTES = 1 << 26  # bytes of a chunk on disk, which is decompressed to read one number
 
 
 def open_array(folder: Path, name: str, create: dict[str, Any] | None = None) -> ts.TensorStore:

@@ -26,8 +26,7 @@ from mjax.utils.stores import is_address, to_absolute
 
 MANIFEST = "manifest.json"
 GOOD = "good.json"  # in the folder of the checkpoints: names the last good one
-BASE = "base.json"
-"""In a run with adapters: the run that has the frozen weights (`checkpoint/base.py`)."""
+BASE = "base.json"  # in a run with adapters: the run that has the frozen weights (`checkpoint/base.py`)
 MADE_BY_ORBAX = "_CHECKPOINT_METADATA"  # also in a checkpoint, even if its manifest is lost
 READ_BYTES = 1 << 24
 READ_ATTEMPTS = 3  # before a file counts as unreadable

@@ -46,8 +46,7 @@ from mjax.utils import stores
 from mjax.utils.files import open_nofollow, path_below, rename, set_aside, take_lock, write_whole
 from mjax.utils.stores import FETCHED, Store, alone, find_address, mirror_address, to_stderr, version
 
-COMMIT = "commit_success.txt"
-"""The mark of a complete checkpoint, as Orbax names it."""
+COMMIT = "commit_success.txt"  # the mark of a complete checkpoint, as Orbax names it
 INDEX = ".store.json"
 INTERVAL = 10.0  # seconds between two heartbeats, and between two scans for changed files
 LISTING_LAG = 60.0  # seconds for which a listing may be behind
@@ -56,8 +55,7 @@ NOT_FETCHED = ("tensorboard/", "profile/", "wandb/")
 CHECKPOINT_FILE = re.compile(r"checkpoints/(0|[1-9][0-9]*)/(.+)")
 IN_CHECKPOINT = re.compile(r"checkpoints/[^/]+/.+")  # also in one that was set aside
 RESUME_FILE = re.compile(r"[^/]+\.jsonl?|tokenizer/.+")  # uploaded with each checkpoint: to continue the run elsewhere
-RUN_FLAGS = ("--run", "--init", "--base")
-"""Flags with a run as their value."""
+RUN_FLAGS = ("--run", "--init", "--base")  # flags with a run as their value
 NO_OBJECT = {"size": -1}
 _local_folders: dict[str, Path] = {}  # local folders of addresses, as they were last fetched
 

@@ -4,8 +4,7 @@ import os
 import sys
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
-SET_BY_MJAX: dict[str, str] = {}
-"""Environment variables that mjax has set in this process, for environment.json."""
+SET_BY_MJAX: dict[str, str] = {}  # environment variables that mjax has set in this process, for environment.json
 
 
 def restart_with_huge_pages() -> None:

@@ -160,8 +160,7 @@ def simulate_devices(count: int) -> None:
         set_variable(THREADS, str(max(os.cpu_count() or 1, min(THREADS_PER_DEVICE * count, MAX_THREADS))))
 
 
-STEP, COMPILING = "running the step", "compiling"
-"""Activities of a process, for `watchdog.py` and goodput.json."""
+STEP, COMPILING = "running the step", "compiling"  # activities of a process, for `watchdog.py` and goodput.json
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ So a failure names the weight whose initial values, learning rate or decay is wr
 its weights is needed.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter
@@ -47,8 +45,7 @@ from mjax.step.parametrization import scale_updates
 from mjax.step.step import build_program, sum_over_batch
 from mjax.utils.figures import format_table
 
-LIMIT = 0.3
-"""Largest exponent of a size that neither grows nor vanishes: wrong factors give about 1/2 or 1."""
+LIMIT = 0.3  # largest exponent of a size that neither grows nor vanishes: wrong factors give about 1/2 or 1
 HEAD_SIZE, LAYERS, RATE, INIT_STD, NOISE = 32, 4, 1e-3, 0.02, 1e-6
 START_NOISE = 0.01
 """Part of the residual stream up to which a weight may change it at the start: as much as a token that changes its

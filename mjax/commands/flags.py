@@ -45,8 +45,7 @@ NO_FLAG = {
     "use-mcore-models distributed-backend dataloader-num-workers num-workers do-train": "remove it",
 }
 """Flags of other programs without a field here, and the replacement."""
-OLD_FLAGS = OLD_NAMES["flags"]
-"""Flags of mjax 0.2.0 by command, and their names since. They are accepted until 0.4.0."""
+OLD_FLAGS = OLD_NAMES["flags"]  # flags of mjax 0.2.0 by command, and their names since. They are accepted until 0.4.0
 OLD_FIELDS = {
     f"{section}.{old}".replace("_", "-"): f"{section}.{new}".replace("_", "-")
     for section, names in RENAMED.items()

@@ -14,8 +14,6 @@ one line the effects of parameters and tokens are the same:
     tokens        D/8   D/4   D/2   D     2 D
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

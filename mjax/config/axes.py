@@ -54,8 +54,7 @@ AXES = (
 )
 NAMES = tuple(axis.name for axis in AXES)
 PIPE, REPLICATE, DATA, EXPERT, CONTEXT, MODEL = NAMES
-VIRTUAL_AXES = (REPLICATE, EXPERT)
-"""Axes without devices: they divide the replicas of `--mesh.data`."""
+VIRTUAL_AXES = (REPLICATE, EXPERT)  # axes without devices: they divide the replicas of `--mesh.data`
 
 
 def sizes(mesh) -> dict[str, int]:

@@ -52,8 +52,7 @@ def validate(config: Config, name: str = "this config") -> None:
     _check_data(config, name)
 
 
-validate_config = name_arguments()(validate)
-"""`mjax.validate`, whose sentences name fields instead of flags."""
+validate_config = name_arguments()(validate)  # `mjax.validate`, whose sentences name fields instead of flags
 
 
 def _check_divides(flag: str, number: int, what: str, size: int, allowed: list[int] | None = None) -> None:

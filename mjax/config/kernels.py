@@ -14,20 +14,13 @@ from mjax.config.model import ModelConfig
 from mjax.config.pattern import layer_stacks
 from mjax.errors import UsageError
 
-AMPERE, HOPPER = (8, 0), (9, 0)
-"""Compute capabilities, NVIDIA's numbers for GPU generations."""
-FUSED = ("cudnn", "flash")
-"""Kernels that write no scores to memory."""
-BLOCK = 64
-"""Positions of a tile of `flash`."""
-MIN_MATMUL_DIM = 16
-"""Rows and columns of Triton's smallest matmul; all dims of the grouped matmuls are multiples."""
-MAX_UNROLLED_LAYERS = 80
-"""Layers that `--train.unroll auto` compiles without a loop: each takes one to two seconds."""
-SERVER = 8
-"""GPUs on which FSDP overlaps its all-gathers with layers that are compiled without a loop."""
-FLASH_INTERPRETED = "flash, interpreted"
-"""Kernel name for `flash` without a GPU: hundreds of times slower, for tests."""
+AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities, NVIDIA's numbers for GPU generations
+FUSED = ("cudnn", "flash")  # kernels that write no scores to memory
+BLOCK = 64  # positions of a tile of `flash`
+MIN_MATMUL_DIM = 16  # rows and columns of Triton's smallest matmul; all dims of the grouped matmuls are multiples
+MAX_UNROLLED_LAYERS = 80  # layers that `--train.unroll auto` compiles without a loop: each takes one to two seconds
+SERVER = 8  # GPUs on which FSDP overlaps its all-gathers with layers that are compiled without a loop
+FLASH_INTERPRETED = "flash, interpreted"  # kernel name for `flash` without a GPU: hundreds of times slower, for tests
 
 
 class AttentionWork(NamedTuple):

@@ -58,28 +58,19 @@ def short_name(name: str) -> str:
     return re.sub("^(use|enable|num|lr)-|-model(?=-parallel)|-(size|degree)$", "", name)
 
 
-FREE = Mark("free")
-"""Length, devices, micro-batches, checkpoints and display of a run: may change."""
-TUNING = Mark("tuning")
-"""Of a model: changes the training but no weights; --allow-change continues with another value."""
-RATE = Mark("rate")
-"""Of the learning rate: may change if the learning rates of earlier steps do not."""
-NEW_RUN = Mark("new run")
-"""Of a model: may differ from the model of --init if the shapes of the weights do not."""
-BLEND = Mark("blend")
-"""Datasets, compared by contents."""
-PER_PROCESS = Mark("per process")
-"""May differ between processes of a run."""
-ANY_FAMILY = Mark("any family")
-"""Of a model: exports to Hugging Face ignore it, or a family has a rule for it."""
+FREE = Mark("free")  # length, devices, micro-batches, checkpoints and display of a run: may change
+TUNING = Mark("tuning")  # of a model: changes the training but no weights; --allow-change continues with another value
+RATE = Mark("rate")  # of the learning rate: may change if the learning rates of earlier steps do not
+NEW_RUN = Mark("new run")  # of a model: may differ from the model of --init if the shapes of the weights do not
+BLEND = Mark("blend")  # datasets, compared by contents
+PER_PROCESS = Mark("per process")  # may differ between processes of a run
+ANY_FAMILY = Mark("any family")  # of a model: exports to Hugging Face ignore it, or a family has a rule for it
 WIDE, HEADS = Mark("wide"), Mark("heads")
 """Of a model: a size that grows with `hidden`, and one that does if the head size stays the same."""
 UNPLANNED, PLANNED = Mark("unplanned"), Mark("planned")
 """Not a flag of `mjax plan`, which does not depend on it; and the exceptions in such a section."""
-SEARCHED = Mark("searched")
-"""`mjax plan --devices` searches its fastest value."""
-FILE_ONLY = tyro.conf.Fixed
-"""Set in a config file or in Python, not by a flag."""
+SEARCHED = Mark("searched")  # `mjax plan --devices` searches its fastest value
+FILE_ONLY = tyro.conf.Fixed  # set in a config file or in Python, not by a flag
 
 
 def effective_value(settings: Any, name: str) -> Any:

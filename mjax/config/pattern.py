@@ -33,8 +33,7 @@ class LayerKind(NamedTuple):
     weights: str = ""
 
 
-LAYERS = "blocks"
-"""First part of the names of all layer weights."""
+LAYERS = "blocks"  # first part of the names of all layer weights
 PLAIN = LayerKind()
 
 

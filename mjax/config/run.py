@@ -53,8 +53,7 @@ RECOMPUTE_SYNONYMS = Synonyms(
 WSD = Only("optimizer.schedule", "wsd")
 SCALED = Only("optimizer.parametrization", "mup completep")
 Schedule = Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"]
-TEXT = Only("samples", "text")
-"""Mark of fields for next-token prediction."""
+TEXT = Only("samples", "text")  # mark of fields for next-token prediction
 
 
 @dataclass(frozen=True)

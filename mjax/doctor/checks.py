@@ -32,8 +32,7 @@ CHECKS = {
 FOUNDATION = "devices"  # the checks of other modules than `host` need it
 SILENT = "--timeout 600 where a machine is slow to start; else the driver or the file system hangs: sudo dmesg | tail"
 MEMORY_IN_USE = "nvidia-smi shows who holds a GPU's memory, another doctor perhaps: wait, or set CUDA_VISIBLE_DEVICES"
-ANSWER = "mjax.doctor.checks:answer"
-"""The function that a child calls."""
+ANSWER = "mjax.doctor.checks:answer"  # the function that a child calls
 
 
 def examine(machine: MachineInfo, begin: Callable[[str], None], names: Iterable[str] = CHECKS) -> Iterator[Finding]:

@@ -204,8 +204,7 @@ def check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> list[st
 # training on long texts.
 
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
-MAX_POSITIONS = 2**31
-"""Positions are int32."""
+MAX_POSITIONS = 2**31  # positions are int32
 
 
 def scale_rope(model: ModelConfig, rope: str | None, source: str) -> ModelConfig:

@@ -29,8 +29,7 @@ from mjax.models.huggingface.family import Family
 from mjax.parallel.layers import ColumnParallelLinear
 
 BlockReader = Callable[[str, int], Iterable[tuple[int, np.ndarray]]]
-NamedArrays = dict[str, np.ndarray]
-"""Weights by name."""
+NamedArrays = dict[str, np.ndarray]  # weights by name
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 READ_SETTINGS = {"r", "lora_alpha", "use_rslora", "lora_dropout"}
@@ -42,8 +41,7 @@ IGNORED_SETTINGS = {
 PLAIN_VALUES = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, False, "gaussian", "orthogonal"]}
 """Allowed values of other settings; some initializations change the base when peft loads it."""
 WRONG_BASE = "give --base the run of the model that it was trained on"
-UNSET_VALUES = [None, False, {}, []]
-"""Allowed values of all remaining settings, which may change the model otherwise."""
+UNSET_VALUES = [None, False, {}, []]  # allowed values of all remaining settings, which may change the model otherwise
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,7 @@ class LazyTensor:
         return self.read(rows)
 
 
-Tensors = Mapping[str, LazyTensor]
-"""The tensors of a model folder by name."""
+Tensors = Mapping[str, LazyTensor]  # the tensors of a model folder by name
 
 
 def open_tensors(folder: Path, allow_pickle: bool = False) -> Tensors:

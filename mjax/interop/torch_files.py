@@ -139,8 +139,7 @@ def to_numpy(file: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 # --- Files of Megatron ------------------------------------------------------------------------------------------------
 
-MEGATRON_PREFIXES = ("megatron.", "fp16.")
-"""Prefixes of Megatron's classes: modes, schedulers, loss scalers."""
+MEGATRON_PREFIXES = ("megatron.", "fp16.")  # prefixes of Megatron's classes: modes, schedulers, loss scalers
 MEGATRON_GLOBALS = {
     "argparse.Namespace", "types.SimpleNamespace", "io.BytesIO", "_io.BytesIO", "signal.Signals",
     "pathlib.PosixPath", "pathlib._local.PosixPath",  # the second of Python 3.13

@@ -29,8 +29,7 @@ from mjax.models.protocol import Model
 from mjax.parallel.weights import EXPERT, INPUTS, LAYER, OUTPUTS, PART, POSITION, TOKEN, leaf_name
 
 EMBEDDING_ROWS = 4096  # of an embedding to read at once
-SEPARATE_DIMS = (EXPERT, TOKEN, POSITION)
-"""Dims that files never flatten together with others."""
+SEPARATE_DIMS = (EXPERT, TOKEN, POSITION)  # dims that files never flatten together with others
 
 
 @dataclass(frozen=True)

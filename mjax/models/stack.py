@@ -50,11 +50,9 @@ SAVED: dict[str, tuple[str, ...] | None] = {
     "offload": ("experts",),
 }
 
-INPUT = "layer"
-"""The name of a layer's input. Only `offload` needs it: the other choices save the input anyway."""
+INPUT = "layer"  # the name of a layer's input. Only `offload` needs it: the other choices save the input anyway
 
-Layer = Callable[[Array], nnx.Module]
-"""key of `jax.random` → a layer."""
+Layer = Callable[[Array], nnx.Module]  # key of `jax.random` → a layer
 
 
 def stack(key: Array, config: ModelConfig, layer: Layer | Mapping[str, Layer]) -> nnx.Module:

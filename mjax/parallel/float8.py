@@ -28,12 +28,9 @@ from mjax.config.axes import MODEL, axes_sharing_weights
 from mjax.parallel import mappings
 from mjax.parallel.autodiff import blockwise_sum, to_at_least_float32
 
-FORWARD = jnp.float8_e4m3fn
-"""Of activations and weights: 4 significant bits, up to 448."""
-BACKWARD = jnp.float8_e5m2
-"""Of gradients: 3 significant bits, up to 57,344."""
-EXPONENTS = (-60, 60)
-"""Bounds of a scale's exponent: the product of two scales is a float32."""
+FORWARD = jnp.float8_e4m3fn  # of activations and weights: 4 significant bits, up to 448
+BACKWARD = jnp.float8_e5m2  # of gradients: 3 significant bits, up to 57,344
+EXPONENTS = (-60, 60)  # bounds of a scale's exponent: the product of two scales is a float32
 
 
 @jax.tree_util.register_dataclass

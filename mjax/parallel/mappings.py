@@ -34,10 +34,8 @@ from jaxtyping import Array, Int, Shaped
 
 from mjax.config.axes import CONTEXT, MODEL, PIPE, axes_splitting
 
-Axes = str | tuple[str, ...]
-"""A mesh axis, or several together, the first outermost."""
-Gathers = tuple[tuple[tuple[str, ...], int], ...]
-"""The axes and dims along which shards become a weight, in order."""
+Axes = str | tuple[str, ...]  # a mesh axis, or several together, the first outermost
+Gathers = tuple[tuple[tuple[str, ...], int], ...]  # the axes and dims along which shards become a weight, in order
 
 
 def varying_axes(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:

@@ -18,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import MeshConfig, axes
 from mjax.errors import UsageError
 
-BATCH_AXES = axes.axes_splitting("batch")
-"""Axes over which the samples of a batch are split."""
+BATCH_AXES = axes.axes_splitting("batch")  # axes over which the samples of a batch are split
 
 
 def batch_specs(arrays: Mapping[str, tuple[tuple[int, ...], str]], positions: int) -> dict[str, P]:

@@ -45,10 +45,8 @@ from mjax.parallel.reductions import Means, add_means, loss_cotangents, tree_add
 from mjax.parallel.weights import combine, partition_trainable, trainable_only
 
 Weights = Any  # a pytree of arrays
-ResidualType = tuple[str, ...]
-"""A dtype, and the mesh axes over which an array varies."""
-LANES = 128
-"""Elements of a row in the buffers of residuals, whose numbers of elements may exceed 32 bits."""
+ResidualType = tuple[str, ...]  # a dtype, and the mesh axes over which an array varies
+LANES = 128  # elements of a row in the buffers of residuals, whose numbers of elements may exceed 32 bits
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,7 @@ def tile_rows(rows: Shaped[Array, "s h"], count: int) -> Shaped[Array, "{count}*
 
 # --- Means by name, and sums over micro-batches -----------------------------------------------------------------------
 
-Means = dict[str, Array]
-"""Means by name, or this device's parts of them, from a model's sums."""
+Means = dict[str, Array]  # means by name, or this device's parts of them, from a model's sums
 
 
 def loss_cotangents(loss_weights: dict[str, float], means: Means | dict[str, jax.ShapeDtypeStruct]) -> Means:

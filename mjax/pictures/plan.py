@@ -1,7 +1,5 @@
 """Pictures of a plan: memory by recomputation mode, communication by mesh axis, the schedule of a pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -95,8 +93,7 @@ def draw_communication(sources: Mapping[str, Mapping[str, float]], file: Path | 
     save(figure, file)
 
 
-Segment = tuple[str, float, dict[str, Any]]
-"""A segment of a bar: its name in the legend, its length and its style."""
+Segment = tuple[str, float, dict[str, Any]]  # a segment of a bar: its name in the legend, its length and its style
 
 
 def _bars(

@@ -3,8 +3,6 @@
 A plan has one section for each part. Nothing here imports JAX, so flags are checked before any slow import.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

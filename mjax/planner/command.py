@@ -4,8 +4,6 @@ An error about a number of GPUs names one that works. A config that does not fit
 the cheapest changes that make it fit (`search.changes_that_fit`).
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -13,8 +13,6 @@ with many runs they have no effect. Intervals come from fits to losses with new 
 No JAX is imported here.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -33,8 +31,7 @@ from mjax.errors import UsageError
 from mjax.utils.files import write_whole
 
 DELTA = 1e-3
-NOISE = 0.003
-"""Standard deviation of log L between seeds of small runs, at least; residuals of a fit can be larger."""
+NOISE = 0.003  # standard deviation of log L between seeds of small runs, at least; residuals of a fit can be larger
 EXPONENTS, WIDTHS, BALANCED = (0.35, 0.35), (0.1, 0.1, 1.0), 20.0
 """Priors: centers of α and β; standard deviations of α, β, and the log ratio of the terms' derivatives at D = 20 N."""
 SHARES = tuple((a, b, 1 - a - b) for a, b in product((0.02, 0.1, 0.3), repeat=2))

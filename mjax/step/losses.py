@@ -16,8 +16,7 @@ from mjax.models.protocol import Batch, Model
 from mjax.parallel import mappings, named_scopes
 
 Count = Array | np.ndarray | int
-Counts = dict[str, Count]
-"""Denominators of the means, by name."""
+Counts = dict[str, Count]  # denominators of the means, by name
 
 
 @jax.named_scope(named_scopes.LOSS)

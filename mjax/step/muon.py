@@ -33,8 +33,7 @@ RMS_OF_ADAMW = 0.2
 """An update is scaled by this × √max(in, out), so that AdamW's rates and weight decay fit (arXiv 2502.16982)."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-MIN_NORM = 1e-7
-"""The least Frobenius norm that a matrix is divided by: without gradient there is no update."""
+MIN_NORM = 1e-7  # the least Frobenius norm that a matrix is divided by: without gradient there is no update
 ITERATE_IN = {"fp8": "bf16", "bf16": "bf16", "fp16": "fp32", "fp32": "fp32", "fp64": "fp64"}
 """By compute dtype, the dtype of the iteration."""
 

@@ -17,8 +17,7 @@ from jax import Array
 from mjax.config import PrecisionConfig
 from mjax.errors import UsageError
 
-HYSTERESIS = 2
-"""Overflows until the dynamic loss scale halves; it is refilled only when the scale doubles."""
+HYSTERESIS = 2  # overflows until the dynamic loss scale halves; it is refilled only when the scale doubles
 MIN_LOSS_SCALE = 1.0
 
 COMPUTE_TYPES = {

@@ -440,8 +440,7 @@ def _target_name(value: Any) -> str:
 #
 # `*` is attention, `-` an MLP, `E` experts, and `|` a boundary of pipeline stages.
 
-PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-"""Arguments with the pattern: since 0.17, and before."""
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # arguments with the pattern: since 0.17, and before
 OTHER_ARGUMENTS = ("is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio")
 """Arguments without effect if there is a pattern."""
 OTHER_LAYERS = {

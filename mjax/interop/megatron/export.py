@@ -36,8 +36,7 @@ from mjax.models.huggingface.family import Family
 
 Format = Literal["torch_dist", "torch"]
 Implementation = Literal["transformer_engine", "local"]
-VOCABULARY_MULTIPLE = 128
-"""Megatron's default of --make-vocab-size-divisible-by, of each tensor rank."""
+VOCABULARY_MULTIPLE = 128  # Megatron's default of --make-vocab-size-divisible-by, of each tensor rank
 _LAYER_AND_REST = re.compile(r"(.*coder\.layers\.)(\d+)(\..+)")
 _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 
@@ -183,8 +182,7 @@ def _attention_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
 
-Blocks = Callable[[str, int], Iterable[tuple[int, np.ndarray]]]
-"""Reads a weight of a checkpoint (`read_in_blocks`)."""
+Blocks = Callable[[str, int], Iterable[tuple[int, np.ndarray]]]  # reads a weight of a checkpoint (`read_in_blocks`)
 
 
 def gather_tensors(

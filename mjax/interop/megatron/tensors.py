@@ -100,12 +100,10 @@ def megatron_family(kind: str, version: float, layernorm: str = "pre", layers: i
 
 # --- Names ------------------------------------------------------------------------------------------------------------
 
-TRUNKS = {"gpt": "decoder", "bert": "encoder", "decoder": "decoder"}
-"""Prefixes of the current names of layers."""
+TRUNKS = {"gpt": "decoder", "bert": "encoder", "decoder": "decoder"}  # prefixes of the current names of layers
 EMBEDDING, POSITIONS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
 SCORES, SCORES_BIAS = "output_layer.weight", "output_layer.bias"
-VOCABULARY = (EMBEDDING, SCORES, SCORES_BIAS)
-"""Tensors with one row per token of the padded vocabulary."""
+VOCABULARY = (EMBEDDING, SCORES, SCORES_BIAS)  # tensors with one row per token of the padded vocabulary
 FUSED_NORMS = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
@@ -264,8 +262,7 @@ def rank_view(whole: np.ndarray, name: str, rank: int, ranks: int, parts: int = 
 # `model0`, `model1`, … in its file, and layers are ordered by chunk: chunk 0 of every stage comes before chunk 1 of the
 # first. Arrays are memory-mapped like the files; shards are merged when they are read.
 
-RankShard = dict[str, np.ndarray]
-"""The tensors of one rank for one piece of the model, by current names."""
+RankShard = dict[str, np.ndarray]  # the tensors of one rank for one piece of the model, by current names
 _LAYER_NUMBER = re.compile(r"(?<=coder\.layers\.)\d+(?=\.)")
 EXPERTS = ".mlp.experts."
 

@@ -64,8 +64,7 @@ from mjax.parallel.weights import make_param
 
 TOKEN_TYPES = 2
 
-HEAD = "head."
-"""Prefix of the weights of a task's head, which no other task can use, whatever its shape."""
+HEAD = "head."  # prefix of the weights of a task's head, which no other task can use, whatever its shape
 
 
 class Linear(nnx.Module):

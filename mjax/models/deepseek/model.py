@@ -50,8 +50,7 @@ from mjax.parallel import mappings, random
 from mjax.parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from mjax.parallel.token_layout import TokenLayout
 
-Latents = Float[Array, "b 1 S c"]
-"""The cache of a layer."""
+Latents = Float[Array, "b 1 S c"]  # the cache of a layer
 
 
 @dataclass(frozen=True)

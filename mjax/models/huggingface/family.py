@@ -114,10 +114,8 @@ SIZES = {
     "initializer_range": ("init_std", 0.02),
 }
 """Rows of most families."""
-GATES = {"silu": "silu", "swish": "silu", **ACTIVATIONS}
-"""The activations of a gated MLP."""
-MAX_WHOLE_NUMBER, MAX_NUMBER = 2**31, 1e30
-"""Above any meaningful number in a config.json."""
+GATES = {"silu": "silu", "swish": "silu", **ACTIVATIONS}  # the activations of a gated MLP
+MAX_WHOLE_NUMBER, MAX_NUMBER = 2**31, 1e30  # above any meaningful number in a config.json
 ONLY = {"add_cross_attention": False, "is_encoder_decoder": False, "tie_word_embeddings": True}
 """Settings of every family that change what the model computes, and the only supported value of each."""
 # In every family: who wrote and stored it; heads of other tasks; kernels; how to generate and what to return.

@@ -11,8 +11,7 @@ from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError, either
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
-EXPERTS = "experts"
-"""Name of the weights of layers with experts; other layers have one MLP."""
+EXPERTS = "experts"  # name of the weights of layers with experts; other layers have one MLP
 CAPACITY = 1.25
 """Rows that a rank can send to each other rank in one round of the all-to-all of experts, relative to equal shares."""
 
