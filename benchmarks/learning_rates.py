@@ -52,7 +52,7 @@ FIRST = -7  # log₂ of the first rate
 
 
 class Model(NamedTuple):
-    """What is trained, with several rates."""
+    """A model that is trained with several rates."""
 
     parametrization: str
     width: int
@@ -192,7 +192,7 @@ def best_rate(runs: dict[Model, Losses], name: str, shape: tuple[int, int]) -> f
 
 
 def rows(runs: dict[Model, Losses]) -> Iterator[tuple]:
-    """Of each model the best rate, its ratio to that of the base, the loss, and the loss with the base's rate."""
+    """Yield the best rate of each model, its ratio to that of the base, the loss, and the loss with the base's rate."""
     base = best_rate(runs, "standard", BASE)
     for shape, name in product(sorted(SEEDS), PARAMETRIZATIONS):
         best, seeds = best_rate(runs, name, shape), of_seeds(runs, name, shape)

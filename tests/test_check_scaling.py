@@ -34,7 +34,7 @@ def failures_of(config):
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
-    [("gpt", COMPLETEP), ("llama", HEADS), ("llama", {**MUP, "name": "muon"}), ("mixture", MUP)],
+    [("gpt", COMPLETEP), ("llama", HEADS), ("llama", {**MUP, "base_width": 1024, "name": "muon"}), ("mixture", MUP)],
 )
 def test_right_parametrization_passes(kind, optimizer):
     assert not failures_of(config_of(kind, optimizer))

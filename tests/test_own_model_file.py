@@ -46,6 +46,10 @@ def test_readme_counts_the_lines_of_the_example():
     assert f"{lines} lines of code in the example" in readme
 
 
+def test_latent_attention_of_own_is_short():
+    assert len((ROOT / "tests" / "models" / "own_models" / "mla.py").read_text().splitlines()) <= 150
+
+
 def command(*argv):
     """The exit code of a command in a process that knows the models of mjax only."""
     REGISTRY.pop("palm", None)

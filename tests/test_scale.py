@@ -82,7 +82,7 @@ FLAGS = ("--config", "mine.py", "--output", "out", "--minutes", "40")
 
 def test_ladder_leaves_law_table_and_picture(config, trained, tmp_path, capsys):
     assert cli.main(["scale", *FLAGS]) == 0
-    text, law = capsys.readouterr().out, read_scaling(tmp_path / "out" / "scaling.json")
+    text, law = capsys.readouterr().out, read_scaling(tmp_path / "out" / "scaling.json", config)
     assert trained == [run["name"] for run in law.runs]
     assert len(law.runs) == 5
     *line, other = law.runs
@@ -227,7 +227,7 @@ def law(config, tmp_path):
     ]
     runs = [write_run(tmp_path / "fitted" / f"{one.train.steps}", one) for one in made]
     assert scale.scale([*runs, "--config", "mine.py", "--output", "law"]) == 0
-    return read_scaling(tmp_path / "law" / "scaling.json")
+    return read_scaling(tmp_path / "law" / "scaling.json", config)
 
 
 def test_plan_forecasts_loss(law, capsys):

@@ -35,6 +35,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.commands.arguments import CheckScalingArguments
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig, load_config
 from mjax.config.checks import validate
+from mjax.config.marks import WIDE, effective_value, names_with
 from mjax.errors import RunError, UsageError, check_folder
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import batch_specs, make_mesh
@@ -48,7 +49,7 @@ from mjax.utils.figures import format_table
 
 LIMIT = 0.3
 """Largest exponent of a size that neither grows nor vanishes: wrong factors give about 1/2 or 1."""
-HEAD_SIZE, LAYERS, RATE, NOISE = 32, 4, 1e-3, 1e-6
+HEAD_SIZE, LAYERS, RATE, INIT_STD, NOISE = 32, 4, 1e-3, 0.02, 1e-6
 START_NOISE = 0.01
 """Part of the residual stream up to which a weight may change it at the start: as much as a token that changes its
 expert."""
@@ -167,17 +168,24 @@ def measure(config: Config, widths: Sequence[int], depths: Sequence[int], steps:
 
 
 def _small(config: Config, first: int, width: int, layers: int) -> Config:
-    """The config of a small model, with heads of one size, or of the first model's number."""
+    """The config of a small model, with heads of one size, or of the first model's number. The first model is the base,
+    so that its updates are small, whatever the base of the config."""
     model, optimizer = config.model.without_dropout(), config.optimizer
+    base = {"base_width": first, "base_depth": min(model.layers, LAYERS), "base_head_size": HEAD_SIZE}
+    base = {name: size for name, size in base.items() if getattr(optimizer, name) is not None}
     heads = {"heads": max(1, model.hidden // HEAD_SIZE)} | ({"head_dim": HEAD_SIZE} if model.head_dim else {})
-    model = replace(model, **heads).resize(first, layers)
+    sizes = {name: effective_value(model, name) for name in names_with(WIDE, type(model))}
+    wide = {name: max(size, model.hidden) for name, size in sizes.items() if size}  # muP is a limit of wide latents too
+    model = replace(model, **heads, **wide).resize(first, layers)
     model = model.resize(width, layers, more_heads=optimizer.base_head_size is None)
-    tokens = {"vocabulary": min(model.vocabulary, TOKENS), "vocabulary_multiple": 1}
+    tokens = {"vocabulary": min(model.vocabulary, TOKENS), "vocabulary_multiple": 1, "init_std": INIT_STD}
     constant = {"learning_rate": RATE, "min_learning_rate": 0.0, "schedule": "constant", "warmup_steps": 0}
     small = Config(
         model=replace(model, attention="xla", sequence=POSITIONS, **tokens),
         data=DataConfig(mock=True),
-        optimizer=replace(optimizer, **constant, decay_steps=None, wsd_decay_steps=None, wsd_decay="exponential"),
+        optimizer=replace(
+            optimizer, **base, **constant, decay_steps=None, wsd_decay_steps=None, wsd_decay="exponential"
+        ),
         precision=PrecisionConfig(compute="fp32"),
         train=TrainConfig(global_batch=1, micro_batch=1, seed=config.train.seed),
     )

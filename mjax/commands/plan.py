@@ -202,10 +202,8 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
 
     config, name, devices, fixed = arguments.settings, arguments.config, arguments.devices, arguments.fix
     sections: dict[str, Section | None] = dict.fromkeys(KEYS)
-    gpu = calibration = law = None
-    if arguments.scaling is not None:
-        law = read_scaling(arguments.scaling)
-        law.check(config, arguments.scaling)
+    gpu = calibration = None
+    law = arguments.scaling and read_scaling(arguments.scaling, config)
     if arguments.gpu is not None:
         gpu = gpu_named(arguments.gpu).with_server(arguments.devices_per_node, arguments.network)
         file = arguments.calibration
@@ -239,9 +237,9 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
         except UsageError as error:  # no peak is known: memory and communication need none
             why = {"gpu": gpu.name, "seconds": None, "why": str(error)}
             sections["time"] = Section(f"Step time on {gpu.name}", why, [str(error)], {"step": str(error)})
-    sections["forecast"] = command.forecast_section(config, law, arguments.days is not None)
     rows = {key: row for part in filter(None, sections.values()) for key, row in part.answer.items()}
     sections["run"].lines.extend(format_rows(rows))
+    sections["forecast"] = command.forecast_section(config, law, arguments.days is not None)
     if arguments.compile:
         sections["compile"] = command.compile_for(config, gpu)
     if (devices := arguments.max_sequence_on) is not None:
@@ -252,11 +250,13 @@ def plan_sections(arguments: PlanArguments) -> dict[str, Section | None]:
 
 
 def _add_command(line: str, details: bool, sections: dict[str, Section | None]) -> None:
-    """End the first section with the command that trains the config, if the config fits."""
+    """End the first section with the forecast of the loss and the command that trains the config, if it fits."""
     fits = sections["longest"] or sections["memory"].values.get("fits", True)
     sections["run"].values["command"] = line if fits else None
     more = ["--details adds memory by kind, collectives and step time by part"] * (not details)
-    next(filter(None, sections.values())).lines.extend([*(["to train it:", f"  {line}"] if fits else []), *more])
+    forecast = ["", *sections["forecast"].lines] if sections["forecast"] and not details else []
+    lines = [*forecast, *(["to train it:", f"  {line}"] if fits else []), *more]
+    next(filter(None, sections.values())).lines.extend(lines)
 
 
 def _command(arguments: PlanArguments, config: Config) -> str:

@@ -8,7 +8,7 @@
 All sizes have the config's head size and ratios of widths and depth, but at least four of its layers. Warm-up and final
 decay have the config's share of the steps. The runs have compute C, C/4, C/16, …, each with the same tokens per
 parameter, which is best for a forecast there. One more run has four times the tokens of the second largest, because on
-one line the effects of parameters and tokens cannot be told apart:
+one line the effects of parameters and tokens are the same:
 
     parameters    N/8   N/4   N/2   N     N/2
     tokens        D/8   D/4   D/2   D     2 D
@@ -57,7 +57,8 @@ from mjax.utils.files import make_folder, write_whole
 
 PLAN, SCALING = "ladder.json", "scaling.json"
 PREEMPTED = 75  # exit code of a run that was stopped after a save
-RATIO, MAX_WIDTH_FACTOR, MIN_LAYERS, EVALUATIONS = 2, 4, 4, 10
+RATIO, MAX_WIDTH_FACTOR, MIN_LAYERS, EVALUATIONS, FURTHER = 2, 4, 4, 10, 100
+MISFIT = 0.03  # standard deviation of log L from the law, of runs that do not follow it
 PROBE_STEPS, SECONDS_PER_RUN = 8, 20.0
 """Steps of the run that measures the speed; and seconds in which a run starts, compiles and ends."""
 
@@ -106,7 +107,7 @@ def scale(argv: Sequence[str]) -> int:
     runs = [read_run(run) for run in folders]
     law = replace(fit_law(runs), settings=describe_settings(read_settings(folders[0] / "config.json")))
     law.write(folder / SCALING)
-    draw_scaling(law, folder / "scaling.png")
+    _draw(law, folder / "scaling.png")
     print((folder / SCALING).read_text() if arguments.json else describe(law, folder))
     return 0
 
@@ -327,6 +328,15 @@ def check_comparable(folders: Sequence[Path]) -> None:
                 raise UsageError(f"{folders[0]} and {folder} have different {name}{what}; leave one of them out")
 
 
+def _draw(law: ScalingLaw, file: Path) -> None:
+    """Draw the runs, and the law to `FURTHER` times their compute."""
+    ratio, flops = law.largest["tokens"] / law.largest["parameters"], [run["flops"] for run in law.runs]
+    compute = np.geomspace(min(flops), FURTHER * max(flops), 60)
+    curve = [law.predict(size, ratio * size) for size in np.sqrt(compute / (6 * ratio))]
+    runs = [{**run, "fit": law.predict(run["parameters"], run["tokens"]).loss} for run in law.runs]
+    draw_scaling(runs, np.stack([compute, *zip(*curve, strict=True)]), ratio, file, f"{law.formula}, {law.source}")
+
+
 def describe(law: ScalingLaw, folder: Path) -> str:
     """The runs, the constants and a forecast."""
     header = ("run", "parameters", "tokens", "FLOPs", "loss", "fit", "error")
@@ -344,6 +354,7 @@ def describe(law: ScalingLaw, folder: Path) -> str:
         f"\n{law.formula}, {law.source}",
         f"{COVERAGE}%: {', '.join(f'{name} {low:.2f} to {high:.2f}' for name, low, high in ends)}",
         f"10 × the compute of {law.largest['name']}, {further}: {law.predict(parameters, tokens)}",
+        *["the law misses the runs: look at their curves before you rely on the forecast"] * (law.noise > MISFIT),
         f"\n{folder / SCALING} is for mjax plan --scaling and --log.scaling; picture: {folder / 'scaling.png'}",
     ]
     return "\n".join(lines)

@@ -200,7 +200,7 @@ class _LossForecast(Callback):
         from mjax.planner.scaling import read_scaling
         from mjax.planner.time import run_tokens
 
-        self.law, steps = read_scaling(file), config.train.steps
+        self.law, steps = read_scaling(file, config), config.train.steps
         size = count_active(config.model), run_tokens(config)
         self.end = self.law.predict(*size)
         self.curve = {share * steps: forecast for share, forecast in self.law.curve(*size).items()} or {steps: self.end}
@@ -281,7 +281,7 @@ def _train_arguments(
     if settings.log.scaling is not None:
         from mjax.planner.scaling import read_scaling
 
-        read_scaling(Path(settings.log.scaling)).check(settings, Path(settings.log.scaling))
+        read_scaling(Path(settings.log.scaling), settings)
     if arguments.profile is not None:
         parse_steps(arguments.profile, settings.train.steps)
     origin = choose_origin(folder, settings, arguments.init, arguments.step)

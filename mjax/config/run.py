@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import re
 import shlex
 import sys
@@ -18,13 +17,11 @@ import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from mjax.config import axes
 from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed, Share
 from mjax.config.marks import (
     BLEND,
@@ -101,10 +98,10 @@ class MeshConfig:
     """Layers of each virtual stage, in order (by default as equal as possible). Fewer on the last stage make up for the
     head."""
 
-    @cached_property
+    @property
     def devices(self) -> int:
-        """Devices of the mesh."""
-        return math.prod(axes.sizes(self).values())
+        """Devices of the mesh; `replicate` and `expert` only divide those of `data`."""
+        return self.pipe * self.data * self.context * self.model
 
     @property
     def splits_tokens(self) -> bool:

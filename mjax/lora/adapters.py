@@ -17,7 +17,6 @@ MLP have a pair each, too.
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +122,7 @@ def add_adapters(model: nnx.Module, key: Array, dtype) -> nnx.Module:
         known |= set(targets)
         if parts:
             layer_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
-            layer.adapter = _MAKERS[type(layer)](layer_key, layer, config, parts, dtype)
+            layer.adapter = _make_adapter(layer_key, layer, config, parts, dtype)
     if unknown := sorted(wanted - known - {"all"}):
         raise UsageError(f"--lora.targets {unknown[0]} is not a layer of {config.title}; use {' '.join(sorted(known))}")
     return model
@@ -141,47 +140,30 @@ def match_targets(name: str, layer: Linear) -> tuple[str, ...]:
     return getattr(layer, "parts", ()) or (name,)
 
 
-def _column_adapter(
-    key: Array, layer: ColumnParallelLinear, config: ModelConfig, parts: tuple[int, ...], dtype
-) -> ColumnAdapter:
-    """Make the adapter for a kernel [*layers, h, (parts,) *out]."""
-    (layers, (width,), out), rank = _kernel_sizes(layer), config.lora_rank
-    _check_rank(rank, width, math.prod(out))
-    make, count = partial(_matrix, key, layers, dtype=dtype), len(parts)
-    a = make((width, count, rank), (IN, PART, OUT), uniform(width), grad_partial_over_model=True)
-    b = make((count, rank, *out), (PART, IN, COLUMNS, *(OUT,) * (len(out) - 1)))
-    return ColumnAdapter(a, b, config.lora_scale, config.lora_dropout, parts=parts)
+def _make_adapter(key: Array, layer: Linear, config: ModelConfig, parts: tuple[int, ...], dtype) -> Adapter:
+    """Make the adapter for some parts of a kernel [*layers, *into, (parts,) *out].
 
+    Raises:
+      UsageError: the rank is above the maximum for the matrix.
+    """
+    (layers, into, out), rank, count = _kernel_sizes(layer), config.lora_rank, len(parts)
+    rows, columns, settings = math.prod(into), math.prod(out), (config.lora_scale, config.lora_dropout)
+    if rank > min(rows, columns):
+        fix = f"use at most {min(rows, columns)}"
+        raise UsageError(f"--lora.rank {rank} is above the maximum for {rows:,} × {columns:,} matrices; {fix}")
 
-def _row_adapter(key: Array, layer: RowParallelLinear, config: ModelConfig, _, dtype) -> RowAdapter:
-    """Make the adapter for a kernel [*layers, *into, h]."""
-    (layers, into, (width,)), rank = _kernel_sizes(layer), config.lora_rank
-    _check_rank(rank, math.prod(into), width)
-    make = partial(_matrix, key, layers, dtype=dtype)
-    a = make((*into, rank), (ROWS, *(IN,) * (len(into) - 1), OUT), uniform(math.prod(into)))
-    b = make((rank, width), (IN, OUT), grad_partial_over_model=True)
-    return RowAdapter(a, b, config.lora_scale, config.lora_dropout)
+    def make(shape: tuple, dims: tuple, initializer=jax.nn.initializers.zeros, **marks) -> nnx.Param:
+        shape, dims = (*layers, *shape), ((LAYER,) * len(layers) + dims)
+        return make_param(key, initializer, shape, dims, dtype, muon=False, **marks)
 
-
-def _replicated_adapter(key: Array, layer: ReplicatedLinear, config: ModelConfig, _, dtype) -> ReplicatedAdapter:
-    """Make the adapter for a kernel [*layers, i, o]."""
-    (layers, (width,), (out,)), rank = _kernel_sizes(layer), config.lora_rank
-    _check_rank(rank, width, out)
-    a, b = _matrix(key, layers, (width, rank), (IN, OUT), uniform(width), dtype=dtype), (rank, out)
-    return ReplicatedAdapter(a, _matrix(key, layers, b, (IN, OUT), dtype=dtype), config.lora_scale, config.lora_dropout)
-
-
-_MAKERS = {
-    ColumnParallelLinear: _column_adapter,
-    RowParallelLinear: _row_adapter,
-    ReplicatedLinear: _replicated_adapter,
-}
-
-
-def _matrix(key: Array, layers, shape, dims, initializer=jax.nn.initializers.zeros, *, dtype, **marks) -> nnx.Param:
-    """A matrix of an adapter, in all stacked `layers`; by default zero."""
-    shape, dims = (*layers, *shape), ((LAYER,) * len(layers) + dims)
-    return make_param(key, initializer, shape, dims, dtype, muon=False, **marks)
+    if isinstance(layer, ColumnParallelLinear):
+        a = make((*into, count, rank), (IN, PART, OUT), uniform(rows), grad_partial_over_model=True)
+        b = make((count, rank, *out), (PART, IN, COLUMNS, *(OUT,) * (len(out) - 1)))
+        return ColumnAdapter(a, b, *settings, parts=parts)
+    if isinstance(layer, RowParallelLinear):
+        a = make((*into, rank), (ROWS, *(IN,) * (len(into) - 1), OUT), uniform(rows))
+        return RowAdapter(a, make((rank, *out), (IN, OUT), grad_partial_over_model=True), *settings)
+    return ReplicatedAdapter(make((*into, rank), (IN, OUT), uniform(rows)), make((rank, *out), (IN, OUT)), *settings)
 
 
 def _kernel_sizes(layer: Linear) -> list[tuple[int, ...]]:
@@ -194,9 +176,3 @@ def uniform(inputs: int):
     """PyTorch's initial weights of a linear layer, and peft's of A: uniform up to 1 / √inputs."""
     bound = 1 / math.sqrt(inputs)
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
-
-
-def _check_rank(rank: int, rows: int, columns: int) -> None:
-    if rank > min(rows, columns):
-        fix = f"use at most {min(rows, columns)}"
-        raise UsageError(f"--lora.rank {rank} is above the maximum for {rows:,} × {columns:,} matrices; {fix}")

@@ -15,8 +15,6 @@ if TYPE_CHECKING:  # matplotlib takes a second to import
     import numpy as np
     from matplotlib.axes import Axes
 
-    from mjax.planner.scaling import Forecast
-
 MAX_POINTS = 4096  # of a curve; a picture has about a thousand pixels
 MAX_WINDOW = 51  # steps in an average
 
@@ -123,7 +121,7 @@ def draw_loss(
     file: Path,
     title: str,
     metrics: Sequence[Metric] = (),
-    forecast: Mapping[float, Forecast] | None = None,
+    forecast: Mapping[float, tuple[float, float, float]] | None = None,
 ) -> None:
     """Training loss (thin: raw, thick: centered average) and validation loss over steps, as a PNG.
 
@@ -133,7 +131,7 @@ def draw_loss(
       title: name of the run.
       metrics: the model's metrics (`ModelConfig.metrics`). Metrics with an axis and a curve are drawn next to each
         other, instead of the loss.
-      forecast: of the validation loss by step, with its interval.
+      forecast: validation loss, and low and high end of its interval, by step.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter

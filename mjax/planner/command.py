@@ -308,7 +308,10 @@ def run_budget(
     time = best.best.time
     remarks = [f"* fits in {budget.days:g} days ({error_bar(time.error)})", *time.caveats]
     if best.config.model != config.model:
-        remarks.append(f"batch size and learning rate of {name}; a larger model usually needs a lower learning rate")
+        lower = "; a larger model usually needs a lower learning rate" * (
+            config.optimizer.parametrization == "standard"
+        )
+        remarks.append(f"batch size and learning rate of {name}{lower}")
     if best is tried[-1]:
         remarks.append("the largest model tried: the budget would train a larger one too")
     values = {
@@ -349,14 +352,12 @@ def forecast_section(config: Config, law: ScalingLaw | None, is_budget: bool) ->
     then, now = law.settings, describe_settings(config)
     if different := [f"{name} {then[name]}" for name in TUNED if then.get(name, now[name]) != now[name]]:
         tuned.append(f"the small runs had {', '.join(different)}")
-    elif optimizer.parametrization == "standard":
-        tuned.append("a larger model usually needs a lower one; in completep the best one is the same")
     rows = {
         "loss": f"{forecast}, by {law.source}",
         "same loss": "\n".join(costs),
         "learning rate": "\n".join(tuned),
     }
-    return Section("Loss", values, format_rows(rows), rows)
+    return Section("Loss", values, format_rows(rows))
 
 
 def _trial_cells(trial: TrialResult, is_best: bool) -> dict[str, Any]:

@@ -5,7 +5,8 @@
     compute weights          a copy in the compute dtype, cast at the start of the step, gathered if sharded
     saved activations        for the backward pass, of every layer and micro-batch in flight; with `train.recompute
                              offload` the layer inputs count as host memory
-    gradients                of each weight in the compute dtype; float32 accumulators with several micro-batches
+    gradients                of each weight in the compute dtype; float32 accumulators with several micro-batches, and
+                             of a layer's experts with several rounds of all-to-alls
     logits                   [b·s, v / t] of one micro-batch
     workspace                temporaries of one layer's backward pass at its peak
 
@@ -335,12 +336,15 @@ def _layer_gradients(sizes: _Sizes) -> float:
 def _live_weights(sizes: _Sizes) -> float:
     """Bytes of the weights that an iteration of a scan has sliced from the stack, or gathered, and of their gradients;
     and of the copy of a virtual stage's weights, if it does not use all rows of a rank."""
-    loops = Counter()
-    for kind, stack in zip(sizes.layers, layer_stacks(sizes.config.model), strict=True):
+    loops, model, ranks = Counter(), sizes.config.model, sizes.config.mesh.expert
+    in_rounds = ranks > 1 and model.token_dispatcher(ranks) == "alltoall"
+    for kind, stack in zip(sizes.layers, layer_stacks(model), strict=True):
         # Reduce-scatter of float32 gradients whose shards are not contiguous: a copy in another order.
         weights = sizes.width * (kind.weights.layers + kind.weights.gathered)
         gradients = sizes.master * (kind.trained.gathered + kind.trained.transposed)
-        loops[stack.run] += (weights + gradients) / kind.rows.slots
+        # The sum over the rounds of an all-to-all, and the gradient of one.
+        sums = in_rounds * (sizes.master + sizes.width) * kind.trained.experts
+        loops[stack.run] += (weights + gradients + sums) / kind.rows.slots
     copied = sizes.largest_chunk if any({kind.rows.slots} != {*kind.rows.counts} for kind in sizes.layers) else 0
     return max(loops.values()) + copied * sizes.width * sizes.weights.layers
 

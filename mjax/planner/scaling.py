@@ -154,19 +154,6 @@ class ScalingLaw:
         rest = loss - self.E - self.A / parameters**self.alpha
         return (self.B / rest) ** (1 / self.beta) if rest > 0 else math.inf
 
-    def check(self, config: Config, file: Path) -> None:
-        """Check that the law holds for the models of `config`.
-
-        Raises:
-          UsageError: the runs were of another architecture or vocabulary.
-        """
-        now = describe_settings(config)
-        for name, then in self.settings.items():
-            if name in OF_LAW and then != now[name]:
-                raise UsageError(
-                    f"{file} is of runs with {name} {then}, and this config has {now[name]}; type mjax scale for it"
-                )
-
     def write(self, file: Path) -> None:
         """Write scaling.json, atomically."""
         write_whole(file, json.dumps(asdict(self), indent=1) + "\n")
@@ -178,13 +165,18 @@ PUBLISHED = ScalingLaw(
 )  # fmt: skip
 
 
-def read_scaling(file: Path) -> ScalingLaw:
+def read_scaling(file: Path, config: Config) -> ScalingLaw:
     """Read a scaling.json.
 
     Raises:
-      UsageError: it is missing or damaged.
+      UsageError: it is missing or damaged, or its runs had another architecture or vocabulary than `config`.
     """
-    return read(ScalingLaw, file, "repeat the command mjax scale", "give the scaling.json of mjax scale")
+    law = read(ScalingLaw, file, "repeat the command mjax scale", "give the scaling.json of mjax scale")
+    for name in OF_LAW:
+        then, now = law.settings.get(name), describe_settings(config)[name]
+        if then not in (None, now):
+            raise UsageError(f"{file} is of runs with {name} {then}, and this config has {now}; type mjax scale for it")
+    return law
 
 
 def describe_settings(config: Config) -> dict[str, str]:

@@ -294,17 +294,19 @@ def divide_by_memory(
     candidates: Iterable[Config], least_of: Callable[[Config], float], limit: float
 ) -> tuple[list[Config], list[tuple[Config, float]]]:
     """The candidates whose least memory is within the limit, and the others with their least memory or less."""
-    groups: dict[Any, list[Config]] = {}  # with ascending micro-batches, which need ever more
+    groups: dict[Any, dict[str, list[Config]]] = {}  # with ascending micro-batches, which need ever more
     for candidate in candidates:
         train = candidate.train
-        key = candidate.mesh, train.recompute, train.loss_chunks, candidate.micro_batches == 1
-        groups.setdefault(key, []).append(candidate)
+        group = groups.setdefault((candidate.mesh, train.loss_chunks, candidate.micro_batches == 1), {})
+        group.setdefault(train.recompute, []).append(candidate)
     possible, excluded = [], []
-    for group in groups.values():
-        count = bisect_right(group, limit, key=least_of)
-        possible += group[:count]
-        if larger := group[count:]:
-            excluded += product(larger, [least_of(larger[0])])
+    for ways in groups.values():
+        count = None
+        for group in filter(None, map(ways.get, RECOMPUTE[::-1])):  # each needs more than the one before
+            count = bisect_right(group, limit, hi=count, key=least_of)
+            possible += group[:count]
+            if larger := group[count:]:
+                excluded += product(larger, [least_of(larger[0])])
     return possible, excluded
 
 

@@ -64,19 +64,10 @@ def changes_since(
         if name.startswith("model.") and field_marks(config, name).isdisjoint({FREE, TUNING}):
             other = f"holds a run of another model ({name} {old}, now {new})"
             raise UsageError(f"{folder} {other}; choose another --name, or leave the model unchanged")
-    # An import of Megatron's optimizer has had no data before this start.
-    compared = replace(before, data=config.data) if before.data == DataConfig() else before
     now = steps[-1] if step is None else step
     same_rates = _has_same_rates(before, config, now)
     if not allow and steps != [0]:  # checkpoint 0 has weights that no step of this run produced
-        rejected = [
-            f"{name} {_quote(old)}, now {_quote(new)}"
-            for name, (old, new) in changed.items()
-            if FREE not in field_marks(config, name)
-            and _effective_field(compared, name) != _effective_field(config, name)
-            and not (same_rates and RATE in field_marks(config, name))
-        ]
-        rejected += _find_changed_data(folder, compared.data, config.data)
+        rejected = _find_other_training(folder, before, config, same_rates)
         if rejected:
             other = f"{new_run_flags(folder, config.model)} instead of --run" if resumed else "--name NEW"
             fix = f"for a new run type {other}, and to continue this one with the change --allow-change"
@@ -88,6 +79,20 @@ def changes_since(
         *(f"changed {name}: {changed[name][0]} → {changed[name][1]}" for name in shown),
         *_notes(before, config, steps, None if same_rates else now),
     ]
+
+
+def _find_other_training(folder: Path, before: Config, config: Config, same_rates: bool) -> list[str]:
+    """The differences in settings or data that change the training."""
+    # An import of Megatron's optimizer has had no data before this start.
+    compared = replace(before, data=config.data) if before.data == DataConfig() else before
+    rejected = [
+        f"{name} {_quote(old)}, now {_quote(new)}"
+        for name, (old, new) in differing_fields(before, config).items()
+        if FREE not in field_marks(config, name)
+        and _effective_field(compared, name) != _effective_field(config, name)
+        and not (same_rates and RATE in field_marks(config, name))
+    ]
+    return rejected + _find_changed_data(folder, compared.data, config.data)
 
 
 def after_steps_taken(config: Config, folder: Path, step: int | None = None) -> Config:

@@ -246,7 +246,7 @@ def test_shapes_and_yarn_become_fields_of_latent_attention():
     for plain in ({"rotary_scaling_factor": 1.0}, {"rope_type": "rope", "mscale_all_dim": 0.0}):
         assert decoder_config(OF_LATENT | plain, LATENT, "source", 3.0).rope_scaling == "none"
     (line,) = describe_differences(OF_LATENT | {"hidden_dropout": 0.1, "attention_dropout": 0.0}, "source")
-    assert line == "hidden_dropout 0.1: mjax has none with latent attention"
+    assert line == "hidden_dropout 0.1: mjax does not support it with latent attention"
 
 
 RATES = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.02}

@@ -55,7 +55,7 @@ def test_shards_match_shards_by_hand(model, tensor, pipeline, tmp_path):
 
 
 def test_bias_of_the_router_stays_float32(tmp_path):
-    """As Megatron's buffer: rounded to bf16, a router chooses other experts."""
+    """Rounded to bf16, a router chooses other experts; Megatron's buffer is float32, too."""
     weights = draw(LATENT)
     blocks = lambda name, rank: [(0, weights[name.removeprefix("model.")])]  # noqa: E731
     export = plan_export(LATENT, RUN)

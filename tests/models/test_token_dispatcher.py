@@ -14,6 +14,7 @@ from mjax.models.parts import experts
 from mjax.models.parts.config import ExpertsConfig
 from mjax.parallel.autodiff import sum_rounds
 from mjax.parallel.mesh import abstract_mesh, make_mesh
+from mjax.parallel.weights import leaf_name
 from mjax.step.step import build_program
 from tests import against_reference, small
 from tests.models.test_mixture import MIXTURE
@@ -37,12 +38,14 @@ def router(request, monkeypatch):
     draw = small.weights_of
 
     def weights_of(config):
-        model = draw(config)
-        bias = model.blocks.mlp.router.bias
-        bias[...] = np.zeros_like(bias[...])
-        for expert, value in ROUTERS[request.param].items():
-            bias[...][:, expert] = value
-        return model
+        def with_bias(path, weight):
+            if leaf_name(path).endswith("router.bias"):
+                weight = np.zeros_like(weight)
+                for expert, value in ROUTERS[request.param].items():
+                    weight[..., expert] = value
+            return weight
+
+        return jax.tree_util.tree_map_with_path(with_bias, draw(config))
 
     for module in (small, against_reference):
         monkeypatch.setattr(module, "weights_of", weights_of)

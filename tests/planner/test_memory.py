@@ -17,7 +17,15 @@ from mjax.generation.generate import Generator
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.pipeline_schedules import build_schedule
 from mjax.planner.command import memory_section
-from mjax.planner.memory import _chunks_in_flight, cache_bytes, device_weights, predict_memory
+from mjax.planner.memory import (
+    _bound_sizes,
+    _chunks_in_flight,
+    _live_weights,
+    _Sizes,
+    cache_bytes,
+    device_weights,
+    predict_memory,
+)
 from mjax.planner.search import LOSS_CHUNKS, changes_that_fit, with_loss_chunks
 from tests.conftest import ROOT
 from tests.models.own_models import hybrid, mtp
@@ -101,6 +109,16 @@ def test_full_recomputation_keeps_inputs_alone():
     config = changed(load_config("gpt_1b"), train={"recompute": "full", "unroll": "off"})
     model, samples = config.model, config.train.micro_batch
     assert predict_memory(config).activations == model.layers * 2 * samples * model.sequence * model.hidden
+
+
+def test_rounds_to_experts_sum_gradients_of_one_layer():
+    """4 bytes an element of a rank's experts for the sum over the rounds, and 2 for the gradient of one."""
+    config = changed(load_config("mixtral_8x7b"), mesh={"data": 8, "expert": 8, "zero": 1})
+    gather, rounds = (
+        _live_weights(_Sizes(changed(config, model={"moe_token_dispatcher": way}), "cudnn", _bound_sizes))
+        for way in ("allgather", "alltoall")
+    )
+    assert rounds - gather == 6 * 3 * 4096 * 14336
 
 
 def test_batch_is_split_over_replicas():

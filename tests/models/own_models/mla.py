@@ -24,9 +24,8 @@ from mjax.models.parts.mask import AttentionMask
 from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.norms import RMSNorm
 from mjax.models.parts.rotary import Rotary
-from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, normal_init
-from mjax.parallel.linear import linear
-from mjax.parallel.weights import make_param
+from mjax.parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from mjax.parallel.token_layout import TokenLayout
 
 
 @register
@@ -50,16 +49,6 @@ class LatentConfig(ExpertsConfig):
         return Latent(key, self, dtype)
 
 
-class ReplicatedLinear(nnx.Module):
-    """x A of this rank's rows; every rank of `model` has A."""
-
-    def __init__(self, key, width, out, std, dtype):
-        self.kernel = make_param(key, normal_init(std), (width, out), ("in", "out"), dtype)
-
-    def __call__(self, x):
-        return linear(self.kernel[...], x)
-
-
 class LatentAttention(nnx.Module):
     mixes_positions = False  # except in attend_over_context: --mesh.context may split sequences
 
@@ -78,8 +67,8 @@ class LatentAttention(nnx.Module):
     def project(self, x, context):
         """Queries of this rank's heads [b, s, n, d], latents of its rows [t, r], and all heads' key [b, s, 1, d_r]."""
         c, tokens = self.config, context.tokens
-        q = tokens.split_sequences(self.q_up(self.q_norm(self.q_down(x)), tokens))
-        latent, shared = jnp.split(self.kv_down(x), [c.kv_lora_rank], axis=-1)
+        q = tokens.split_sequences(self.q_up(self.q_norm(self.q_down(x, tokens)), tokens))
+        latent, shared = jnp.split(self.kv_down(x, tokens), [c.kv_lora_rank], axis=-1)
         shared = tokens.split_sequences(tokens.gather_rows(shared))[:, :, None]  # f, where rows are split
         q_nope, q_rope = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
         q_rope, shared = self.rotary.apply_to_qk(q_rope, shared, context)
@@ -97,6 +86,13 @@ class LatentAttention(nnx.Module):
         attended = attended.reshape(context.tokens.num_tokens, *attended.shape[2:])
         return self.out(checkpoint_name(attended, "attended"), context.tokens)
 
+    def kv_matrix(self, dtype):
+        """The matrix from a latent to this rank's keys and values, with its LoRA adapter, if it has one."""
+        if self.kv_up.adapter is None:
+            return self.kv_up.kernel[...]
+        rank = self.config.kv_lora_rank
+        return self.kv_up(jnp.eye(rank, dtype=dtype), TokenLayout(rank, 1))
+
     def __call__(self, x, context):
         return self.attend(*self.project(x, context), context)
 
@@ -110,7 +106,7 @@ class LatentAttention(nnx.Module):
         cached = write_cache(cached, new, lengths, context.slots)
         if context.slots is None:  # whole prompts
             return self.attend(q, latent, shared, context), cached
-        to_keys, to_values = jnp.split(self.kv_up.kernel[...], [c.qk_nope_head_dim], axis=-1)
+        to_keys, to_values = jnp.split(self.kv_matrix(x.dtype), [c.qk_nope_head_dim], axis=-1)
         q, q_rope = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
         q = jnp.concatenate([jnp.einsum("bsnd,rnd->bsnr", q, to_keys), q_rope], axis=-1)  # no key is computed
         mask = AttentionMask(scale=c.head_size**-0.5)

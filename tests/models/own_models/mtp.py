@@ -17,7 +17,8 @@ from mjax.models.causal import Output
 from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.norms import RMSNorm
 from mjax.parallel import mappings
-from tests.models.own_models.mla import Latent, LatentConfig, ReplicatedLinear, layer
+from mjax.parallel.layers import ReplicatedLinear
+from tests.models.own_models.mla import Latent, LatentConfig, layer
 
 
 @register
@@ -58,7 +59,7 @@ class Predicting(Latent):
             return sums
         of_stream, of_token, last = self.mtp_norms
         after = self.embedding(batch["labels"], tokens)  # of the next token
-        y = self.mtp_join(jnp.concatenate([of_stream(x), of_token(after)], axis=-1))
+        y = self.mtp_join(jnp.concatenate([of_stream(x), of_token(after)], axis=-1), tokens)
         y = self.mtp_block(y, context.with_layer(self.config.layers + 1))
         labels = jnp.pad(tokens.gather_positions(batch["labels"])[:, 1:], [(0, 0), (0, 1)])[:, tokens.position_ids()]
         has_label = jnp.broadcast_to(tokens.position_ids() < tokens.global_positions - 1, labels.shape)
