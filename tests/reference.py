@@ -84,7 +84,7 @@ def norm(x, weights, name, model, dims=-1):
     bias = weights.get(f"{name}.bias")
     if bias is not None:
         x = x - x.mean(dims, keepdims=True)
-    epsilon = option(model, "norm_epsilon") or model.layernorm_epsilon
+    epsilon = option(model, "layernorm_epsilon") or model.norm_epsilon
     scale = weights[f"{name}.scale"] + (model.kind == "gemma3")  # Gemma's weight is added to 1
     x = x / jnp.sqrt((x * x).mean(dims, keepdims=True) + epsilon) * scale
     return x if bias is None else x + bias
