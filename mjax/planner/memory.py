@@ -288,8 +288,10 @@ def _measure_sizes(spec: trace.TraceSpec, kernel: str, recompute: str, samples: 
 def _bound_sizes(spec: trace.TraceSpec, kernel: str, recompute: str, samples: int) -> _PerSample:
     """Lower bounds of `_measure_sizes` from the forward pass: saved are the layer's input, or those of its matmuls."""
     layer, width = trace.layer_forward(spec), DTYPE_BYTES[spec.compute]
-    stream = samples * width * layer.elements / (spec.mesh.model if spec.mesh.sequence_parallel else 1)
-    inputs = samples * width * sum(p.batch * p.m * p.k for p in layer.trained_products)
+    parts = spec.mesh.model if spec.mesh.sequence_parallel else 1  # gathered tokens are not saved
+    stream = samples * width * layer.elements / parts
+    ends = [(p, 1 if p is branch[-1] else parts) for branch in layer.branches for p in branch if p.trained]
+    inputs = samples * width * sum(p.batch * p.m * p.k / split for p, split in ends)
     saved = {"full": stream, "offload": 0.0}.get(recompute, inputs)
     return _PerSample(stream, saved, 0.0, saved, 0.0, LIVE_RESIDUAL_STREAMS * stream, 0.0, 0.0, 0.0)
 

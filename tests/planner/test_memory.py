@@ -111,6 +111,13 @@ def test_full_recomputation_keeps_inputs_alone():
     assert predict_memory(config).activations == model.layers * 2 * samples * model.sequence * model.hidden
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "offload"])
+def test_least_memory_with_sequence_parallelism(recompute):
+    mesh = {"pipe": 4, "data": 8, "model": 4, "virtual_stages": 10, "sequence_parallel": True, "zero": 1}
+    config = changed(load_config("llama3_70b"), mesh=mesh, train={"micro_batch": 1, "recompute": recompute})
+    assert predict_memory(config, least=True).total <= predict_memory(config).total
+
+
 def test_rounds_to_experts_sum_gradients_of_one_layer():
     """4 bytes an element of a rank's experts for the sum over the rounds, and 2 for the gradient of one."""
     config = changed(load_config("mixtral_8x7b"), mesh={"data": 8, "expert": 8, "zero": 1})
