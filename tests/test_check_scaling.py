@@ -90,6 +90,20 @@ def test_planted_mistake_is_named(name, monkeypatch):
 
 
 @pytest.mark.ci
+def test_matrices_may_start_at_zero(monkeypatch):
+    """Output layers do in arXiv 2203.03466, appendix D.2; the share that a decay takes of them is unknown."""
+    right = parametrization._weight_scale
+
+    def planted(config, dims, is_output, by_muon, residual, parts):
+        scale = right(config, dims, is_output, by_muon, residual, parts)
+        return scale._replace(initial=0.0) if residual else scale
+
+    monkeypatch.setattr(parametrization, "_weight_scale", planted)
+    growths = check_scaling.measure(config_of("llama", MUP), widths=(64, 128), depths=(4, 8), steps=1)
+    assert not any(growth.fails for growth in growths if growth.measure in ("start", "decay"))
+
+
+@pytest.mark.ci
 def test_decay_that_is_not_scaled_is_named(monkeypatch):
     """Multiply the decay by the factor of the rate too, as `optax.adamw` with that rate does."""
 

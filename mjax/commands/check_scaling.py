@@ -224,7 +224,8 @@ def _measure_model(config: Config, steps: int) -> dict[tuple[str, str], float]:
             before = [*new[:i], jnp.where(mask, old[i], new[i]), *new[i + 1 :]]
             sizes[label, "start"] += _rms(forward(structure.unflatten(zeroed), batch)[0] - stream)
             sizes[label, "updates"] += _rms(forward(structure.unflatten(before), batch)[1] - trained) / share
-            sizes[label, "decay"] += _rms(jnp.where(mask, decayed[i], 0.0)) / _rms(jnp.where(mask, old[i], 0.0))
+            size = _rms(jnp.where(mask, old[i], 0.0)) or 1.0  # a matrix may start at zero
+            sizes[label, "decay"] += _rms(jnp.where(mask, decayed[i], 0.0)) / size
     if broken := next((key for key, size in sizes.items() if not np.isfinite(size)), None):
         raise RunError(f"{' '.join(broken)} is not finite at width {config.model.hidden}; look at the model's layers")
     return {key: float(size) / BATCHES for key, size in sizes.items()}

@@ -119,17 +119,14 @@ def _plan(arguments: ScaleArguments, config: Config, folder: Path) -> list[Point
     Raises:
       UsageError: the folder has runs of other settings, or as `choose_runs`.
     """
-    file, flags = (
-        folder / PLAN,
-        {name: getattr(arguments, name) for name in ("minutes", "ladder", "tokens_per_parameter")},
-    )
+    file = folder / PLAN
+    flags = {name: getattr(arguments, name) for name in ("minutes", "ladder", "tokens_per_parameter")}
     if file.exists():
         plan = read(Plan, file, "remove it to plan again")
         changed = differing_fields(from_dict(plan["config"], str(file)), config)
         changed = {name: pair for name, pair in changed.items() if FREE not in field_marks(config, name)}
-        changed |= {
-            name: (plan["flags"].get(name), now) for name, now in flags.items() if plan["flags"].get(name) != now
-        }
+        pairs = {name: (plan["flags"].get(name), now) for name, now in flags.items()}
+        changed |= {name: (then, now) for name, (then, now) in pairs.items() if then != now}
         for name, (then, now) in changed.items():
             raise UsageError(f"{folder} was planned with {name} {then}, now {now}; choose another --output")
         return plan["runs"]
@@ -258,7 +255,7 @@ def _train(config: Config, arguments: ScaleArguments, runs: Path, name: str, wai
         for number, handler in before.items():
             signal.signal(number, handler)
     if code not in (0, PREEMPTED):
-        raise RunError(f"{runs / name} ended with exit code {code}, for the reason above; repeat the command")
+        raise RunError(f"{runs / name} ended with exit code {code}, for the reason above; solve it and repeat the command")
     return code
 
 

@@ -626,7 +626,7 @@ def size_grid(config: Config) -> list[ModelSize]:
     model = config.model
     unit = getattr(model, "kv_heads", None) or math.gcd(model.heads, 8)
     depth = 4 if model.layers % 4 == 0 else 1
-    widths = [name for name in ("hidden", "feed_forward") if getattr(model, name, None) is not None]
+    widths = [name for name in marks.names_with(marks.WIDE, type(model)) if getattr(model, name)]
     sizes: dict[ModelConfig, int] = {model: count_weights(model)}
     for heads in range(unit, MAX_WIDTH_FACTOR * model.heads + 1, unit):
         wide = replace(model, heads=heads, **{name: getattr(model, name) * heads // model.heads for name in widths})

@@ -101,3 +101,11 @@ def test_plan_is_of_largest_and_its_command(tmp_path, capsys):
     written = load_config(str(file))
     assert replace(typed, data=written.data) == written
     assert written.train.steps == best["steps"]
+
+
+def test_sizes_of_a_mixture_keep_its_ratios():
+    config = load_config("moe_demo")
+    model = replace(config.model, moe_ffn_hidden=config.model.hidden // 2, shared_expert_ffn_hidden=config.model.hidden)
+    sizes = {size.config.model for size in size_grid(replace(config, model=model))}
+    assert len({each.hidden for each in sizes}) > 1
+    assert all(2 * each.moe_ffn_hidden == each.shared_expert_ffn_hidden == each.hidden for each in sizes)

@@ -118,6 +118,14 @@ def test_least_memory_with_sequence_parallelism(recompute):
     assert predict_memory(config, least=True).total <= predict_memory(config).total
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_least_memory_with_experts(recompute):
+    """`selective` dispatches tokens to experts again."""
+    mesh, train = {"data": 8, "zero": 3}, {"micro_batch": 4, "recompute": recompute}
+    config = changed(load_config("qwen3_30b_a3b"), mesh=mesh, train=train)
+    assert predict_memory(config, least=True).total <= predict_memory(config).total
+
+
 def test_rounds_to_experts_sum_gradients_of_one_layer():
     """4 bytes an element of a rank's experts for the sum over the rounds, and 2 for the gradient of one."""
     config = changed(load_config("mixtral_8x7b"), mesh={"data": 8, "expert": 8, "zero": 1})
