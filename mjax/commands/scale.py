@@ -255,7 +255,8 @@ def _train(config: Config, arguments: ScaleArguments, runs: Path, name: str, wai
         for number, handler in before.items():
             signal.signal(number, handler)
     if code not in (0, PREEMPTED):
-        raise RunError(f"{runs / name} ended with exit code {code}, for the reason above; solve it and repeat the command")
+        reason = f"ended with exit code {code}, for the reason above"
+        raise RunError(f"{runs / name} {reason}; solve it and repeat the command")
     return code
 
 
