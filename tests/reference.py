@@ -306,7 +306,8 @@ def block(w, x, model, batch, layer, masks, norms, reports):
 def further_loss(weights, model, batch, x, reports):
     """The loss of the tokens two after each, where these are in its document (arXiv 2412.19437, section 2.2)."""
     w = {name.removeprefix("mtp."): array for name, array in weights.items() if name.startswith("mtp.")}
-    embedding = weights["embedding.table"][batch["labels"]]
+    next_tokens = jnp.concatenate([batch["tokens"][:, 1:], batch["labels"][:, -1:]], axis=1)
+    embedding = weights["embedding.table"][next_tokens]
     both = norm(embedding, w, "embedding_norm", model), norm(x, w, "hidden_norm", model)
     y = jnp.concatenate(both, -1) @ w["projection.kernel"]
     layer = {name.removeprefix("block."): array for name, array in w.items() if name.startswith("block.")}

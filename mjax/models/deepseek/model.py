@@ -208,10 +208,15 @@ class DeepSeek(Mixture):
         sums = super().loss(x, batch, context)
         if not self.config.mtp_layers:
             return sums
-        embedded = self.embedding(batch["labels"], context.tokens)
+        # Not the labels, which a mask makes arbitrary; but after the last position there is no other.
+        next_tokens = _shift(batch["tokens"], context.tokens, batch["labels"])
+        embedded = self.embedding(next_tokens, context.tokens)
         layer = self.config.layers + self.config.moe_layer_freq  # the next one that would have experts
         y, block_sums = self.mtp(embedded, self.final_norm(x), context.with_layer(layer))
-        labels, has_label = (_shift(values, context.tokens) for values in (batch["labels"], _has_mtp_label(batch)))
+        labels, has_label = (
+            _shift(values, context.tokens, jnp.zeros_like(values))
+            for values in (batch["labels"], _has_mtp_label(batch))
+        )
         losses = Output(self.head, y).cross_entropy(labels, context)
         return sums | block_sums | {"mtp_loss": losses.sum(where=has_label.reshape(-1))}
 
@@ -230,7 +235,7 @@ def _has_mtp_label(batch: dict[str, Array]) -> Bool[Array, "b s"]:
     return has_label & (batch["positions"] > 0) if "positions" in batch else has_label
 
 
-def _shift(values: Shaped[Array, "b s"], tokens: TokenLayout) -> Shaped[Array, "b s"]:
-    """For each of this rank's positions the value of the next one; 0 after the last."""
-    values = jnp.pad(tokens.gather_positions(values)[:, 1:], [(0, 0), (0, 1)])
-    return values[:, tokens.position_ids()]
+def _shift(values: Shaped[Array, "b s"], tokens: TokenLayout, ends: Shaped[Array, "b s"]) -> Shaped[Array, "b s"]:
+    """For each of this rank's positions the value of the next one; after the last the last of `ends`."""
+    values, ends = map(tokens.gather_positions, (values, ends))
+    return jnp.concatenate([values[:, 1:], ends[:, -1:]], axis=1)[:, tokens.position_ids()]
