@@ -91,7 +91,7 @@ def test_planted_mistake_is_named(name, monkeypatch):
 
 @pytest.mark.ci
 def test_matrices_may_start_at_zero(monkeypatch):
-    """As in arXiv 2203.03466, appendix D.2: the share that a decay takes of them is unknown."""
+    """Output layers do in arXiv 2203.03466, appendix D.2; the share that a decay takes of them is unknown."""
     right = parametrization._weight_scale
 
     def planted(config, dims, is_output, by_muon, residual, parts):

@@ -255,7 +255,7 @@ def _train(config: Config, arguments: ScaleArguments, runs: Path, name: str, wai
         for number, handler in before.items():
             signal.signal(number, handler)
     if code not in (0, PREEMPTED):
-        raise RunError(f"{runs / name} ended with exit code {code}, for the reason above; repeat the command")
+        raise RunError(f"{runs / name} ended with exit code {code}; solve the problem above, and repeat the command")
     return code
 
 
