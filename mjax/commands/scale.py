@@ -88,6 +88,8 @@ def scale(argv: Sequence[str]) -> int:
     arguments = parse(ScaleArguments, argv, "mjax scale", default)
     folder = arguments.output or Path("scaling") / default_name(arguments.config)
     folders = arguments.runs
+    if folders and arguments.output is None:
+        raise UsageError("runs that exist are fitted into another folder; add --output, such as scaling/mine")
     make_folder(folder)
     if not folders:
         config, taken = resolve(arguments.settings, chosen.settings, flag_names(argv), arguments.config, folder)
