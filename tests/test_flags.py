@@ -30,7 +30,7 @@ TYPED = {
     "train --batch-size 32": "type --train.global-batch 32 (sequences per step over all devices)",
     "train --num_train_epochs 3": "type --train.steps (optimizer steps, an epoch being",
     "train --config moe_demo --num-experts 8": "type --model.experts 8",
-    "train --num-experts 8": "mjax: error: --model.experts is an option of deepseek or mixture",
+    "train --num-experts 8": "mjax: error: --model.experts is an option of deepseek",
     "plan --config llama3_8b --model.positions alibi": "mjax: error: --model.positions is an option of gpt",
     "train --checkpoint.every 5": "--checkpoint.every; type --checkpoint.interval 5\n",
     "train --data.mock True": "--data.mock True: it takes no value; type --data.mock or --data.no-mock",

@@ -143,7 +143,10 @@ def families() -> tuple[Family, ...]:
 
 def find_family(values: dict, file: Path) -> Family:
     """The family of the model in a config.json."""
-    known = {family.model_type: family for family in families() if not family.written_only}
+    known: dict[str, Family] = {}
+    for family in families():
+        if not family.written_only:
+            known.setdefault(family.model_type, family)  # a custom model's comes after those of mjax
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in known:
         remedy = "convert a model of one of these" if kind is not None else "write the right one into the file"

@@ -67,7 +67,7 @@ def test_config_facts_have_every_shared_field():
             if config_facts(other) == config_facts(CONFIG):
                 unseen.add(f"{section}.{knob}")
     assert unseen == {
-        "data.cache", "log.tensorboard", "log.trackio", "log.wandb",
+        "data.cache", "log.scaling", "log.tensorboard", "log.trackio", "log.wandb",
         "data.path", "data.train_path", "data.valid_path",  # compared by what they hold
     }  # fmt: skip
 
