@@ -202,6 +202,8 @@ def test_bad_runs_are_rejected(config, tmp_path):
         with pytest.raises(UsageError, match=message):
             scale.scale([*folders, "--config", "mine.py", "--output", "out"])
     assert not list((tmp_path / "out").iterdir())
+    with pytest.raises(UsageError, match="add --output, such as scaling/mine"):
+        scale.scale(runs)
 
 
 def test_impossible_ladders_are_rejected(config, trained):

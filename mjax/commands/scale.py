@@ -88,6 +88,8 @@ def scale(argv: Sequence[str]) -> int:
     arguments = parse(ScaleArguments, argv, "mjax scale", default)
     folder = arguments.output or Path("scaling") / default_name(arguments.config)
     folders = arguments.runs
+    if folders and arguments.output is None:
+        raise UsageError("runs that exist are fitted into another folder; add --output, such as scaling/mine")
     make_folder(folder)
     if not folders:
         config, taken = resolve(arguments.settings, chosen.settings, flag_names(argv), arguments.config, folder)
@@ -255,8 +257,7 @@ def _train(config: Config, arguments: ScaleArguments, runs: Path, name: str, wai
         for number, handler in before.items():
             signal.signal(number, handler)
     if code not in (0, PREEMPTED):
-        reason = f"ended with exit code {code}, for the reason above"
-        raise RunError(f"{runs / name} {reason}; solve it and repeat the command")
+        raise RunError(f"{runs / name} ended with exit code {code}; solve the problem above, and repeat the command")
     return code
 
 

@@ -209,7 +209,7 @@ class _LossForecast(Callback):
         """Write forecast.json, before the first step."""
         if run.log:
             run.log.forecast = self.curve
-            values = {"source": self.law.source, "steps": {f"{step:g}": one for step, one in self.curve.items()}}
+            values = {"source": self.law.source, "steps": {f"{step:.12g}": one for step, one in self.curve.items()}}
             write_whole(run.folder / "forecast.json", json.dumps(values, indent=1) + "\n")
         run.print_line(f"forecast of the last validation loss: {self.end}, by {self.law.source}")
 
@@ -219,8 +219,7 @@ class _LossForecast(Callback):
             return
         import numpy as np
 
-        low = np.interp(step, [*self.curve], [forecast.low for forecast in self.curve.values()])
-        high = np.interp(step, [*self.curve], [forecast.high for forecast in self.curve.values()])
+        _, low, high = (np.interp(step, [*self.curve], part) for part in zip(*self.curve.values(), strict=True))
         if not low <= metrics.val_loss <= high:
             side = "below" if metrics.val_loss < low else "above"
             line = f"validation loss {metrics.val_loss:.4f} is {side} its forecast, {low:.4f} to {high:.4f}"

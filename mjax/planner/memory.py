@@ -292,9 +292,8 @@ def _bound_sizes(spec: trace.TraceSpec, kernel: str, recompute: str, samples: in
     stream = samples * width * layer.elements / parts
     # `selective` saves the results of the experts' first matmul instead of its inputs, the dispatched rows.
     unsaved = [p for p in layer.weight_products if p.grouped][:1] if recompute == "selective" else []
-    products = [(p, branch) for branch in layer.branches for p in branch if p.trained and p not in unsaved]
-    ends = [(p, 1 if p is branch[-1] else parts) for p, branch in products]
-    inputs = samples * width * sum(p.batch * p.m * p.k / split for p, split in ends)
+    ends = [(p, 1 if p is branch[-1] else parts) for branch in layer.branches for p in branch if p.trained]
+    inputs = samples * width * sum(p.batch * p.m * p.k / split for p, split in ends if p not in unsaved)
     saved = {"full": stream, "offload": 0.0}.get(recompute, inputs)
     return _PerSample(stream, saved, 0.0, saved, 0.0, LIVE_RESIDUAL_STREAMS * stream, 0.0, 0.0, 0.0)
 
