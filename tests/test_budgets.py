@@ -79,7 +79,7 @@ def test_the_house_does_not_grow():
     """
     files = list((ROOT / "mjax").rglob("*.py"))
     lines = sum(map(code_lines, files))
-    assert lines <= 29_180
+    assert lines <= 29_200
     shown = tomllib.loads(NUMBERS.read_text())["package_lines"]["text"]
     assert lines == pytest.approx(int(shown.replace(",", "")), abs=50)
     assert len(files) <= 199

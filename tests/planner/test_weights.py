@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import jax
 import pytest
@@ -46,7 +47,8 @@ def counted(config):
             > 1
         ):
             found["transposed"] = max(found["transposed"], computed)
-        found["experts"] += computed * ("expert" in str(leaf.sharding.spec) and name.startswith("blocks.mlp."))
+        is_expert = re.fullmatch(r"blocks\.(1\.)?mlp\.(up|down)", name) and "expert" in str(leaf.sharding.spec)
+        found["experts"] += computed * bool(is_expert)
     return found
 
 

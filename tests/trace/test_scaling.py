@@ -44,11 +44,11 @@ def records_of(of):
 
 @pytest.mark.ci
 def test_search_traces_each_layer_once(traces):
-    """Three modes of recomputation and the head, on 1 to 8 ranks of `model`."""
+    """Three modes of recomputation and the head, on 1 to 8 ranks of `model`; backward passes only where it may fit."""
     made = traces()
     search_and_time(load_config("gpt_345m"), 8, gpu_named("h100"), None, ("mesh.schedule", "mesh.pipe", "mesh.zero"))
     assert Counter(each.mesh.model for each in made).keys() == {1, 2, 4, 8}
-    assert max(Counter(each.mesh.model for each in made).values()) <= 5
+    assert len(made) <= 16
 
 
 def test_earlier_ledger_and_weights_are_read(tmp_path, monkeypatch):
