@@ -97,7 +97,7 @@ def scale(argv: Sequence[str]) -> int:
         validate(config, arguments.config)
         plan = _plan(arguments, config, folder)
         for run in plan:
-            if code := _train(_run_config(config, run), arguments, folder, run["name"]):
+            if code := _train(run_config(config, run), arguments, folder, run["name"]):
                 return code
         folders = [folder / run["name"] for run in plan]
         if arguments.sbatch and not all(map(_is_done, folders)):
@@ -196,16 +196,16 @@ def _ladder(arguments: ScaleArguments, config: Config, sizes: Sequence[Size]) ->
         chosen.append(min(rest, key=lambda size: abs(math.log(size.parameters) - wanted)))
         rest = [size for size in rest if size.parameters < chosen[-1].parameters]
     lengths = [(size, arguments.tokens_per_parameter) for size in chosen[::-1]]
-    return [_make_run(config, *run) for run in (*lengths, (chosen[1], RATIO**2 * arguments.tokens_per_parameter))]
+    return [make_run(config, *run) for run in (*lengths, (chosen[1], RATIO**2 * arguments.tokens_per_parameter))]
 
 
-def _make_run(config: Config, size: Size, tokens_per_parameter: float) -> Point:
+def make_run(config: Config, size: Size, tokens_per_parameter: float) -> Point:
     sample, sizes = config.model.sequences * config.model.sequence, BatchSizes.from_config(config)
     tokens = sizes.samples_before(sizes.steps_for(round(tokens_per_parameter * size.parameters / sample))) * sample
     return make_point(f"{format_tokens(size.parameters)}-{format_tokens(tokens)}", size.model, size.parameters, tokens)
 
 
-def _run_config(config: Config, run: Point) -> Config:
+def run_config(config: Config, run: Point) -> Config:
     """The config of a run; warm-up and final decay have the same share of its steps as in `config`."""
     optimizer, sizes = config.optimizer, BatchSizes.from_config(config)
     steps = sizes.steps_for(run["tokens"] // (config.model.sequences * config.model.sequence))
@@ -263,7 +263,7 @@ def _train(config: Config, arguments: ScaleArguments, runs: Path, name: str, wai
 
 def _measure_speed(arguments: ScaleArguments, config: Config, run: Point, folder: Path) -> float:
     """FLOP/s of 6 N D in a few steps of a run."""
-    config = _run_config(config, run)
+    config = run_config(config, run)
     config = replace(
         config,
         optimizer=replace(config.optimizer, warmup_steps=0, wsd_decay_steps=None),
