@@ -53,7 +53,7 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from mjax.cluster.hardware import find_gpu
-from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
+from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig, axes
 from mjax.config.axes import EXPERT
 from mjax.config.kernels import FUSED, with_moe_kernel
 from mjax.config.model import ModelConfig
@@ -87,14 +87,15 @@ class Layer(NamedTuple):
       branches: the matmuls with weights before each sum over `model`, merged if they share their input; the last of a
         branch is row-parallel.
       activation_products: matmuls of two activations, as in attention.
-      collectives: collectives over one axis: the axis, the name, and bytes of the larger of input and output.
+      collectives: collectives over one axis: the axis, the name, bytes of the larger of input and output, the number of
+        ranks that take part, and how far apart they are.
       weights: inner and outer size of each weight.
     """
 
     elements: int
     branches: tuple[tuple[Product, ...], ...]
     activation_products: tuple[Product, ...]
-    collectives: tuple[tuple[str, str, int], ...]
+    collectives: tuple[tuple[str, str, int, int, int], ...]
     weights: tuple[tuple[int, int], ...]
 
     @property
@@ -244,7 +245,8 @@ def expert_rows(spec: TraceSpec, samples: int) -> int:
     assignments, max_rows = model.experts_per_token * mesh.expert * tokens, mesh.expert * tokens
     if model.token_dispatcher(mesh.expert) == "alltoall":
         parts = mesh.model if mesh.sequence_parallel else 1
-        assignments = max_rows = mesh.expert * parts * model.dispatch_capacity(tokens // parts, mesh.expert)
+        hop = model.hops(tokens // parts, mesh.expert)[-1]
+        assignments = max_rows = parts * hop.ranks * hop.rows
     tiles = max_tiles(assignments, model.experts // mesh.expert, TILE_ROWS["pallas"], max_rows)
     return tiles * TILE_ROWS["pallas"]
 
@@ -411,7 +413,8 @@ def _forward(spec: TraceSpec, forward: Forward, weights, micro_batch, x: Array) 
         product = operation.product
         if operation.is_collective and len(operation.axes) == 1:
             whole = max(program.bytes(value) for value in (operation.inputs[0], operation.outputs[0]))
-            collectives.append((operation.axes[0], operation.name, whole))
+            group = operation.group or range(axes.sizes(spec.mesh)[operation.axes[0]])
+            collectives.append((operation.axes[0], operation.name, whole, len(group), group[-1] // max(len(group) - 1, 1)))
         if operation.is_collective and program.shape(operation.outputs[0]) == x.shape:
             branches.append([])
         elif product is not None and not product.has_weight:

@@ -35,13 +35,14 @@ RESTORING = {"bitcast_convert_type", "convert_element_type", "mul"}
 
 class Operation(NamedTuple):
     """One equation: its name, its inputs and outputs as numbers of values (None is a constant), the mesh axes that it
-    names, and its matmul, if it is one."""
+    names, its matmul, if it is one, and the first of the groups of ranks of a collective between some of an axis."""
 
     name: str
     inputs: tuple[int | None, ...]
     outputs: tuple[int, ...]
     axes: tuple[str, ...] = ()
     product: Product | None = None
+    group: tuple[int, ...] = ()
 
     @property
     def is_kernel(self) -> bool:
@@ -124,7 +125,8 @@ class Program:
                 else:
                     product = read_product(equation) if name == "dot_general" else None
                     viewed = tuple(map(self._resolve_view, inputs))
-                    self.operations.append(Operation(name, viewed, results, collective_axes(equation), product))
+                    group = tuple((equation.params.get("axis_index_groups") or ((),))[0])
+                    self.operations.append(Operation(name, viewed, results, collective_axes(equation), product, group))
             numbers |= dict(zip(equation.outvars, results, strict=True))
         return [number(variable) for variable in jaxpr.outvars]
 

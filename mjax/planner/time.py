@@ -616,31 +616,32 @@ class LayerTime:
         """The collectives over `model` of the rows that experts have in addition to those of the rank's stream."""
         if not self.experts:
             return 0.0
-        largest = max((whole for axis, _, whole in self.layer.collectives if axis == MODEL), default=0)
+        largest = max((whole for axis, _, whole, *_ in self.layer.collectives if axis == MODEL), default=0)
         return max(0.0, largest / (self.run.element * self.layer.elements) - 1) * self.run.layer_sum
 
     @cached_property
     def _expert_collectives(self) -> tuple[float, float]:
         """A layer's collectives over `expert` in its forward pass, before the experts and after them; the backward pass
         has the transpose of each, and recomputation repeats the first. All-to-alls count for one round."""
-        mesh = self.config.mesh
-        timed = self._time_collectives(EXPERT, mesh.expert, mesh.model * mesh.context)
-        *before, after = [0.0, *(seconds for name, seconds in timed if name != "pmax")]
-        return sum(before), after
+        seconds = self._time_collectives(EXPERT, self.config.mesh.model * self.config.mesh.context)
+        before = len(seconds) // 3 * 2  # rows, and weights with experts; the results
+        return sum(seconds[:before]), sum(seconds[before:])
 
     @cached_property
     def _context_collectives(self) -> tuple[float, float]:
         """A layer's collectives over `context` in its forward pass, before attention and after it; the backward pass
         has the transpose of each, and recomputation repeats the first."""
-        mesh = self.config.mesh
-        seconds = [time for _, time in self._time_collectives(CONTEXT, mesh.context, mesh.model)]
+        seconds = self._time_collectives(CONTEXT, self.config.mesh.model)
         return sum(seconds[:3]), sum(seconds[3:])  # queries, keys and values; the result
 
-    def _time_collectives(self, axis: str, ranks: int, stride: int) -> list[tuple[str, float]]:
-        """The name and the seconds of a layer's collectives over this axis alone."""
-        rates = {"all_to_all": self.rates.exchange}
-        collectives = [(name, whole) for over, name, whole in self.layer.collectives if over == axis]
-        return [(name, rates.get(name, self.rates.gather)(ranks, stride, self.samples * x)) for name, x in collectives]
+    def _time_collectives(self, axis: str, stride: int) -> list[float]:
+        """The seconds of a layer's collectives over this axis alone, whose neighbors are `stride` apart."""
+        rates, collectives = {"all_to_all": self.rates.exchange}, self.layer.collectives
+        sent = [(name, *args) for over, name, *args in collectives if over == axis and name != "pmax"]
+        return [
+            rates.get(name, self.rates.gather)(ranks, step * stride, self.samples * whole)
+            for name, whole, ranks, step in sent
+        ]
 
     def _attention(self, backward: bool) -> float:
         """Scores, softmax and weighted sums. A flash kernel has five matmuls backward for two forward, because it

@@ -86,6 +86,30 @@ def test_rounds_equal_the_serial_reference(router, changes, mesh):
     assert max(errors.values()) < 1e-12, errors
 
 
+# Experts 0 to 3 are on ranks 0 and 1: a node. A token has experts of one node of two, or of two of four.
+NODES = {"router_n_groups": 2, "router_topk_groups": 1, "experts_per_token": 3}
+FOUR_NODES = {"data": 8, "router_n_groups": 4, "router_topk_groups": 2, "experts_per_token": 3}
+NODE_CASES = [
+    ("balanced", {}, {"expert": 4}),
+    ("one-sided", {}, {"expert": 4}),
+    ("all-to-one", {}, {"expert": 4}),
+    ("all-to-one", FOUR_NODES, {"expert": 8}),
+    ("balanced", {"data": 8, "recompute": "selective"}, {"expert": 8, "zero": 1}),
+    ("one-sided", {"model": 2}, {"expert": 4, "sequence_parallel": True, "zero": 3}),
+    ("all-to-one", {"recompute": "full"}, {"expert": 4, "pipe": 2, "zero": 3}),
+    ("one-sided", {"model": 2, "unroll": "on", "recompute": "full"}, {"expert": 4}),
+    ("all-to-one", {"recompute": "offload"}, {"expert": 4, "context": 2, "context_attention": "allgather"}),
+    ("one-sided", {**FOUR_NODES, "shared_expert_ffn_hidden": 20, "recompute": "full"}, {"expert": 8, "pipe": 2}),
+    ("all-to-one", {"data": 8, "micro_batch": 1, "unroll": "on"}, {"expert": 4, "zero": 3, "replicate": 2}),
+]
+NODE_CASES = [pytest.param(*case, marks=pytest.mark.ci if i >= OF_TEST else ()) for i, case in enumerate(NODE_CASES)]
+
+
+@pytest.mark.parametrize(("router", "changes", "mesh"), NODE_CASES, indirect=["router"], ids=str)
+def test_rounds_by_node_equal_the_serial_reference(router, changes, mesh):
+    test_rounds_equal_the_serial_reference(router, NODES | changes, mesh)
+
+
 @pytest.mark.parametrize(("router", "rounds"), [("balanced", 2), ("all-to-one", 4)], indirect=["router"])
 def test_mean_number_of_rounds_is_a_metric(router, rounds):
     """A rank has 32 assignments, and sends 10 rows to each of 4 ranks in a round."""

@@ -32,7 +32,7 @@ buffers for the worst case.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -42,7 +42,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Shaped
 
 from mjax.config import axes
-from mjax.models.parts.config import ExpertsConfig
+from mjax.models.parts.config import ExpertsConfig, Hop
 from mjax.models.parts.mlp import GatedMLP, apply_gate
 from mjax.models.parts.router import Router, RouterOutput, Sums
 from mjax.models.protocol import ForwardContext
@@ -74,13 +74,13 @@ class Experts(nnx.Module):
         kernels, tokens = (self.up[...], self.down[...]), context.tokens
         ranks, routing = self.config.experts // len(kernels[0]), self.router(x)
         way = self.config.token_dispatcher(ranks) if axes.EXPERT in mappings.varying_axes(x) else "replicated"
-        region = ExpertRegion(tokens, ranks, way)
-        sums = self.router.aux_loss_sums(routing, tokens)
-        if way == "alltoall":
-            y, rounds = self._compute_in_rounds(kernels, x, routing, region)
+        region = ExpertRegion(tokens, ranks, way, self.config.hops(len(x), ranks) if way == "alltoall" else ())
+        sums, rows = self.router.aux_loss_sums(routing, tokens), (x, routing.weights, routing.experts)
+        if region.hops:
+            y, rounds = self._compute_in_rounds(kernels, *rows, region)
             sums["dispatch_rounds"] = (rounds * len(x)).astype(routing.weights.dtype)
         else:
-            y = self._compute(kernels, x, routing.weights, routing.experts, region)
+            y = self._compute(kernels, *rows, region)
         if self.config.shared_expert_ffn_hidden:
             y, x = sequence_collectives(y, x, tokens.sequence_parallel)
             y = y + self.shared(x, context)
@@ -88,28 +88,38 @@ class Experts(nnx.Module):
         return y, self.router.layer_sums(sums, context)
 
     def _compute_in_rounds(
-        self, kernels: tuple[Array, Array], x: Float[Array, "t h"], routing: RouterOutput, region: ExpertRegion
+        self,
+        kernels: tuple[Array, Array],
+        x: Float[Array, "t h"],
+        weights: Float[Array, "t k"],
+        experts: Int[Array, "t k"],
+        region: ExpertRegion,
     ) -> tuple[Float[Array, "t h"], Int[Array, ""]]:
-        """The sum of the experts' results, with at most `dispatch_capacity` rows for each rank in a round; and the
+        """As `_compute`, with at most the rows of the region's first hop for each of its ranks in a round; and the
         number of rounds."""
-        experts, capacity = routing.experts, self.config.dispatch_capacity(len(x), region.ranks)
-        rank_of = experts // len(kernels[0])
-        slots, slot = assign_rows(rank_of.reshape(-1), region.ranks, capacity)  # for each rank a tile in each round
-        slot = slot.reshape(experts.shape) - slots.first[rank_of] * capacity
-        round_of, row = slot // capacity, rank_of * capacity + slot % capacity
+        hop, is_last = region.hops[0], len(region.hops) == 1
+        target = experts // (len(kernels[0]) * hop.stride) - region.first_target
+        if not is_last:  # one row for all of a token's experts in a node
+            nodes = jnp.arange(hop.ranks)
+            target = jnp.where((target[:, :, None] == nodes).any(1), nodes, -1)
+        slots, slot = assign_rows(target.reshape(-1), hop.ranks, hop.rows)  # for each rank a tile in each round
+        slot = slot.reshape(target.shape) - slots.first[target] * hop.rows
+        round_of = jnp.where((target >= 0) & (target < hop.ranks), slot // hop.rows, -1)
+        row, none = target * hop.rows + slot % hop.rows, hop.ranks * hop.rows
         ranks_in_step = tuple(sorted({axes.EXPERT, axes.MODEL} & mappings.varying_axes(x)))
         rounds = mappings.pmax(slots.tiles.max(), ranks_in_step)
         x, rounds = optimization_barrier(match_varying_axes(x, rounds))
 
         def compute_round(number, differentiable, constants):
             (kernels, x, weights), (experts, round_of, row) = differentiable, constants
-            none = region.ranks * capacity
             order = TokenPermutation.from_rows(jnp.where(round_of == number, row, none), none)
-            chosen = experts.reshape(-1).at[order.sources].get(mode="fill", fill_value=-1)
-            rows = dispatch(x, order), row_weights(weights, order)[:, None], chosen[:, None]
-            return combine(self._compute(kernels, *rows, region), order)
+            if is_last:
+                weights, experts = row_weights(weights, order)[:, None], _take(experts.reshape(-1, 1), order.sources, -1)
+            else:
+                weights, experts = dispatch(weights, order), _take(experts, order.tokens, -1)
+            return combine(self._compute(kernels, dispatch(x, order), weights, experts, region), order)
 
-        return sum_rounds(compute_round, (kernels, x, routing.weights), (experts, round_of, row), rounds), rounds
+        return sum_rounds(compute_round, (kernels, x, weights), (experts, round_of, row), rounds), rounds
 
     def _compute(
         self,
@@ -120,36 +130,28 @@ class Experts(nnx.Module):
         region: ExpertRegion,
     ) -> Float[Array, "t h"]:
         """The sum of the results of `experts` for each row, times `weights`; of no expert if its number is negative."""
-        local = len(kernels[0])
-        packed = jnp.concatenate([weights, experts.astype(weights.dtype)], axis=-1)
-        x, packed = region.gather_rows(x, packed)
-        weights, experts = jnp.split(packed, 2, axis=-1)
-        first = mappings.rank(axes.EXPERT) * local if region.ranks > 1 else 0
-        experts = experts.astype(jnp.int32) - first
-        tile = TILE_ROWS.get(self.kernel, TILE_ROWS["pallas"])
-        groups, rows_of = assign_rows(experts.reshape(-1), local, tile, max_group_rows=len(x))
-        order = TokenPermutation.from_rows(rows_of.reshape(experts.shape), len(groups.of_tile) * groups.rows)
-        outputs = self._apply_experts(kernels, dispatch(x, order), row_weights(weights, order), groups)
-        return region.reduce_rows(combine(outputs, order))
+        rows = region.gather_rows(x, weights, experts)
+        if region.hops[1:]:
+            return region.reduce_rows(self._compute_in_rounds(kernels, *rows, region.after_hop())[0])
+        first = mappings.rank(axes.EXPERT) * len(kernels[0]) if region.ranks > 1 else 0
+        return region.reduce_rows(self._apply_experts(kernels, *rows[:2], rows[2] - first))
 
     def _apply_experts(
-        self, kernels: tuple[Array, Array], x: Float[Array, "r h"], weights: Float[Array, " r"], groups: Groups
-    ) -> Float[Array, "r h"]:
-        """The result of each row's expert times the row's weight: this rank's part of a sum."""
-        up, down = kernels
-        gate_up = grouped_matmul(x, up.reshape(*up.shape[:2], -1), groups, self.kernel)
-        gate_up = checkpoint_name(gate_up, "mlp_up").reshape(len(x), 2, -1)
-        weighted = rematerialize(partial(_apply_weights, activation=self.config.activation))(gate_up, weights)
-        return grouped_matmul(weighted, down, groups, self.kernel)
-
-
-_exchange = partial(mappings.all_to_all, split=0, join=0)
-_OVER_EXPERTS: dict[str, tuple[Callable, Callable]] = {
-    "local": (lambda x, axis: x,) * 2,
-    "replicated": (mappings.copy_to_region, mappings.reduce_from_region),
-    "allgather": (mappings.all_gather_tokens, mappings.reduce_scatter_tokens),
-    "alltoall": (_exchange, _exchange),
-}
+        self,
+        kernels: tuple[Array, Array],
+        x: Float[Array, "T h"],
+        weights: Float[Array, "T k"],
+        experts: Int[Array, "T k"],
+    ) -> Float[Array, "T h"]:
+        """The sum of the results of this rank's experts, numbered from 0, on this rank's columns."""
+        (up, down), tile = kernels, TILE_ROWS.get(self.kernel, TILE_ROWS["pallas"])
+        groups, rows_of = assign_rows(experts.reshape(-1), len(up), tile, max_group_rows=len(x))
+        order = TokenPermutation.from_rows(rows_of.reshape(experts.shape), len(groups.of_tile) * groups.rows)
+        gate_up = grouped_matmul(dispatch(x, order), up.reshape(*up.shape[:2], -1), groups, self.kernel)
+        gate_up = checkpoint_name(gate_up, "mlp_up").reshape(len(gate_up), 2, -1)
+        apply_weights = rematerialize(partial(_apply_weights, activation=self.config.activation))
+        weighted = apply_weights(gate_up, row_weights(weights, order))
+        return combine(grouped_matmul(weighted, down, groups, self.kernel), order)
 
 
 @dataclass(frozen=True)
@@ -162,25 +164,54 @@ class ExpertRegion:
       ranks: of `expert`, with a part of the experts each; 1 if a rank has all.
       way: of tokens to them and of results back, from `ExpertsConfig.token_dispatcher`; `replicated` if all ranks have
         the same tokens, as in generation.
+      hops: the all-to-alls that are left on this way. The last one enters the region.
     """
 
     tokens: TokenLayout
     ranks: int
     way: str
+    hops: tuple[Hop, ...] = ()
+
+    @property
+    def first_target(self) -> Int[Array, ""]:
+        """Number of the first rank, or node, that this rank can reach by the next hop."""
+        hop = self.hops[0]
+        return mappings.rank(axes.EXPERT) // (hop.ranks * hop.stride) * hop.ranks
+
+    def after_hop(self) -> ExpertRegion:
+        """The rest of the way after the next hop."""
+        return replace(self, hops=self.hops[1:])
 
     def gather_rows(
-        self, x: Float[Array, "t h"], weights: Float[Array, "t k"]
-    ) -> tuple[Float[Array, "T h"], Float[Array, "T k"]]:
-        """f of two arrays. With sequence parallelism each row is sent over `expert` once, then over `model`."""
-        over_experts = partial(_OVER_EXPERTS[self.way][0], axis=axes.EXPERT), self.way in ("allgather", "alltoall")
-        for gather, waits in (over_experts, (self.tokens.gather_rows, self.tokens.sequence_parallel)):
-            x, weights = sequence_collectives(gather(x), weights, waits)
-            weights, x = sequence_collectives(gather(weights), x, waits)
-        return x, weights
+        self, x: Float[Array, "t h"], weights: Float[Array, "t k"], experts: Int[Array, "t k"]
+    ) -> tuple[Float[Array, "T h"], Float[Array, "T k"], Int[Array, "T k"]]:
+        """f of x and weights. With sequence parallelism each row is sent over `expert`, then over `model`."""
+        packed = jnp.concatenate([weights, experts.astype(weights.dtype)], axis=-1)
+        steps = [(self._over_experts[0], self.way in ("allgather", "alltoall"))]
+        if not self.hops[1:]:
+            steps.append((self.tokens.gather_rows, self.tokens.sequence_parallel))
+        for gather, waits in steps:
+            x, packed = sequence_collectives(gather(x), packed, waits)
+            packed, x = sequence_collectives(gather(packed), x, waits)
+        weights, experts = jnp.split(packed, 2, axis=-1)
+        return x, weights, experts.astype(jnp.int32)
 
     def reduce_rows(self, partial: Float[Array, "T h"]) -> Float[Array, "t h"]:
         """g: the sum of all ranks' partial results."""
-        return _OVER_EXPERTS[self.way][1](self.tokens.reduce_rows(partial), axis=axes.EXPERT)
+        return self._over_experts[1](partial if self.hops[1:] else self.tokens.reduce_rows(partial))
+
+    @property
+    def _over_experts(self) -> tuple[Callable, Callable]:
+        """f and g over `expert`."""
+        if self.way == "alltoall":
+            ranks, stride, _ = self.hops[0]
+            return (partial(mappings.exchange_rows, ranks=ranks, stride=stride, axis=axes.EXPERT),) * 2
+        f, g = {
+            "local": (lambda x, axis: x,) * 2,
+            "replicated": (mappings.copy_to_region, mappings.reduce_from_region),
+            "allgather": (mappings.all_gather_tokens, mappings.reduce_scatter_tokens),
+        }[self.way]
+        return partial(f, axis=axes.EXPERT), partial(g, axis=axes.EXPERT)
 
 
 def sequence_collectives(result: Array, operands, waits: bool) -> tuple:
@@ -238,22 +269,22 @@ def combine(rows: Float[Array, "r h"], order: TokenPermutation) -> Float[Array, 
 def row_weights(weights: Float[Array, "t k"], order: TokenPermutation) -> Float[Array, " r"]:
     """The weight of each row, 0 for rows that fill tiles."""
     return linear_call(
-        lambda weights, order: _take_or_zero(weights.reshape(-1), order.sources),
-        lambda gradient, order: _take_or_zero(gradient, order.rows),
+        lambda weights, order: _take(weights.reshape(-1), order.sources),
+        lambda gradient, order: _take(gradient, order.rows),
         weights,
         order,
     )
 
 
 def _take_tokens(x: Array, order: TokenPermutation) -> Array:
-    return _take_or_zero(x, order.tokens)
+    return _take(x, order.tokens)
 
 
 def _sum_rows(rows: Array, order: TokenPermutation) -> Array:
     wide = accumulation_dtype(rows.dtype)
-    return sum(_take_or_zero(rows, ids).astype(wide) for ids in order.rows.T).astype(rows.dtype)
+    return sum(_take(rows, ids).astype(wide) for ids in order.rows.T).astype(rows.dtype)
 
 
-def _take_or_zero(table: Shaped[Array, " rows *dims"], ids: Int[Array, "*ids"]) -> Shaped[Array, ...]:
-    """table[ids], and zeros past its end."""
-    return table.at[ids].get(mode="fill", fill_value=0)
+def _take(table: Shaped[Array, " rows *dims"], ids: Int[Array, "*ids"], fill: int = 0) -> Shaped[Array, ...]:
+    """table[ids], and `fill` past its end."""
+    return table.at[ids].get(mode="fill", fill_value=fill)
