@@ -174,7 +174,7 @@ def all_to_all(x: Array, axis: str, split: int, join: int) -> Array:
     return lax.all_to_all(x, axis, split_axis=split, concat_axis=join, tiled=True)
 
 
-def exchange_rows(x: Shaped[Array, " t *dims"], ranks: int, stride: int, axis: str) -> Shaped[Array, " t *dims"]:
+def exchange_rows(x: Shaped[Array, " t *dims"], axis: str, ranks: int, stride: int) -> Shaped[Array, " t *dims"]:
     """All-to-all of equal parts of the rows between `ranks` ranks of an axis that are `stride` apart: its transpose.
 
     Of 4 ranks, 2 ranks 2 apart are 0 2 │ 1 3, and 2 ranks 1 apart 0 1 │ 2 3.

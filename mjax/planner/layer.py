@@ -53,7 +53,7 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from mjax.cluster.hardware import find_gpu
-from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig, axes
+from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.config.axes import EXPERT
 from mjax.config.kernels import FUSED, with_moe_kernel
 from mjax.config.model import ModelConfig
@@ -61,6 +61,7 @@ from mjax.config.pattern import StackRows, find_stack, layer_stacks, stack_rows
 from mjax.config.plain_values import to_tuples
 from mjax.errors import UsageError
 from mjax.models.build import abstract_weights
+from mjax.models.parts.config import Hop
 from mjax.models.parts.flash import FLASH_STAND_IN
 from mjax.models.stack import layer_runs, run_blocks
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
@@ -87,15 +88,15 @@ class Layer(NamedTuple):
       branches: the matmuls with weights before each sum over `model`, merged if they share their input; the last of a
         branch is row-parallel.
       activation_products: matmuls of two activations, as in attention.
-      collectives: collectives over one axis: the axis, the name, bytes of the larger of input and output, the number of
-        ranks that take part, and how far apart they are.
+      collectives: collectives over one axis: the axis, the name, bytes of the larger of input and output, and the ring,
+        as of an `Operation`.
       weights: inner and outer size of each weight.
     """
 
     elements: int
     branches: tuple[tuple[Product, ...], ...]
     activation_products: tuple[Product, ...]
-    collectives: tuple[tuple[str, str, int, int, int], ...]
+    collectives: tuple[tuple[str, str, int, tuple[int, int] | None], ...]
     weights: tuple[tuple[int, int], ...]
 
     @property
@@ -241,14 +242,21 @@ def expert_rows(spec: TraceSpec, samples: int) -> int:
     model, mesh = spec.model, spec.mesh
     if not model.experts:
         return 0
-    tokens = samples * model.sequence // mesh.context
-    assignments, max_rows = model.experts_per_token * mesh.expert * tokens, mesh.expert * tokens
-    if model.token_dispatcher(mesh.expert) == "alltoall":
-        parts = mesh.model if mesh.sequence_parallel else 1
-        hop = model.hops(tokens // parts, mesh.expert)[-1]
-        assignments = max_rows = parts * hop.ranks * hop.rows
+    max_rows = mesh.expert * samples * model.sequence // mesh.context
+    assignments = model.experts_per_token * max_rows
+    if hops := expert_hops(spec, samples):
+        assignments = max_rows = hops[-1].ranks * hops[-1].rows * (mesh.model if mesh.sequence_parallel else 1)
     tiles = max_tiles(assignments, model.experts // mesh.expert, TILE_ROWS["pallas"], max_rows)
     return tiles * TILE_ROWS["pallas"]
+
+
+def expert_hops(spec: TraceSpec, samples: int) -> tuple[Hop, ...]:
+    """The all-to-alls of a micro-batch to a layer's experts; none if all tokens are gathered."""
+    model, mesh = spec.model, spec.mesh
+    if not model.experts or model.token_dispatcher(mesh.expert) != "alltoall":
+        return ()
+    tokens = samples * model.sequence // mesh.context
+    return model.hops(tokens // (mesh.model if mesh.sequence_parallel else 1), mesh.expert)
 
 
 @lru_cache(maxsize=64)
@@ -413,8 +421,7 @@ def _forward(spec: TraceSpec, forward: Forward, weights, micro_batch, x: Array) 
         product = operation.product
         if operation.is_collective and len(operation.axes) == 1:
             whole = max(program.bytes(value) for value in (operation.inputs[0], operation.outputs[0]))
-            group = operation.group or range(axes.sizes(spec.mesh)[operation.axes[0]])
-            collectives.append((operation.axes[0], operation.name, whole, len(group), group[-1] // max(len(group) - 1, 1)))
+            collectives.append((operation.axes[0], operation.name, whole, operation.ring))
         if operation.is_collective and program.shape(operation.outputs[0]) == x.shape:
             branches.append([])
         elif product is not None and not product.has_weight:

@@ -269,6 +269,8 @@ def _measure_sizes(spec: trace.TraceSpec, kernel: str, recompute: str, samples: 
         # dispatches tokens and gradients together, and computes gradients of weights after those of rows.
         up, down = experts
         temporaries = width * rows * (up.k + 2 * up.n + down.n + max(down.k, up.k))
+        # Of each all-to-all the rows as sent and as received, and the gradients of both.
+        temporaries += 4 * width * up.k * sum(hop.ranks * hop.rows for hop in trace.expert_hops(spec, samples))
     # The stream, or keys and values of all positions, whose gradients are whole too.
     gathered = (4 if spec.mesh.context_attention == "allgather" else 2) * backward.gathered
     return _PerSample(
@@ -299,12 +301,6 @@ def _bound_sizes(spec: trace.TraceSpec, kernel: str, recompute: str, samples: in
 
 
 # --- Residuals --------------------------------------------------------------------------------------------------------
-
-
-def layer_residual_bytes(config: Config) -> float:
-    """Mean bytes per layer of the saved activations of one micro-batch on the device."""
-    sizes = _Sizes(config, attention_on_gpu(config), _measure_sizes)
-    return sizes.saved / (sizes.largest_chunk * sum(kind.rows.slots for kind in sizes.layers))
 
 
 def _chunks_in_flight(config: Config) -> int:

@@ -623,25 +623,25 @@ class LayerTime:
     def _expert_collectives(self) -> tuple[float, float]:
         """A layer's collectives over `expert` in its forward pass, before the experts and after them; the backward pass
         has the transpose of each, and recomputation repeats the first. All-to-alls count for one round."""
-        seconds = self._time_collectives(EXPERT, self.config.mesh.model * self.config.mesh.context)
-        before = len(seconds) // 3 * 2  # rows, and weights with experts; the results
+        mesh = self.config.mesh
+        seconds = self._time_collectives(EXPERT, mesh.expert, mesh.model * mesh.context)
+        before = len(seconds) // 3 * 2  # rows, and weights with numbers of experts; then results
         return sum(seconds[:before]), sum(seconds[before:])
 
     @cached_property
     def _context_collectives(self) -> tuple[float, float]:
         """A layer's collectives over `context` in its forward pass, before attention and after it; the backward pass
         has the transpose of each, and recomputation repeats the first."""
-        seconds = self._time_collectives(CONTEXT, self.config.mesh.model)
+        mesh = self.config.mesh
+        seconds = self._time_collectives(CONTEXT, mesh.context, mesh.model)
         return sum(seconds[:3]), sum(seconds[3:])  # queries, keys and values; the result
 
-    def _time_collectives(self, axis: str, stride: int) -> list[float]:
-        """The seconds of a layer's collectives over this axis alone, whose neighbors are `stride` apart."""
-        rates, collectives = {"all_to_all": self.rates.exchange}, self.layer.collectives
-        sent = [(name, *args) for over, name, *args in collectives if over == axis and name != "pmax"]
-        return [
-            rates.get(name, self.rates.gather)(ranks, step * stride, self.samples * whole)
-            for name, whole, ranks, step in sent
-        ]
+    def _time_collectives(self, axis: str, ranks: int, stride: int) -> list[float]:
+        """The seconds of a layer's collectives over this axis alone, which has `ranks` ranks `stride` apart."""
+        rates = {"all_to_all": self.rates.exchange}
+        calls = [call for call in self.layer.collectives if call[0] == axis and call[1] != "pmax"]
+        sent = [(name, self.samples * whole, *(ring or (ranks, 1))) for _, name, whole, ring in calls]
+        return [rates.get(name, self.rates.gather)(n, apart * stride, whole) for name, whole, n, apart in sent]
 
     def _attention(self, backward: bool) -> float:
         """Scores, softmax and weighted sums. A flash kernel has five matmuls backward for two forward, because it

@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +45,11 @@ from jaxtyping import Array, Float, Int, Shaped
 from mjax.config import axes
 from mjax.models.parts.config import ExpertsConfig, Hop
 from mjax.models.parts.mlp import GatedMLP, apply_gate
-from mjax.models.parts.router import Router, RouterOutput, Sums
+from mjax.models.parts.router import Router, Sums
 from mjax.models.protocol import ForwardContext
 from mjax.parallel import mappings
 from mjax.parallel.autodiff import linear_call, match_varying_axes, optimization_barrier, rematerialize, sum_rounds
-from mjax.parallel.grouped import TILE_ROWS, Groups, assign_rows, grouped_matmul
+from mjax.parallel.grouped import TILE_ROWS, assign_rows, grouped_matmul
 from mjax.parallel.layers import normal_init
 from mjax.parallel.reductions import accumulation_dtype
 from mjax.parallel.token_layout import TokenLayout
@@ -75,12 +76,12 @@ class Experts(nnx.Module):
         ranks, routing = self.config.experts // len(kernels[0]), self.router(x)
         way = self.config.token_dispatcher(ranks) if axes.EXPERT in mappings.varying_axes(x) else "replicated"
         region = ExpertRegion(tokens, ranks, way, self.config.hops(len(x), ranks) if way == "alltoall" else ())
-        sums, rows = self.router.aux_loss_sums(routing, tokens), (x, routing.weights, routing.experts)
-        if region.hops:
-            y, rounds = self._compute_in_rounds(kernels, *rows, region)
+        sums, rows = self.router.aux_loss_sums(routing, tokens), Rows(x, routing.weights, routing.experts)
+        if way == "alltoall":
+            y, rounds = self._compute_in_rounds(kernels, rows, region)
             sums["dispatch_rounds"] = (rounds * len(x)).astype(routing.weights.dtype)
         else:
-            y = self._compute(kernels, *rows, region)
+            y = self._compute(kernels, rows, region)
         if self.config.shared_expert_ffn_hidden:
             y, x = sequence_collectives(y, x, tokens.sequence_parallel)
             y = y + self.shared(x, context)
@@ -88,70 +89,68 @@ class Experts(nnx.Module):
         return y, self.router.layer_sums(sums, context)
 
     def _compute_in_rounds(
-        self,
-        kernels: tuple[Array, Array],
-        x: Float[Array, "t h"],
-        weights: Float[Array, "t k"],
-        experts: Int[Array, "t k"],
-        region: ExpertRegion,
+        self, kernels: tuple[Array, Array], rows: Rows, region: ExpertRegion
     ) -> tuple[Float[Array, "t h"], Int[Array, ""]]:
-        """As `_compute`, with at most the rows of the region's first hop for each of its ranks in a round; and the
-        number of rounds."""
-        hop, is_last = region.hops[0], len(region.hops) == 1
-        target = experts // (len(kernels[0]) * hop.stride) - region.first_target
-        if not is_last:  # one row for all of a token's experts in a node
+        """As `_compute`, with at most `Hop.rows` rows for each target of the region's first hop in a round; and the
+        number of rounds. A row is for one expert, or on the way to a node for all of its token's experts there."""
+        hop, last = region.hops[0], len(region.hops) == 1
+        first = mappings.rank(axes.EXPERT) // (hop.ranks * hop.stride) * hop.ranks
+        target = rows.experts // (len(kernels[0]) * hop.stride) - first
+        if not last:
             nodes = jnp.arange(hop.ranks)
             target = jnp.where((target[:, :, None] == nodes).any(1), nodes, -1)
-        slots, slot = assign_rows(target.reshape(-1), hop.ranks, hop.rows)  # for each rank a tile in each round
+        slots, slot = assign_rows(target.reshape(-1), hop.ranks, hop.rows)  # for each target a tile in each round
         slot = slot.reshape(target.shape) - slots.first[target] * hop.rows
         round_of = jnp.where((target >= 0) & (target < hop.ranks), slot // hop.rows, -1)
         row, none = target * hop.rows + slot % hop.rows, hop.ranks * hop.rows
-        ranks_in_step = tuple(sorted({axes.EXPERT, axes.MODEL} & mappings.varying_axes(x)))
+        ranks_in_step = tuple(sorted({axes.EXPERT, axes.MODEL} & mappings.varying_axes(rows.x)))
         rounds = mappings.pmax(slots.tiles.max(), ranks_in_step)
-        x, rounds = optimization_barrier(match_varying_axes(x, rounds))
+        x, rounds = optimization_barrier(match_varying_axes(rows.x, rounds))
 
         def compute_round(number, differentiable, constants):
             (kernels, x, weights), (experts, round_of, row) = differentiable, constants
             order = TokenPermutation.from_rows(jnp.where(round_of == number, row, none), none)
-            if is_last:
-                weights, experts = row_weights(weights, order)[:, None], _take(experts.reshape(-1, 1), order.sources, -1)
+            if last:
+                weights, experts = (
+                    row_weights(weights, order)[:, None],
+                    _take(experts.reshape(-1, 1), order.sources, -1),
+                )
             else:
                 weights, experts = dispatch(weights, order), _take(experts, order.tokens, -1)
-            return combine(self._compute(kernels, dispatch(x, order), weights, experts, region), order)
+            return combine(self._compute(kernels, Rows(dispatch(x, order), weights, experts), region), order)
 
-        return sum_rounds(compute_round, (kernels, x, weights), (experts, round_of, row), rounds), rounds
+        return sum_rounds(compute_round, (kernels, x, rows.weights), (rows.experts, round_of, row), rounds), rounds
 
-    def _compute(
-        self,
-        kernels: tuple[Array, Array],
-        x: Float[Array, "t h"],
-        weights: Float[Array, "t k"],
-        experts: Int[Array, "t k"],
-        region: ExpertRegion,
-    ) -> Float[Array, "t h"]:
-        """The sum of the results of `experts` for each row, times `weights`; of no expert if its number is negative."""
-        rows = region.gather_rows(x, weights, experts)
-        if region.hops[1:]:
-            return region.reduce_rows(self._compute_in_rounds(kernels, *rows, region.after_hop())[0])
-        first = mappings.rank(axes.EXPERT) * len(kernels[0]) if region.ranks > 1 else 0
-        return region.reduce_rows(self._apply_experts(kernels, *rows[:2], rows[2] - first))
+    def _compute(self, kernels: tuple[Array, Array], rows: Rows, region: ExpertRegion) -> Float[Array, "t h"]:
+        """The sum of the results of each row's experts, times their weights."""
+        rows = region.gather_rows(rows)
+        if later := region.hops[1:]:
+            y, _ = self._compute_in_rounds(kernels, rows, replace(region, hops=later))
+        else:
+            y = self._apply_experts(kernels, rows, mappings.rank(axes.EXPERT) if region.ranks > 1 else 0)
+        return region.reduce_rows(y)
 
     def _apply_experts(
-        self,
-        kernels: tuple[Array, Array],
-        x: Float[Array, "T h"],
-        weights: Float[Array, "T k"],
-        experts: Int[Array, "T k"],
-    ) -> Float[Array, "T h"]:
-        """The sum of the results of this rank's experts, numbered from 0, on this rank's columns."""
+        self, kernels: tuple[Array, Array], rows: Rows, rank: Int[Array, ""] | int
+    ) -> Float[Array, "t h"]:
+        """The sum of the results of this rank's experts for each row, on this rank's columns: its part of a sum."""
         (up, down), tile = kernels, TILE_ROWS.get(self.kernel, TILE_ROWS["pallas"])
-        groups, rows_of = assign_rows(experts.reshape(-1), len(up), tile, max_group_rows=len(x))
+        experts = rows.experts - rank * len(up)
+        groups, rows_of = assign_rows(experts.reshape(-1), len(up), tile, max_group_rows=len(experts))
         order = TokenPermutation.from_rows(rows_of.reshape(experts.shape), len(groups.of_tile) * groups.rows)
-        gate_up = grouped_matmul(dispatch(x, order), up.reshape(*up.shape[:2], -1), groups, self.kernel)
+        gate_up = grouped_matmul(dispatch(rows.x, order), up.reshape(*up.shape[:2], -1), groups, self.kernel)
         gate_up = checkpoint_name(gate_up, "mlp_up").reshape(len(gate_up), 2, -1)
         apply_weights = rematerialize(partial(_apply_weights, activation=self.config.activation))
-        weighted = apply_weights(gate_up, row_weights(weights, order))
+        weighted = apply_weights(gate_up, row_weights(rows.weights, order))
         return combine(grouped_matmul(weighted, down, groups, self.kernel), order)
+
+
+class Rows(NamedTuple):
+    """Rows of the residual stream, with k experts for each, a negative number for none, and their weights."""
+
+    x: Float[Array, "t h"]
+    weights: Float[Array, "t k"]
+    experts: Int[Array, "t k"]
 
 
 @dataclass(frozen=True)
@@ -172,21 +171,9 @@ class ExpertRegion:
     way: str
     hops: tuple[Hop, ...] = ()
 
-    @property
-    def first_target(self) -> Int[Array, ""]:
-        """Number of the first rank, or node, that this rank can reach by the next hop."""
-        hop = self.hops[0]
-        return mappings.rank(axes.EXPERT) // (hop.ranks * hop.stride) * hop.ranks
-
-    def after_hop(self) -> ExpertRegion:
-        """The rest of the way after the next hop."""
-        return replace(self, hops=self.hops[1:])
-
-    def gather_rows(
-        self, x: Float[Array, "t h"], weights: Float[Array, "t k"], experts: Int[Array, "t k"]
-    ) -> tuple[Float[Array, "T h"], Float[Array, "T k"], Int[Array, "T k"]]:
-        """f of x and weights. With sequence parallelism each row is sent over `expert`, then over `model`."""
-        packed = jnp.concatenate([weights, experts.astype(weights.dtype)], axis=-1)
+    def gather_rows(self, rows: Rows) -> Rows:
+        """f of the rows. With sequence parallelism each is sent over `expert` once, then over `model`."""
+        x, packed = rows.x, jnp.concatenate([rows.weights, rows.experts.astype(rows.weights.dtype)], axis=-1)
         steps = [(self._over_experts[0], self.way in ("allgather", "alltoall"))]
         if not self.hops[1:]:
             steps.append((self.tokens.gather_rows, self.tokens.sequence_parallel))
@@ -194,7 +181,7 @@ class ExpertRegion:
             x, packed = sequence_collectives(gather(x), packed, waits)
             packed, x = sequence_collectives(gather(packed), x, waits)
         weights, experts = jnp.split(packed, 2, axis=-1)
-        return x, weights, experts.astype(jnp.int32)
+        return Rows(x, weights, experts.astype(jnp.int32))
 
     def reduce_rows(self, partial: Float[Array, "T h"]) -> Float[Array, "t h"]:
         """g: the sum of all ranks' partial results."""
@@ -203,9 +190,9 @@ class ExpertRegion:
     @property
     def _over_experts(self) -> tuple[Callable, Callable]:
         """f and g over `expert`."""
-        if self.way == "alltoall":
+        if self.hops:
             ranks, stride, _ = self.hops[0]
-            return (partial(mappings.exchange_rows, ranks=ranks, stride=stride, axis=axes.EXPERT),) * 2
+            return (partial(mappings.exchange_rows, axis=axes.EXPERT, ranks=ranks, stride=stride),) * 2
         f, g = {
             "local": (lambda x, axis: x,) * 2,
             "replicated": (mappings.copy_to_region, mappings.reduce_from_region),
