@@ -23,10 +23,24 @@ The weight multiplies before C_e, as in megatron-core, which is the same sum, an
 **Experts on several devices** (`--mesh.expert`). Gathered tokens reach all ranks of `expert`. An all-to-all sends a
 token only to the ranks of its experts, but in the worst case one rank receives all tokens of all ranks. A buffer for
 this case is as large as the gathered tokens, and a smaller one drops tokens. So the all-to-all has rounds, each with
-`ExpertsConfig.dispatch_capacity` rows for each rank, as many as the fullest rank needs: exact, with the same memory for
-every router, and one round if it is balanced. Where experts fit on a device, leave `expert` at 1: only weights and
-their gradients are sent then. Megatron's names (core/transformer/moe/token_dispatcher.py, 0.19), whose all-to-all has
-buffers for the worst case.
+`Hop.rows` rows for each rank, as many as the fullest rank needs: exact, with the same memory for every router, and one
+round if it is balanced. Where experts fit on a device, leave `expert` at 1: only weights and their gradients are sent
+then. Megatron's names (core/transformer/moe/token_dispatcher.py, 0.19), whose all-to-all has buffers for the worst
+case.
+
+**Nodes.** A router with groups limits a token to experts of few groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+If several ranks hold each group, they are a node, such as a server, and a token takes two hops (`ExpertsConfig.hops`).
+It crosses the network once per node, however many of its experts are there. A token of rank 0 with an expert on rank 1
+and two on ranks 4 and 5, of 6 ranks in 3 nodes:
+
+    node 0    rank 0 ──────▶ rank 1      hop 1, vertical: from each rank to the ranks with the same place in their nodes,
+                │                        one row with the weights and numbers of all the token's experts in that node
+    node 1      │  rank 2      rank 3
+                ▼                        hop 2, horizontal: within the node, one row for each expert
+    node 2    rank 4 ──────▶ rank 5
+
+Results return in the same way: rank 4 adds those of its node and sends one row. Each round of hop 1 has the rounds of
+hop 2 that its rows need.
 """
 
 from __future__ import annotations
