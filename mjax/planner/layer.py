@@ -69,7 +69,7 @@ from mjax.parallel.grouped import TILE_ROWS, max_tiles
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.weights import are_stacked, combine, partition_trainable, weight_metadata
 from mjax.parallel.zero import gather_weights
-from mjax.planner.program import Product, Program, array_bytes, inner_jaxprs
+from mjax.planner.program import KERNELS, Product, Program, array_bytes, inner_jaxprs
 from mjax.step.forward import Forward
 from mjax.step.layout import Layout, build_layout
 from mjax.step.precision import COMPUTE_TYPES
@@ -246,8 +246,7 @@ def expert_rows(spec: TraceSpec, samples: int) -> int:
     assignments = model.experts_per_token * max_rows
     if hops := expert_hops(spec, samples):
         assignments = max_rows = hops[-1].ranks * hops[-1].rows * (mesh.model if mesh.sequence_parallel else 1)
-    tiles = max_tiles(assignments, model.experts // mesh.expert, TILE_ROWS["pallas"], max_rows)
-    return tiles * TILE_ROWS["pallas"]
+    return TILE_ROWS["pallas"] * max_tiles(assignments, model.experts // mesh.expert, TILE_ROWS["pallas"], max_rows)
 
 
 def expert_hops(spec: TraceSpec, samples: int) -> tuple[Hop, ...]:
@@ -465,7 +464,7 @@ def _backward(spec: TraceSpec, forward: Forward, weights, micro_batch, x: Array)
     begin, carried = _constants_and_carried(first)
     layer, program = Program(first.params["jaxpr"]), Program(backward.params["jaxpr"])
     stacked = [value for value in layer.outputs[carried:] if value is not None]
-    kernels = [operation for operation in program.operations if operation.is_kernel]
+    kernels = [op for op in program.operations if op.name in KERNELS or op.is_collective]
     written = {value for operation in kernels for value in operation.outputs}
     scores = {v for v, x in enumerate(program.values) if len(x.shape) > 2 and x.shape[-2:] == spec.scores}
     collectives = [(op.inputs[0], op.outputs[0]) for op in kernels if op.is_collective]

@@ -387,8 +387,8 @@ def _head(sizes: _Sizes) -> Memory:
         work += sizes.width * sizes.weights.table  # cut into chunks
     # It does so where their matmul is Triton's, as in the loops compiled for the table; not where it is cuBLAS's.
     logits = sizes.logits * (2 if sizes.unrolled else 1)
-    computed, activations = layers + shared, sizes.activations
-    return _memory(sizes, "head", computed, gradients, activations=activations, logits=logits, workspace=work)
+    computed = layers + shared
+    return _memory(sizes, "head", computed, gradients, activations=sizes.activations, logits=logits, workspace=work)
 
 
 def _reduction(sizes: _Sizes) -> Memory:

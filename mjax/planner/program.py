@@ -45,11 +45,6 @@ class Operation(NamedTuple):
     ring: tuple[int, int] | None = None
 
     @property
-    def is_kernel(self) -> bool:
-        """True if it reads and writes whole arrays, rather than being fused with its neighbours."""
-        return self.name in KERNELS or self.is_collective
-
-    @property
     def is_collective(self) -> bool:
         """True if it communicates over a mesh axis."""
         return self.name not in NO_COMMUNICATION and bool(self.axes)

@@ -86,7 +86,7 @@ def test_ledger_has_what_the_docstring_of_experts_says(dispatcher):
 
 
 def test_token_crosses_the_network_once_per_node():
-    """Of four nodes with two ranks each a token has experts of two. A layer sends rows, with the weights and numbers of
+    """A token has experts on two of four nodes with two ranks each. A layer sends rows, with the weights and numbers of
     their experts, to the nodes, rows of assignments within a node, and results back."""
     config = small_config(
         8,

@@ -289,7 +289,7 @@ def test_all_to_all_between_servers_waits_for_the_network():
 
 
 def test_only_the_hop_between_nodes_waits_for_the_network():
-    """Of 4,096 tokens a rank sends 1.25 · 4 · 4,096 rows to 8 nodes, and 1.25 · 8 · 4,096 within its own; with each row
+    """A rank with 4,096 tokens sends 1.25 · 4 · 4,096 rows to 8 nodes, and 1.25 · 8 · 4,096 within its own; with each
     the weights and numbers of 8 experts, or of one."""
     step = TimePredictor(H100)._step(load_config("deepseek_v3"))
     before, after = step.work.layers[-1]._expert_collectives

@@ -221,7 +221,7 @@ class ExpertsConfig(GatedMLPConfig):
         router limits a token to fewer groups than experts, and several ranks hold each group: a node.
         """
         groups, limit, chosen = self.router_n_groups, self.top_groups, self.experts_per_token
-        rows = lambda each, parts: math.ceil(CAPACITY * each * tokens / parts)  # noqa: E731
+        rows = lambda sent, parts: math.ceil(CAPACITY * sent * tokens / parts)  # noqa: E731
         if limit >= min(groups, chosen) or ranks == groups or ranks % groups:
             return (Hop(ranks, 1, rows(chosen, ranks)),)
         in_node = ranks // groups

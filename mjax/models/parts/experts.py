@@ -33,11 +33,11 @@ If several ranks hold each group, they are a node, such as a server, and a token
 It crosses the network once per node, however many of its experts are there. A token of rank 0 with an expert on rank 1
 and two on ranks 4 and 5, of 6 ranks in 3 nodes:
 
-    node 0    rank 0 ──────▶ rank 1      hop 1, vertical: from each rank to the ranks with the same place in their nodes,
-                │                        one row with the weights and numbers of all the token's experts in that node
-    node 1      │  rank 2      rank 3
-                ▼                        hop 2, horizontal: within the node, one row for each expert
-    node 2    rank 4 ──────▶ rank 5
+    node 0    rank 0 ─────▶ rank 1     hop 1, vertical: to the ranks with the same place in their nodes, one row with
+                 │                     the weights and numbers of the token's experts
+    node 1       │ rank 2   rank 3
+                 ▼                     hop 2, horizontal: within the node, one row for each expert
+    node 2    rank 4 ─────▶ rank 5
 
 Results return in the same way: rank 4 adds those of its node and sends one row. Each round of hop 1 has the rounds of
 hop 2 that its rows need.
@@ -105,8 +105,8 @@ class Experts(nnx.Module):
     def _compute_in_rounds(
         self, kernels: tuple[Array, Array], rows: Rows, region: ExpertRegion
     ) -> tuple[Float[Array, "t h"], Int[Array, ""]]:
-        """As `_compute`, with at most `Hop.rows` rows for each target of the region's first hop in a round; and the
-        number of rounds. A row is for one expert, or on the way to a node for all of its token's experts there."""
+        """The result of `_compute` in rounds, with at most `Hop.rows` rows for each target of the next hop, and their
+        number. A row is for one expert, or on the way to a node for all of its token's experts there."""
         hop, last = region.hops[0], len(region.hops) == 1
         first = mappings.rank(axes.EXPERT) // (hop.ranks * hop.stride) * hop.ranks
         target = rows.experts // (len(kernels[0]) * hop.stride) - first
@@ -124,32 +124,22 @@ class Experts(nnx.Module):
         def compute_round(number, differentiable, constants):
             (kernels, x, weights), (experts, round_of, row) = differentiable, constants
             order = TokenPermutation.from_rows(jnp.where(round_of == number, row, none), none)
-            if last:
-                weights, experts = (
-                    row_weights(weights, order)[:, None],
-                    _take(experts.reshape(-1, 1), order.sources, -1),
-                )
-            else:
-                weights, experts = dispatch(weights, order), _take(experts, order.tokens, -1)
+            weights = row_weights(weights, order)[:, None] if last else dispatch(weights, order)
+            experts = _take(experts.reshape(-1, 1), order.sources, -1) if last else _take(experts, order.tokens, -1)
             return combine(self._compute(kernels, Rows(dispatch(x, order), weights, experts), region), order)
 
         return sum_rounds(compute_round, (kernels, x, rows.weights), (rows.experts, round_of, row), rounds), rounds
 
     def _compute(self, kernels: tuple[Array, Array], rows: Rows, region: ExpertRegion) -> Float[Array, "t h"]:
         """The sum of the results of each row's experts, times their weights."""
-        rows = region.gather_rows(rows)
-        if later := region.hops[1:]:
-            y, _ = self._compute_in_rounds(kernels, rows, replace(region, hops=later))
-        else:
-            y = self._apply_experts(kernels, rows, mappings.rank(axes.EXPERT) if region.ranks > 1 else 0)
+        rows, rest = region.gather_rows(rows), replace(region, hops=region.hops[1:])
+        y = self._compute_in_rounds(kernels, rows, rest)[0] if rest.hops else self._apply_experts(kernels, rows, region)
         return region.reduce_rows(y)
 
-    def _apply_experts(
-        self, kernels: tuple[Array, Array], rows: Rows, rank: Int[Array, ""] | int
-    ) -> Float[Array, "t h"]:
+    def _apply_experts(self, kernels: tuple[Array, Array], rows: Rows, region: ExpertRegion) -> Float[Array, "t h"]:
         """The sum of the results of this rank's experts for each row, on this rank's columns: its part of a sum."""
         (up, down), tile = kernels, TILE_ROWS.get(self.kernel, TILE_ROWS["pallas"])
-        experts = rows.experts - rank * len(up)
+        experts = rows.experts - (mappings.rank(axes.EXPERT) * len(up) if region.ranks > 1 else 0)
         groups, rows_of = assign_rows(experts.reshape(-1), len(up), tile, max_group_rows=len(experts))
         order = TokenPermutation.from_rows(rows_of.reshape(experts.shape), len(groups.of_tile) * groups.rows)
         gate_up = grouped_matmul(dispatch(rows.x, order), up.reshape(*up.shape[:2], -1), groups, self.kernel)
@@ -165,6 +155,14 @@ class Rows(NamedTuple):
     x: Float[Array, "t h"]
     weights: Float[Array, "t k"]
     experts: Int[Array, "t k"]
+
+
+_OVER_EXPERTS: dict[str, tuple[Callable, Callable]] = {
+    "local": (lambda x, axis: x,) * 2,
+    "replicated": (mappings.copy_to_region, mappings.reduce_from_region),
+    "allgather": (mappings.all_gather_tokens, mappings.reduce_scatter_tokens),
+    "alltoall": (mappings.exchange_rows,) * 2,
+}
 
 
 @dataclass(frozen=True)
@@ -188,7 +186,7 @@ class ExpertRegion:
     def gather_rows(self, rows: Rows) -> Rows:
         """f of the rows. With sequence parallelism each is sent over `expert` once, then over `model`."""
         x, packed = rows.x, jnp.concatenate([rows.weights, rows.experts.astype(rows.weights.dtype)], axis=-1)
-        steps = [(self._over_experts[0], self.way in ("allgather", "alltoall"))]
+        steps = [(self._collectives[0], self.way in ("allgather", "alltoall"))]
         if not self.hops[1:]:
             steps.append((self.tokens.gather_rows, self.tokens.sequence_parallel))
         for gather, waits in steps:
@@ -199,20 +197,13 @@ class ExpertRegion:
 
     def reduce_rows(self, partial: Float[Array, "T h"]) -> Float[Array, "t h"]:
         """g: the sum of all ranks' partial results."""
-        return self._over_experts[1](partial if self.hops[1:] else self.tokens.reduce_rows(partial))
+        return self._collectives[1](partial if self.hops[1:] else self.tokens.reduce_rows(partial))
 
     @property
-    def _over_experts(self) -> tuple[Callable, Callable]:
+    def _collectives(self) -> list[Callable]:
         """f and g over `expert`."""
-        if self.hops:
-            ranks, stride, _ = self.hops[0]
-            return (partial(mappings.exchange_rows, axis=axes.EXPERT, ranks=ranks, stride=stride),) * 2
-        f, g = {
-            "local": (lambda x, axis: x,) * 2,
-            "replicated": (mappings.copy_to_region, mappings.reduce_from_region),
-            "allgather": (mappings.all_gather_tokens, mappings.reduce_scatter_tokens),
-        }[self.way]
-        return partial(f, axis=axes.EXPERT), partial(g, axis=axes.EXPERT)
+        ring = {"ranks": self.hops[0].ranks, "stride": self.hops[0].stride} if self.hops else {}
+        return [partial(function, axis=axes.EXPERT, **ring) for function in _OVER_EXPERTS[self.way]]
 
 
 def sequence_collectives(result: Array, operands, waits: bool) -> tuple:
