@@ -175,9 +175,9 @@ def all_to_all(x: Array, axis: str, split: int, join: int) -> Array:
 
 
 def exchange_rows(x: Shaped[Array, " t *dims"], axis: str, ranks: int, stride: int) -> Shaped[Array, " t *dims"]:
-    """All-to-all of equal parts of the rows between `ranks` ranks of an axis that are `stride` apart: its transpose.
+    """All-to-all of equal parts of the rows within groups of `ranks` ranks of an axis with this stride: its transpose.
 
-    Of 4 ranks, 2 ranks 2 apart are 0 2 │ 1 3, and 2 ranks 1 apart 0 1 │ 2 3.
+    Groups of 2 of 4 ranks are 0 2 │ 1 3 with a stride of 2, and 0 1 │ 2 3 with 1.
     """
     groups = np.arange(size(axis)).reshape(-1, ranks, stride).swapaxes(1, 2).reshape(-1, ranks).tolist()
     return lax.all_to_all(x, axis, split_axis=0, concat_axis=0, axis_index_groups=groups, tiled=True)

@@ -629,7 +629,7 @@ class LayerTime:
         return sum(seconds[:3]), sum(seconds[3:])  # queries, keys and values; the result
 
     def _time_collectives(self, axis: str, ranks: int, stride: int) -> list[float]:
-        """The seconds of a layer's collectives over this axis alone, which has `ranks` ranks `stride` apart."""
+        """The seconds of a layer's collectives over this axis alone, which has `ranks` ranks at this stride."""
         rates = {"all_to_all": self.rates.exchange}
         calls = [call for call in self.layer.collectives if call[0] == axis and call[1] != "pmax"]
         sent = [(name, self.samples * whole, *(ring or (ranks, 1))) for _, name, whole, ring in calls]

@@ -144,7 +144,7 @@ def test_mean_number_of_rounds_is_a_metric(router, changes, rounds):
 )
 def test_memory_does_not_depend_on_the_router(recompute, compute, nodes, monkeypatch):
     """One program runs any number of rounds; it needs at most a tenth more than one with only the first, of a balanced
-    router."""
+    router, or 15% with rounds in rounds."""
 
     def temporaries():
         changes = {"sequence": 512, "hidden": 64, "moe_ffn_hidden": 64, "attention": "xla_blocks", **nodes}
@@ -155,7 +155,7 @@ def test_memory_does_not_depend_on_the_router(recompute, compute, nodes, monkeyp
 
     any_router = temporaries()
     monkeypatch.setattr(experts, "sum_rounds", lambda function, x, constants, rounds: function(0, x, constants))
-    assert any_router <= 1.1 * temporaries()
+    assert any_router <= (1.15 if nodes else 1.1) * temporaries()
 
 
 def test_rounds_are_summed_in_float32():

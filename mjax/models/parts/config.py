@@ -17,8 +17,8 @@ CAPACITY = 1.25
 
 
 class Hop(NamedTuple):
-    """An all-to-all on the way of tokens to experts, between `ranks` ranks that are `stride` apart; each has room for
-    `rows` for each other one in a round."""
+    """An all-to-all on the way of tokens to experts, in groups of `ranks` ranks with this stride; in a round each sends
+    up to `rows` rows to each."""
 
     ranks: int
     stride: int
