@@ -303,6 +303,12 @@ def _bound_sizes(spec: trace.TraceSpec, kernel: str, recompute: str, samples: in
 # --- Residuals --------------------------------------------------------------------------------------------------------
 
 
+def layer_residual_bytes(config: Config) -> float:
+    """Mean bytes per layer of the saved activations of one micro-batch on the device."""
+    sizes = _Sizes(config, attention_on_gpu(config), _measure_sizes)
+    return sizes.saved / (sizes.largest_chunk * sum(kind.rows.slots for kind in sizes.layers))
+
+
 def _chunks_in_flight(config: Config) -> int:
     """Micro-batches in flight, one for each virtual stage, on the stage with most.
 
