@@ -29,6 +29,7 @@ next stage of the pipeline by `send_to_next_stage`, and their gradients back by 
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
@@ -171,6 +172,15 @@ def reduce_scatter(x: Array, axis: Axes, dim: int) -> Array:
 def all_to_all(x: Array, axis: str, split: int, join: int) -> Array:
     """Exchange shards along dim `join` for shards along dim `split`; its inverse has the two dims swapped."""
     return lax.all_to_all(x, axis, split_axis=split, concat_axis=join, tiled=True)
+
+
+def exchange_rows(x: Shaped[Array, " t *dims"], axis: str, ranks: int, stride: int) -> Shaped[Array, " t *dims"]:
+    """All-to-all of equal parts of the rows within groups of `ranks` ranks of an axis with this stride: its transpose.
+
+    Groups of 2 of 4 ranks are 0 2 │ 1 3 with a stride of 2, and 0 1 │ 2 3 with 1.
+    """
+    groups = np.arange(size(axis)).reshape(-1, ranks, stride).swapaxes(1, 2).reshape(-1, ranks).tolist()
+    return lax.all_to_all(x, axis, split_axis=0, concat_axis=0, axis_index_groups=groups, tiled=True)
 
 
 def psum(x: Shaped[Array, "*dims"], axes: frozenset[str]) -> Shaped[Array, "*dims"]:

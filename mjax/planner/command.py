@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -240,7 +240,7 @@ def _values(candidate: Candidate) -> dict[str, Any]:
     config, memory, time = candidate
     days, hours = _cost(candidate)
     return {
-        **{name: search.field_value(config, name) for name in search.SEARCHED},
+        **{name: attrgetter(name)(config) for name in search.SEARCHED},
         "seconds": time.mean,
         "seconds_at_global_batch": time.total,
         "error": time.error,

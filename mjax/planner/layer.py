@@ -61,6 +61,7 @@ from mjax.config.pattern import StackRows, find_stack, layer_stacks, stack_rows
 from mjax.config.plain_values import to_tuples
 from mjax.errors import UsageError
 from mjax.models.build import abstract_weights
+from mjax.models.parts.config import Hop
 from mjax.models.parts.flash import FLASH_STAND_IN
 from mjax.models.stack import layer_runs, run_blocks
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
@@ -68,7 +69,7 @@ from mjax.parallel.grouped import TILE_ROWS, max_tiles
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.weights import are_stacked, combine, partition_trainable, weight_metadata
 from mjax.parallel.zero import gather_weights
-from mjax.planner.program import Product, Program, array_bytes, inner_jaxprs
+from mjax.planner.program import KERNELS, Product, Program, array_bytes, inner_jaxprs
 from mjax.step.forward import Forward
 from mjax.step.layout import Layout, build_layout
 from mjax.step.precision import COMPUTE_TYPES
@@ -87,14 +88,15 @@ class Layer(NamedTuple):
       branches: the matmuls with weights before each sum over `model`, merged if they share their input; the last of a
         branch is row-parallel.
       activation_products: matmuls of two activations, as in attention.
-      collectives: collectives over one axis: the axis, the name, and bytes of the larger of input and output.
+      collectives: collectives over one axis: the axis, the name, bytes of the larger of input and output, and the ring,
+        as of an `Operation`.
       weights: inner and outer size of each weight.
     """
 
     elements: int
     branches: tuple[tuple[Product, ...], ...]
     activation_products: tuple[Product, ...]
-    collectives: tuple[tuple[str, str, int], ...]
+    collectives: tuple[tuple[str, str, int, tuple[int, int] | None], ...]
     weights: tuple[tuple[int, int], ...]
 
     @property
@@ -240,13 +242,20 @@ def expert_rows(spec: TraceSpec, samples: int) -> int:
     model, mesh = spec.model, spec.mesh
     if not model.experts:
         return 0
+    max_rows = mesh.expert * samples * model.sequence // mesh.context
+    assignments = model.experts_per_token * max_rows
+    if hops := expert_hops(spec, samples):
+        assignments = max_rows = hops[-1].ranks * hops[-1].rows * (mesh.model if mesh.sequence_parallel else 1)
+    return TILE_ROWS["pallas"] * max_tiles(assignments, model.experts // mesh.expert, TILE_ROWS["pallas"], max_rows)
+
+
+def expert_hops(spec: TraceSpec, samples: int) -> tuple[Hop, ...]:
+    """The all-to-alls of a micro-batch to a layer's experts; none if all tokens are gathered."""
+    model, mesh = spec.model, spec.mesh
+    if not model.experts or model.token_dispatcher(mesh.expert) != "alltoall":
+        return ()
     tokens = samples * model.sequence // mesh.context
-    assignments, max_rows = model.experts_per_token * mesh.expert * tokens, mesh.expert * tokens
-    if model.token_dispatcher(mesh.expert) == "alltoall":
-        parts = mesh.model if mesh.sequence_parallel else 1
-        assignments = max_rows = mesh.expert * parts * model.dispatch_capacity(tokens // parts, mesh.expert)
-    tiles = max_tiles(assignments, model.experts // mesh.expert, TILE_ROWS["pallas"], max_rows)
-    return tiles * TILE_ROWS["pallas"]
+    return model.hops(tokens // (mesh.model if mesh.sequence_parallel else 1), mesh.expert)
 
 
 @lru_cache(maxsize=64)
@@ -411,7 +420,7 @@ def _forward(spec: TraceSpec, forward: Forward, weights, micro_batch, x: Array) 
         product = operation.product
         if operation.is_collective and len(operation.axes) == 1:
             whole = max(program.bytes(value) for value in (operation.inputs[0], operation.outputs[0]))
-            collectives.append((operation.axes[0], operation.name, whole))
+            collectives.append((operation.axes[0], operation.name, whole, operation.ring))
         if operation.is_collective and program.shape(operation.outputs[0]) == x.shape:
             branches.append([])
         elif product is not None and not product.has_weight:
@@ -455,7 +464,7 @@ def _backward(spec: TraceSpec, forward: Forward, weights, micro_batch, x: Array)
     begin, carried = _constants_and_carried(first)
     layer, program = Program(first.params["jaxpr"]), Program(backward.params["jaxpr"])
     stacked = [value for value in layer.outputs[carried:] if value is not None]
-    kernels = [operation for operation in program.operations if operation.is_kernel]
+    kernels = [op for op in program.operations if op.name in KERNELS or op.is_collective]
     written = {value for operation in kernels for value in operation.outputs}
     scores = {v for v, x in enumerate(program.values) if len(x.shape) > 2 and x.shape[-2:] == spec.scores}
     collectives = [(op.inputs[0], op.outputs[0]) for op in kernels if op.is_collective]

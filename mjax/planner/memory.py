@@ -269,6 +269,8 @@ def _measure_sizes(spec: trace.TraceSpec, kernel: str, recompute: str, samples: 
         # dispatches tokens and gradients together, and computes gradients of weights after those of rows.
         up, down = experts
         temporaries = width * rows * (up.k + 2 * up.n + down.n + max(down.k, up.k))
+        # Of each all-to-all the rows as sent and as received, and the gradients of both.
+        temporaries += 4 * width * up.k * sum(hop.ranks * hop.rows for hop in trace.expert_hops(spec, samples))
     # The stream, or keys and values of all positions, whose gradients are whole too.
     gathered = (4 if spec.mesh.context_attention == "allgather" else 2) * backward.gathered
     return _PerSample(
@@ -391,8 +393,8 @@ def _head(sizes: _Sizes) -> Memory:
         work += sizes.width * sizes.weights.table  # cut into chunks
     # It does so where their matmul is Triton's, as in the loops compiled for the table; not where it is cuBLAS's.
     logits = sizes.logits * (2 if sizes.unrolled else 1)
-    computed, activations = layers + shared, sizes.activations
-    return _memory(sizes, "head", computed, gradients, activations=activations, logits=logits, workspace=work)
+    computed = layers + shared
+    return _memory(sizes, "head", computed, gradients, activations=sizes.activations, logits=logits, workspace=work)
 
 
 def _reduction(sizes: _Sizes) -> Memory:

@@ -35,18 +35,14 @@ RESTORING = {"bitcast_convert_type", "convert_element_type", "mul"}
 
 class Operation(NamedTuple):
     """One equation: its name, its inputs and outputs as numbers of values (None is a constant), the mesh axes that it
-    names, and its matmul, if it is one."""
+    names, its matmul, if it is one, and of a collective within groups of ranks their number and distance in a group."""
 
     name: str
     inputs: tuple[int | None, ...]
     outputs: tuple[int, ...]
     axes: tuple[str, ...] = ()
     product: Product | None = None
-
-    @property
-    def is_kernel(self) -> bool:
-        """True if it reads and writes whole arrays, rather than being fused with its neighbours."""
-        return self.name in KERNELS or self.is_collective
+    ring: tuple[int, int] | None = None
 
     @property
     def is_collective(self) -> bool:
@@ -124,7 +120,9 @@ class Program:
                 else:
                     product = read_product(equation) if name == "dot_general" else None
                     viewed = tuple(map(self._resolve_view, inputs))
-                    self.operations.append(Operation(name, viewed, results, collective_axes(equation), product))
+                    groups = equation.params.get("axis_index_groups")
+                    ring = (len(groups[0]), groups[0][1] - groups[0][0]) if groups else None
+                    self.operations.append(Operation(name, viewed, results, collective_axes(equation), product, ring))
             numbers |= dict(zip(equation.outvars, results, strict=True))
         return [number(variable) for variable in jaxpr.outvars]
 

@@ -85,7 +85,7 @@ def candidates(config: Config, devices: int, fix: Collection[str] = ()) -> Itera
       devices: number of devices.
       fix: fields of `SEARCHED` that stay as in `config`.
     """
-    fixed = {name: field_value(config, name) for name in fix}
+    fixed = {name: attrgetter(name)(config) for name in fix}
     zeros = (1, 3) if "mesh.replicate" in fixed else (3,)  # ZeRO-1 gathers once a step: groups save it little
     mesh_of = cache(MeshConfig)  # caches by mesh are faster if it is the same object
     train_of, recomputations = cache(partial(replace, config.train)), cache(partial(_recomputations, config))
@@ -345,11 +345,6 @@ def sort_key(candidate: Candidate) -> tuple:
     )
 
 
-def field_value(config: Config, name: str) -> Any:
-    """The field with a dotted name: mesh.pipe."""
-    return attrgetter(name)(config)
-
-
 # --- The cheapest change that fits ------------------------------------------------------------------------------------
 
 # Ranks of the cost of a change, not times; a combination costs their sum.
@@ -424,7 +419,7 @@ def _changes(config: Config, factor: int, unused: Collection[str]) -> Iterator[t
     smaller = [(MICRO_BATCH_PRICE * int(math.log2(size // n)), {"train.micro_batch": n}) for n in divisors(size)]
     options = []
     for name in (name for name in PRICES if name not in unused):
-        now = PRICES[name].get(field_value(config, name), math.inf)
+        now = PRICES[name].get(attrgetter(name)(config), math.inf)
         options.append([(0, {}), *((cost - now, {name: value}) for value, cost in PRICES[name].items() if cost > now)])
     options.append([(price, values) if price else (0, {}) for price, values in smaller])
     wider = [(times, axis) for axis in ("pipe", "context", "model") for times in divisors(replicas)[1:]]
@@ -658,7 +653,7 @@ def search_known_settings(
         result = search_and_time(config, devices, gpu, calibration, SEARCHED, among=tuple(known))
         if not result.ranked:
             result = search_and_time(config, devices, gpu, calibration, fix)
-            fastest[:] = [{name: field_value(best.config, name) for name in SEARCHED} for best in result.ranked[:10]]
+            fastest[:] = [{name: attrgetter(name)(best.config) for name in SEARCHED} for best in result.ranked[:10]]
         return result
 
     return search_config

@@ -274,27 +274,20 @@ class Rates:
 
     def gather(self, ranks: int, stride: int, whole: float) -> float:
         """All-gather or reduce-scatter of `whole` bytes on a ring of `ranks` devices with this stride."""
-        if ranks == 1:
-            return 0.0
-        sent = (ranks - 1) / ranks * whole
-        return sent / self._bandwidth(ranks, stride) + self._steps(ranks, stride) + self.calibration.collective
+        return (ranks - 1) / ranks * whole / self._bandwidth(ranks, stride) + self._steps(ranks, stride)
 
     def exchange(self, ranks: int, stride: int, whole: float) -> float:
         """All-to-all of `whole` bytes of every device. A link carries what one device sends, for no other one as in a
         ring, and all devices of a server share its network cards."""
-        if ranks == 1:
-            return 0.0
         gpu, calibration = self.gpu, self.calibration
         in_server = max(1, min(ranks, gpu.gpus_per_node // stride))
         node = (in_server - 1) / (gpu.node_bandwidth * calibration.node)
         network = (ranks - in_server) * gpu.gpus_per_node / (gpu.network_bandwidth_per_node * calibration.network)
-        return whole / ranks * max(node, network) + self._steps(ranks, stride) + calibration.collective
+        return whole / ranks * max(node, network) + self._steps(ranks, stride)
 
     def sum(self, ranks: int, stride: int, whole: float) -> float:
         """All-reduce of `whole` bytes: a reduce-scatter and an all-gather in one kernel."""
-        if ranks == 1:
-            return 0.0
-        return 2 * self.gather(ranks, stride, whole) - self.calibration.collective
+        return 2 * self.gather(ranks, stride, whole) - (ranks > 1) * self.calibration.collective
 
     def send(self, ranks: int, stride: int, sent: float) -> float:
         """Every device sends `sent` bytes to the one `stride` away, on an axis of `ranks`."""
@@ -321,10 +314,12 @@ class Rates:
         return min(inside, gpu.network_bandwidth_per_node * self.calibration.network / rings)
 
     def _steps(self, ranks: int, stride: int) -> float:
-        """Latency of the ranks - 1 messages of a ring, in and between servers (NVIDIA/nccl, src/graph/tuning.cc)."""
+        """Latency of a collective, and of the ranks - 1 messages of its ring, in and between servers (NVIDIA/nccl,
+        src/graph/tuning.cc); 0 of one rank."""
         in_server = max(1, min(ranks, self.gpu.gpus_per_node // stride))
         between = math.ceil(ranks / in_server) - 1
-        return between * self.gpu.network_latency + (ranks - 1 - between) * self.gpu.node_latency
+        messages = between * self.gpu.network_latency + (ranks - 1 - between) * self.gpu.node_latency
+        return messages + (ranks > 1) * self.calibration.collective
 
 
 @lru_cache(maxsize=65536)
@@ -518,8 +513,8 @@ class LayerTime:
 
     def __init__(self, run: _MicroBatch, layers: int, spec: trace.TraceSpec):
         self.run, self.config, self.rates, self.software = run, run.config, run.rates, run.software
-        self.samples, self.layer = run.samples, trace.layer_forward(spec)
-        mesh = replace(run.config.mesh, pipe=1, virtual_stages=1, stage_layers=())
+        self.samples, self.layer, self.mesh = run.samples, trace.layer_forward(spec), run.config.mesh
+        mesh = replace(self.mesh, pipe=1, virtual_stages=1, stage_layers=())
         weights = device_weights(run.config.model, mesh, spec.kind)
         self.weights, self.experts = weights.layers / layers, weights.experts / layers
         self.trained = device_weights(run.config.model, mesh, spec.kind, trained=True).layers / layers
@@ -558,8 +553,7 @@ class LayerTime:
     @property
     def _to_host(self) -> float:
         """A copy of the layer's input to host memory, one way, at the nominal rate of the link; not measured."""
-        mesh = self.config.mesh
-        offloaded = self.run.element * self.run.stream / (mesh.model if mesh.splits_tokens else 1)
+        offloaded = self.run.element * self.run.stream / (self.mesh.model if self.mesh.splits_tokens else 1)
         return offloaded / self.rates.gpu.host_bandwidth if self.config.train.recompute == "offload" else 0.0
 
     def _backward_inputs(self) -> dict[str, float]:
@@ -616,31 +610,30 @@ class LayerTime:
         """The collectives over `model` of the rows that experts have in addition to those of the rank's stream."""
         if not self.experts:
             return 0.0
-        largest = max((whole for axis, _, whole in self.layer.collectives if axis == MODEL), default=0)
+        largest = max((whole for axis, _, whole, *_ in self.layer.collectives if axis == MODEL), default=0)
         return max(0.0, largest / (self.run.element * self.layer.elements) - 1) * self.run.layer_sum
 
     @cached_property
     def _expert_collectives(self) -> tuple[float, float]:
         """A layer's collectives over `expert` in its forward pass, before the experts and after them; the backward pass
         has the transpose of each, and recomputation repeats the first. All-to-alls count for one round."""
-        mesh = self.config.mesh
-        timed = self._time_collectives(EXPERT, mesh.expert, mesh.model * mesh.context)
-        *before, after = [0.0, *(seconds for name, seconds in timed if name != "pmax")]
-        return sum(before), after
+        seconds = self._time_collectives(EXPERT, self.mesh.expert, self.mesh.model * self.mesh.context)
+        before = len(seconds) // 3 * 2  # rows, and weights with numbers of experts; then results
+        return sum(seconds[:before]), sum(seconds[before:])
 
     @cached_property
     def _context_collectives(self) -> tuple[float, float]:
         """A layer's collectives over `context` in its forward pass, before attention and after it; the backward pass
         has the transpose of each, and recomputation repeats the first."""
-        mesh = self.config.mesh
-        seconds = [time for _, time in self._time_collectives(CONTEXT, mesh.context, mesh.model)]
+        seconds = self._time_collectives(CONTEXT, self.mesh.context, self.mesh.model)
         return sum(seconds[:3]), sum(seconds[3:])  # queries, keys and values; the result
 
-    def _time_collectives(self, axis: str, ranks: int, stride: int) -> list[tuple[str, float]]:
-        """The name and the seconds of a layer's collectives over this axis alone."""
+    def _time_collectives(self, axis: str, ranks: int, stride: int) -> list[float]:
+        """The seconds of a layer's collectives over this axis alone, which has `ranks` ranks at this stride."""
         rates = {"all_to_all": self.rates.exchange}
-        collectives = [(name, whole) for over, name, whole in self.layer.collectives if over == axis]
-        return [(name, rates.get(name, self.rates.gather)(ranks, stride, self.samples * x)) for name, x in collectives]
+        calls = [call for call in self.layer.collectives if call[0] == axis and call[1] != "pmax"]
+        sent = [(name, self.samples * whole, *(ring or (ranks, 1))) for _, name, whole, ring in calls]
+        return [rates.get(name, self.rates.gather)(n, gap * stride, whole) for name, whole, n, gap in sent]
 
     def _attention(self, backward: bool) -> float:
         """Scores, softmax and weighted sums. A flash kernel has five matmuls backward for two forward, because it

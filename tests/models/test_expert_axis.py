@@ -17,6 +17,7 @@ from mjax.planner.ledger import ledger
 from mjax.run.health import Replicas
 from mjax.step.layout import build_layout
 from tests.models.test_mixture import MIXTURE
+from tests.models.test_token_dispatcher import FOUR_NODES
 from tests.small import small_config
 from tests.training.saved import abstract
 from tests.training.test_replicas import with_flipped_bit
@@ -82,6 +83,29 @@ def test_ledger_has_what_the_docstring_of_experts_says(dispatcher):
     gradients = ledger(config).group_by("axes", "part")  # those of experts are summed over `data`
     assert gradients[("data",), named_scopes.GRADIENT].sent == pytest.approx(2 * (2 - 1) / 2 * 4 * 3 * (3 * 32 * 24))
     assert ("expert",) not in {axes for axes, part in gradients if part == named_scopes.GRADIENT}
+
+
+def test_token_crosses_the_network_once_per_node():
+    """A token has experts on two of four nodes with two ranks each. A layer sends rows, with the weights and numbers of
+    their experts, to the nodes, rows of assignments within a node, and results back."""
+    config = small_config(
+        8,
+        1,
+        1,
+        compute="bf16",
+        mesh={"expert": 8},
+        **{**MIXTURE, **FOUR_NODES, "layers": 3, "sequence": 16, "experts": 8, "moe_token_dispatcher": "alltoall"},
+    )
+    found = ledger(config).filter_axes("expert").group_by("part")[named_scopes.LAYER]
+    totals = {key: (part.count, part.sent) for key, part in found.group_by("ranks", "operation", "dtype").items()}
+    to_nodes, in_node = 1.25 * 16 * 2, 1.25 * 16 * 3
+    assert totals == {
+        (8, "all-reduce", "int32"): (2 * 3, 2 * 3 * 2 * 7 / 8 * 4),  # the numbers of rounds
+        (4, "all-to-all", "bfloat16"): (4 * 3, 4 * 3 * 3 / 4 * to_nodes * 32 * 2),
+        (4, "all-to-all", "float32"): (2 * 3, 2 * 3 * 3 / 4 * to_nodes * 3 * 2 * 4),
+        (2, "all-to-all", "bfloat16"): (4 * 3, 4 * 3 * 1 / 2 * in_node * 32 * 2),
+        (2, "all-to-all", "float32"): (2 * 3, 2 * 3 * 1 / 2 * in_node * 2 * 4),
+    }
 
 
 def test_called_model_is_the_same_on_every_mesh():

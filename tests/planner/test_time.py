@@ -288,6 +288,18 @@ def test_all_to_all_between_servers_waits_for_the_network():
     assert rates.exchange(1, 1, size) == 0.0
 
 
+def test_only_the_hop_between_nodes_waits_for_the_network():
+    """A rank with 4,096 tokens sends 1.25 · 4 · 4,096 rows to 8 nodes, and 1.25 · 8 · 4,096 within its own; with each
+    the weights and numbers of 8 experts, or of one."""
+    step = TimePredictor(H100)._step(load_config("deepseek_v3"))
+    before, after = step.work.layers[-1]._expert_collectives
+    to_nodes, in_node = (
+        [step.work.rates.exchange(8, stride, rows * size) for size in (2 * 7168, 4 * 2 * experts)]
+        for stride, rows, experts in ((8, 5 * 4096, 8), (1, 10 * 4096, 1))
+    )
+    assert (before, after) == pytest.approx((sum(to_nodes + in_node), to_nodes[0] + in_node[0]))
+
+
 def test_ring_latency_is_a_message_per_rank():
     """NVIDIA/nccl, src/graph/tuning.cc: base + (steps - steps between servers) × NVLink + steps between × network."""
     rates, base = Rates(H100, H100_RATES, "bf16"), H100_RATES.collective

@@ -12,10 +12,11 @@ from tests.training.test_step_equals_reference import LATENT, YARN_3
 MODEL = {
     **LATENT, **YARN_3, "layers": 5, "first_dense_layers": 2, "feed_forward": 40, "q_lora_rank": 14, "mtp_layers": 1,
     "mtp_loss_coef": 0.5, "router": "sigmoid", "router_scale": 2.5, "router_bias_update_rate": 0.01,
-    "experts_per_token": 2, "moe_token_dispatcher": "alltoall",
+    "experts_per_token": 2, "moe_token_dispatcher": "alltoall", "router_topk_groups": 1,
 }  # fmt: skip
 WAYS = {
     "router": tuple(ROUTERS),  # with 4 ranks of experts one, two and four rounds, the most
+    "router_n_groups": (1, 2),  # with 4 ranks two all-to-alls
     "expert": (1, 2, 4),
     "pipe": (1, 2, 3),
     "context": (1, 2),
@@ -66,7 +67,7 @@ def test_pair_equals_the_serial_reference(router, case):  # noqa: F811 - the fix
     mesh = {name: case[name] for name in ("expert", "pipe", "context", "zero", "replicate", "sequence_parallel")}
     config = small_config(
         case["expert"] * case["replicate"], 1 + case["sequence_parallel"], 1, "full", "fp64", 0.0, 8, mesh,
-        lora_rank=case["lora_rank"], **MODEL,
+        lora_rank=case["lora_rank"], router_n_groups=case["router_n_groups"], **MODEL,
     )  # fmt: skip
     errors = update_errors(config) if case["lora_rank"] else largest_error(config, scale=2.0**20)
     assert max(errors.values()) < 1e-12, errors

@@ -13,6 +13,7 @@ from mjax.config import MeshConfig
 from mjax.parallel.mesh import make_mesh
 from mjax.step.step import build_program
 from tests.models.test_mixture import MIXTURE
+from tests.models.test_token_dispatcher import NODES
 from tests.small import small_config
 
 COLLECTIVES = r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
@@ -59,6 +60,7 @@ ROUNDS = {**MIXTURE, "experts": 8, "sequence": 16, "moe_token_dispatcher": "allt
         ({"data": 4}, {}),
         ({"data": 4, "expert": 2, "zero": 3}, ROUNDS),
         ({"data": 2, "expert": 2, "model": 2, "sequence_parallel": True}, ROUNDS | {"shared_expert_ffn_hidden": 16}),
+        ({"data": 4, "expert": 4, "model": 2, "sequence_parallel": True}, ROUNDS | NODES),
     ],
     ids=str,
 )

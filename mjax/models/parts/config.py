@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from mjax.config.bounds import Bounds, Count, CountOrZero, Positive
 from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, HEADS, NEW_RUN, TUNING, WIDE, By, Synonyms
@@ -14,6 +14,15 @@ RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 EXPERTS = "experts"  # name of the weights of layers with experts; other layers have one MLP
 CAPACITY = 1.25
 """Rows that a rank can send to each other rank in one round of the all-to-all of experts, relative to equal shares."""
+
+
+class Hop(NamedTuple):
+    """An all-to-all on the way of tokens to experts, in groups of `ranks` ranks with this stride; in a round each sends
+    up to `rows` rows to each."""
+
+    ranks: int
+    stride: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -207,9 +216,16 @@ class ExpertsConfig(GatedMLPConfig):
             return self.moe_token_dispatcher
         return "alltoall" if ranks > CAPACITY * self.experts_per_token else "allgather"
 
-    def dispatch_capacity(self, tokens: int, ranks: int) -> int:
-        """Rows that a rank with these tokens can send to each rank of `expert` in one round."""
-        return math.ceil(CAPACITY * self.experts_per_token * tokens / ranks)
+    def hops(self, tokens: int, ranks: int) -> tuple[Hop, ...]:
+        """The all-to-alls of these tokens of a rank to the experts of `ranks` ranks of `expert`: one, or two if the
+        router limits a token to fewer groups than experts, and several ranks hold each group: a node.
+        """
+        groups, limit, chosen = self.router_n_groups, self.top_groups, self.experts_per_token
+        rows = lambda sent, parts: math.ceil(CAPACITY * sent * tokens / parts)  # noqa: E731
+        if limit >= min(groups, chosen) or ranks == groups or ranks % groups:
+            return (Hop(ranks, 1, rows(chosen, ranks)),)
+        in_node = ranks // groups
+        return Hop(groups, in_node, min(tokens, rows(limit, groups))), Hop(in_node, 1, rows(chosen, in_node))
 
     @property
     def routers(self) -> int:

@@ -23,17 +23,32 @@ The weight multiplies before C_e, as in megatron-core, which is the same sum, an
 **Experts on several devices** (`--mesh.expert`). Gathered tokens reach all ranks of `expert`. An all-to-all sends a
 token only to the ranks of its experts, but in the worst case one rank receives all tokens of all ranks. A buffer for
 this case is as large as the gathered tokens, and a smaller one drops tokens. So the all-to-all has rounds, each with
-`ExpertsConfig.dispatch_capacity` rows for each rank, as many as the fullest rank needs: exact, with the same memory for
-every router, and one round if it is balanced. Where experts fit on a device, leave `expert` at 1: only weights and
-their gradients are sent then. Megatron's names (core/transformer/moe/token_dispatcher.py, 0.19), whose all-to-all has
-buffers for the worst case.
+`Hop.rows` rows for each rank, as many as the fullest rank needs: exact, with the same memory for every router, and one
+round if it is balanced. Where experts fit on a device, leave `expert` at 1: only weights and their gradients are sent
+then. Megatron's names (core/transformer/moe/token_dispatcher.py, 0.19), whose all-to-all has buffers for the worst
+case.
+
+**Nodes.** A router with groups limits a token to experts of few groups (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+If several ranks hold each group, they are a node, such as a server, and a token takes two hops (`ExpertsConfig.hops`).
+It crosses the network once per node, however many of its experts are there. A token of rank 0 with an expert on rank 1
+and two on ranks 4 and 5, of 6 ranks in 3 nodes:
+
+    node 0    rank 0 ─────▶ rank 1     hop 1, vertical: to the ranks with the same place in their nodes, one row with
+                 │                     the weights and numbers of the token's experts
+    node 1       │ rank 2   rank 3
+                 ▼                     hop 2, horizontal: within the node, one row for each expert
+    node 2    rank 4 ─────▶ rank 5
+
+Results return in the same way: rank 4 adds those of its node and sends one row. Each round of hop 1 has the rounds of
+hop 2 that its rows need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,13 +57,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Shaped
 
 from mjax.config import axes
-from mjax.models.parts.config import ExpertsConfig
+from mjax.models.parts.config import ExpertsConfig, Hop
 from mjax.models.parts.mlp import GatedMLP, apply_gate
-from mjax.models.parts.router import Router, RouterOutput, Sums
+from mjax.models.parts.router import Router, Sums
 from mjax.models.protocol import ForwardContext
 from mjax.parallel import mappings
 from mjax.parallel.autodiff import linear_call, match_varying_axes, optimization_barrier, rematerialize, sum_rounds
-from mjax.parallel.grouped import TILE_ROWS, Groups, assign_rows, grouped_matmul
+from mjax.parallel.grouped import TILE_ROWS, assign_rows, grouped_matmul
 from mjax.parallel.layers import normal_init
 from mjax.parallel.reductions import accumulation_dtype
 from mjax.parallel.token_layout import TokenLayout
@@ -74,13 +89,13 @@ class Experts(nnx.Module):
         kernels, tokens = (self.up[...], self.down[...]), context.tokens
         ranks, routing = self.config.experts // len(kernels[0]), self.router(x)
         way = self.config.token_dispatcher(ranks) if axes.EXPERT in mappings.varying_axes(x) else "replicated"
-        region = ExpertRegion(tokens, ranks, way)
-        sums = self.router.aux_loss_sums(routing, tokens)
+        region = ExpertRegion(tokens, ranks, way, self.config.hops(len(x), ranks) if way == "alltoall" else ())
+        sums, rows = self.router.aux_loss_sums(routing, tokens), Rows(x, routing.weights, routing.experts)
         if way == "alltoall":
-            y, rounds = self._compute_in_rounds(kernels, x, routing, region)
+            y, rounds = self._compute_in_rounds(kernels, rows, region)
             sums["dispatch_rounds"] = (rounds * len(x)).astype(routing.weights.dtype)
         else:
-            y = self._compute(kernels, x, routing.weights, routing.experts, region)
+            y = self._compute(kernels, rows, region)
         if self.config.shared_expert_ffn_hidden:
             y, x = sequence_collectives(y, x, tokens.sequence_parallel)
             y = y + self.shared(x, context)
@@ -88,67 +103,65 @@ class Experts(nnx.Module):
         return y, self.router.layer_sums(sums, context)
 
     def _compute_in_rounds(
-        self, kernels: tuple[Array, Array], x: Float[Array, "t h"], routing: RouterOutput, region: ExpertRegion
+        self, kernels: tuple[Array, Array], rows: Rows, region: ExpertRegion
     ) -> tuple[Float[Array, "t h"], Int[Array, ""]]:
-        """The sum of the experts' results, with at most `dispatch_capacity` rows for each rank in a round; and the
-        number of rounds."""
-        experts, capacity = routing.experts, self.config.dispatch_capacity(len(x), region.ranks)
-        rank_of = experts // len(kernels[0])
-        slots, slot = assign_rows(rank_of.reshape(-1), region.ranks, capacity)  # for each rank a tile in each round
-        slot = slot.reshape(experts.shape) - slots.first[rank_of] * capacity
-        round_of, row = slot // capacity, rank_of * capacity + slot % capacity
-        ranks_in_step = tuple(sorted({axes.EXPERT, axes.MODEL} & mappings.varying_axes(x)))
+        """The result of `_compute` in rounds, with at most `Hop.rows` rows for each target of the next hop, and their
+        number. A row is for one expert, or on the way to a node for all of its token's experts there."""
+        hop, last = region.hops[0], len(region.hops) == 1
+        first = mappings.rank(axes.EXPERT) // (hop.ranks * hop.stride) * hop.ranks
+        target = rows.experts // (len(kernels[0]) * hop.stride) - first
+        if not last:
+            nodes = jnp.arange(hop.ranks)
+            target = jnp.where((target[:, :, None] == nodes).any(1), nodes, -1)
+        slots, slot = assign_rows(target.reshape(-1), hop.ranks, hop.rows)  # for each target a tile in each round
+        slot = slot.reshape(target.shape) - slots.first[target] * hop.rows
+        round_of = jnp.where((target >= 0) & (target < hop.ranks), slot // hop.rows, -1)
+        row, none = target * hop.rows + slot % hop.rows, hop.ranks * hop.rows
+        ranks_in_step = tuple(sorted({axes.EXPERT, axes.MODEL} & mappings.varying_axes(rows.x)))
         rounds = mappings.pmax(slots.tiles.max(), ranks_in_step)
-        x, rounds = optimization_barrier(match_varying_axes(x, rounds))
+        x, rounds = optimization_barrier(match_varying_axes(rows.x, rounds))
 
         def compute_round(number, differentiable, constants):
             (kernels, x, weights), (experts, round_of, row) = differentiable, constants
-            none = region.ranks * capacity
             order = TokenPermutation.from_rows(jnp.where(round_of == number, row, none), none)
-            chosen = experts.reshape(-1).at[order.sources].get(mode="fill", fill_value=-1)
-            rows = dispatch(x, order), row_weights(weights, order)[:, None], chosen[:, None]
-            return combine(self._compute(kernels, *rows, region), order)
+            weights = row_weights(weights, order)[:, None] if last else dispatch(weights, order)
+            experts = _take(experts.reshape(-1, 1), order.sources, -1) if last else _take(experts, order.tokens, -1)
+            return combine(self._compute(kernels, Rows(dispatch(x, order), weights, experts), region), order)
 
-        return sum_rounds(compute_round, (kernels, x, routing.weights), (experts, round_of, row), rounds), rounds
+        return sum_rounds(compute_round, (kernels, x, rows.weights), (rows.experts, round_of, row), rounds), rounds
 
-    def _compute(
-        self,
-        kernels: tuple[Array, Array],
-        x: Float[Array, "t h"],
-        weights: Float[Array, "t k"],
-        experts: Int[Array, "t k"],
-        region: ExpertRegion,
-    ) -> Float[Array, "t h"]:
-        """The sum of the results of `experts` for each row, times `weights`; of no expert if its number is negative."""
-        local = len(kernels[0])
-        packed = jnp.concatenate([weights, experts.astype(weights.dtype)], axis=-1)
-        x, packed = region.gather_rows(x, packed)
-        weights, experts = jnp.split(packed, 2, axis=-1)
-        first = mappings.rank(axes.EXPERT) * local if region.ranks > 1 else 0
-        experts = experts.astype(jnp.int32) - first
-        tile = TILE_ROWS.get(self.kernel, TILE_ROWS["pallas"])
-        groups, rows_of = assign_rows(experts.reshape(-1), local, tile, max_group_rows=len(x))
+    def _compute(self, kernels: tuple[Array, Array], rows: Rows, region: ExpertRegion) -> Float[Array, "t h"]:
+        """The sum of the results of each row's experts, times their weights."""
+        rows, rest = region.gather_rows(rows), replace(region, hops=region.hops[1:])
+        y = self._compute_in_rounds(kernels, rows, rest)[0] if rest.hops else self._apply_experts(kernels, rows, region)
+        return region.reduce_rows(y)
+
+    def _apply_experts(self, kernels: tuple[Array, Array], rows: Rows, region: ExpertRegion) -> Float[Array, "t h"]:
+        """The sum of the results of this rank's experts for each row, on this rank's columns: its part of a sum."""
+        (up, down), tile = kernels, TILE_ROWS.get(self.kernel, TILE_ROWS["pallas"])
+        experts = rows.experts - (mappings.rank(axes.EXPERT) * len(up) if region.ranks > 1 else 0)
+        groups, rows_of = assign_rows(experts.reshape(-1), len(up), tile, max_group_rows=len(experts))
         order = TokenPermutation.from_rows(rows_of.reshape(experts.shape), len(groups.of_tile) * groups.rows)
-        outputs = self._apply_experts(kernels, dispatch(x, order), row_weights(weights, order), groups)
-        return region.reduce_rows(combine(outputs, order))
-
-    def _apply_experts(
-        self, kernels: tuple[Array, Array], x: Float[Array, "r h"], weights: Float[Array, " r"], groups: Groups
-    ) -> Float[Array, "r h"]:
-        """The result of each row's expert times the row's weight: this rank's part of a sum."""
-        up, down = kernels
-        gate_up = grouped_matmul(x, up.reshape(*up.shape[:2], -1), groups, self.kernel)
-        gate_up = checkpoint_name(gate_up, "mlp_up").reshape(len(x), 2, -1)
-        weighted = rematerialize(partial(_apply_weights, activation=self.config.activation))(gate_up, weights)
-        return grouped_matmul(weighted, down, groups, self.kernel)
+        gate_up = grouped_matmul(dispatch(rows.x, order), up.reshape(*up.shape[:2], -1), groups, self.kernel)
+        gate_up = checkpoint_name(gate_up, "mlp_up").reshape(len(gate_up), 2, -1)
+        apply_weights = rematerialize(partial(_apply_weights, activation=self.config.activation))
+        weighted = apply_weights(gate_up, row_weights(rows.weights, order))
+        return combine(grouped_matmul(weighted, down, groups, self.kernel), order)
 
 
-_exchange = partial(mappings.all_to_all, split=0, join=0)
+class Rows(NamedTuple):
+    """Rows of the residual stream, with k experts for each, a negative number for none, and their weights."""
+
+    x: Float[Array, "t h"]
+    weights: Float[Array, "t k"]
+    experts: Int[Array, "t k"]
+
+
 _OVER_EXPERTS: dict[str, tuple[Callable, Callable]] = {
     "local": (lambda x, axis: x,) * 2,
     "replicated": (mappings.copy_to_region, mappings.reduce_from_region),
     "allgather": (mappings.all_gather_tokens, mappings.reduce_scatter_tokens),
-    "alltoall": (_exchange, _exchange),
+    "alltoall": (mappings.exchange_rows,) * 2,
 }
 
 
@@ -162,25 +175,35 @@ class ExpertRegion:
       ranks: of `expert`, with a part of the experts each; 1 if a rank has all.
       way: of tokens to them and of results back, from `ExpertsConfig.token_dispatcher`; `replicated` if all ranks have
         the same tokens, as in generation.
+      hops: the all-to-alls that are left on this way. The last one enters the region.
     """
 
     tokens: TokenLayout
     ranks: int
     way: str
+    hops: tuple[Hop, ...] = ()
 
-    def gather_rows(
-        self, x: Float[Array, "t h"], weights: Float[Array, "t k"]
-    ) -> tuple[Float[Array, "T h"], Float[Array, "T k"]]:
-        """f of two arrays. With sequence parallelism each row is sent over `expert` once, then over `model`."""
-        over_experts = partial(_OVER_EXPERTS[self.way][0], axis=axes.EXPERT), self.way in ("allgather", "alltoall")
-        for gather, waits in (over_experts, (self.tokens.gather_rows, self.tokens.sequence_parallel)):
-            x, weights = sequence_collectives(gather(x), weights, waits)
-            weights, x = sequence_collectives(gather(weights), x, waits)
-        return x, weights
+    def gather_rows(self, rows: Rows) -> Rows:
+        """f of the rows. With sequence parallelism each is sent over `expert` once, then over `model`."""
+        x, packed = rows.x, jnp.concatenate([rows.weights, rows.experts.astype(rows.weights.dtype)], axis=-1)
+        steps = [(self._collectives[0], self.way in ("allgather", "alltoall"))]
+        if not self.hops[1:]:
+            steps.append((self.tokens.gather_rows, self.tokens.sequence_parallel))
+        for gather, waits in steps:
+            x, packed = sequence_collectives(gather(x), packed, waits)
+            packed, x = sequence_collectives(gather(packed), x, waits)
+        weights, experts = jnp.split(packed, 2, axis=-1)
+        return Rows(x, weights, experts.astype(jnp.int32))
 
     def reduce_rows(self, partial: Float[Array, "T h"]) -> Float[Array, "t h"]:
         """g: the sum of all ranks' partial results."""
-        return _OVER_EXPERTS[self.way][1](self.tokens.reduce_rows(partial), axis=axes.EXPERT)
+        return self._collectives[1](partial if self.hops[1:] else self.tokens.reduce_rows(partial))
+
+    @property
+    def _collectives(self) -> list[Callable]:
+        """f and g over `expert`."""
+        ring = {"ranks": self.hops[0].ranks, "stride": self.hops[0].stride} if self.hops else {}
+        return [partial(function, axis=axes.EXPERT, **ring) for function in _OVER_EXPERTS[self.way]]
 
 
 def sequence_collectives(result: Array, operands, waits: bool) -> tuple:
@@ -238,22 +261,22 @@ def combine(rows: Float[Array, "r h"], order: TokenPermutation) -> Float[Array, 
 def row_weights(weights: Float[Array, "t k"], order: TokenPermutation) -> Float[Array, " r"]:
     """The weight of each row, 0 for rows that fill tiles."""
     return linear_call(
-        lambda weights, order: _take_or_zero(weights.reshape(-1), order.sources),
-        lambda gradient, order: _take_or_zero(gradient, order.rows),
+        lambda weights, order: _take(weights.reshape(-1), order.sources),
+        lambda gradient, order: _take(gradient, order.rows),
         weights,
         order,
     )
 
 
 def _take_tokens(x: Array, order: TokenPermutation) -> Array:
-    return _take_or_zero(x, order.tokens)
+    return _take(x, order.tokens)
 
 
 def _sum_rows(rows: Array, order: TokenPermutation) -> Array:
     wide = accumulation_dtype(rows.dtype)
-    return sum(_take_or_zero(rows, ids).astype(wide) for ids in order.rows.T).astype(rows.dtype)
+    return sum(_take(rows, ids).astype(wide) for ids in order.rows.T).astype(rows.dtype)
 
 
-def _take_or_zero(table: Shaped[Array, " rows *dims"], ids: Int[Array, "*ids"]) -> Shaped[Array, ...]:
-    """table[ids], and zeros past its end."""
-    return table.at[ids].get(mode="fill", fill_value=0)
+def _take(table: Shaped[Array, " rows *dims"], ids: Int[Array, "*ids"], fill: int = 0) -> Shaped[Array, ...]:
+    """table[ids], and `fill` past its end."""
+    return table.at[ids].get(mode="fill", fill_value=fill)
