@@ -35,6 +35,7 @@ from mjax.config.model import ModelConfig
 from mjax.config.pattern import LayerKind, Stack, layer_stacks
 from mjax.models.block import Sums, split_sums
 from mjax.models.protocol import ForwardContext
+from mjax.parallel.autodiff import run_after
 from mjax.parallel.reductions import add_means
 from mjax.parallel.weights import add_layer_dim
 from mjax.parallel.zero import save_all_but_gathered_weights
@@ -129,8 +130,9 @@ def run_blocks(
       The stream after the layers, and the sums of the layers by name, in float32.
     """
     sums: Sums = {}
-    for stacks, run_gathers, count in iterate_runs(blocks, gathers):
+    for run, (stacks, run_gathers, count) in enumerate(iterate_runs(blocks, gathers)):
         layers = [_make_layer(context, recompute, gather, unroll) for gather in run_gathers]
+        x, stacks = run_after(x, stacks) if run else (x, stacks)
         body, parts = _scan_groups(stacks, layers, first_layer + jnp.arange(count))
         x, layer_sums = jax.lax.scan(body, x, parts, unroll=unroll)
         sums = add_means(sums, jax.tree.map(lambda values: values.sum(0), layer_sums))

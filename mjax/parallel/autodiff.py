@@ -23,11 +23,13 @@ barrier of XLA: none of its values is used before all are computed. Numbers are 
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mjax.config import axes
 from mjax.parallel import mappings, named_scopes
 
 BLOCK = 128  # rows
@@ -40,8 +42,51 @@ def optimization_barrier(values):
 
 def match_varying_axes(*trees) -> list:
     """Cast all arrays to vary over the axes that any of them varies over, as `optimization_barrier` needs it."""
-    axes = frozenset().union(*map(mappings.varying_axes, jax.tree.leaves(trees)))
-    return jax.tree.map(lambda array: mappings.vary(array, axes), list(trees))
+    every = frozenset().union(*map(mappings.varying_axes, jax.tree.leaves(trees)))
+    return jax.tree.map(lambda array: mappings.vary(array, every), list(trees))
+
+
+# --- The order of collectives on simulated devices --------------------------------------------------------------------
+
+
+def _simulated() -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.size > 1 and mesh.abstract_device is not None and mesh.abstract_device.platform == "cpu"
+
+
+def start_after(results, tree, over: frozenset[str] = frozenset()):
+    """Return `tree`; on simulated devices a collective of one of its arrays starts after those of `results` that vary
+    over no axes but the array's and `over`.
+
+    XLA for CPUs gives all collectives one channel, and starts one while a loop before it still runs, unless the loop's
+    result goes into it. It is then mixed up with one of the same kind in the loop: a wrong number, or a hang. Barriers
+    are removed too early to help, so the arrays depend on bits that are always 0. GPUs run collectives in order.
+    """
+    if not _simulated():
+        return tree
+
+    def wait(leaf: Array) -> Array:
+        own = mappings.varying_axes(leaf)
+        before = [result for result in jax.tree.leaves(results) if mappings.varying_axes(result) <= own | over]
+        total = sum(jax.lax.stop_gradient(result).reshape(-1)[:1].sum(dtype=jnp.float32) for result in before)
+        never = jax.lax.bitcast_convert_type(jnp.asarray(total, jnp.float32), jnp.uint32) >> 31 >> 1
+        never = mappings.psum(never, mappings.varying_axes(never) - own)
+        return jnp.where(never > 0, jnp.zeros_like(leaf), leaf)
+
+    return jax.tree.map(wait, tree)
+
+
+def run_after(x: Array, weights) -> tuple[Array, Any]:
+    """Return both; on simulated devices a layer's weights are gathered after `x` is computed, and in the backward pass
+    the gradient of `x` is used after their gradients are summed."""
+    if not _simulated():
+        return x, weights
+
+    def backward(_, gradients):
+        dx, dweights = gradients
+        return (start_after(dweights, dx, frozenset(axes.NAMES)), dweights), None
+
+    return with_backward(lambda both, _: (both[0], start_after(*both)), backward, (x, weights), None)
 
 
 # --- Custom backward passes -------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from mjax.config import MeshConfig, axes
 from mjax.config.axes import EXPERT, MODEL, PIPE
 from mjax.config.pattern import StackRows, find_rows
 from mjax.parallel import float8, mappings, named_scopes
-from mjax.parallel.autodiff import linear_call
+from mjax.parallel.autodiff import linear_call, start_after
 from mjax.parallel.float8 import Float8
 from mjax.parallel.mappings import Gathers
 from mjax.parallel.weights import leaf_name, weight_metadata
@@ -225,12 +225,12 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False
 
     def gather(shard: Array, storage: Storage) -> Array:
         summed = axes.gradient_sum_axes(mesh) | ({MODEL} if storage.grad_partial_over_model else frozenset())
-        if storage.gather_per_layer:  # over these axes their gradients are summed layer by layer
-            return mappings.vary(storage.to_stage(shard), summed - {*axes.sharding()})
+        if storage.gather_per_layer:
+            return mappings.vary(storage.to_stage(shard), summed)
         weight = storage.to_stage(storage.cast(shard, dtype))
         return mappings.vary(materialize_weight(weight, storage, dtype, in_float8, 1), summed)
 
-    return jax.tree.map(gather, model, plan)
+    return _start_after_others(jax.tree.map(gather, model, plan), plan, stacked=True)
 
 
 def materialize_weight(
@@ -341,4 +341,15 @@ def reduce_gradients(gradients, model, plan):
         gradient = storage.from_stage(gradient, shard)
         return mappings.psum(gradient, mappings.varying_axes(gradient) - mappings.varying_axes(shard))
 
-    return jax.tree.map(reduce, gradients, model, plan)
+    return jax.tree.map(reduce, _start_after_others(gradients, plan, stacked=False), model, plan)
+
+
+def _start_after_others(tree, plan, stacked: bool):
+    """`tree`, whose stacked arrays, or with False the others, start after the rest on simulated devices
+    (`start_after`): weights are gathered before the loop over layers, and gradients are summed after it."""
+    is_later = [(storage.rows is not None) == stacked for storage in jax.tree.leaves(plan)]
+    leaves, structure = jax.tree.flatten(tree)
+    rest = [leaf for leaf, later in zip(leaves, is_later, strict=True) if not later]
+    return structure.unflatten(
+        start_after(rest, leaf) if later else leaf for leaf, later in zip(leaves, is_later, strict=True)
+    )

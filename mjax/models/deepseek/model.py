@@ -47,6 +47,7 @@ from mjax.models.parts.rotary import Rotary
 from mjax.models.protocol import ForwardContext
 from mjax.models.stack import SAVED
 from mjax.parallel import mappings, random
+from mjax.parallel.autodiff import start_after
 from mjax.parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from mjax.parallel.token_layout import TokenLayout
 
@@ -208,15 +209,13 @@ class DeepSeek(Mixture):
         sums = super().loss(x, batch, context)
         if not self.config.mtp_layers:
             return sums
+        batch = start_after(sums["loss"], batch)
         # Not the labels, which a mask makes arbitrary; but after the last position there is no other.
-        next_tokens = _shift(batch["tokens"], context.tokens, batch["labels"])
+        next_tokens = _shift(batch["tokens"], context.tokens, context.tokens.gather_positions(batch["labels"])[:, -1])
         embedded = self.embedding(next_tokens, context.tokens)
         layer = self.config.layers + self.config.moe_layer_freq  # the next one that would have experts
         y, block_sums = self.mtp(embedded, self.final_norm(x), context.with_layer(layer))
-        labels, has_label = (
-            _shift(values, context.tokens, jnp.zeros_like(values))
-            for values in (batch["labels"], _has_mtp_label(batch))
-        )
+        labels, has_label = (_shift(values, context.tokens) for values in (batch["labels"], _has_mtp_label(batch)))
         losses = Output(self.head, y).cross_entropy(labels, context)
         return sums | block_sums | {"mtp_loss": losses.sum(where=has_label.reshape(-1))}
 
@@ -235,7 +234,7 @@ def _has_mtp_label(batch: dict[str, Array]) -> Bool[Array, "b s"]:
     return has_label & (batch["positions"] > 0) if "positions" in batch else has_label
 
 
-def _shift(values: Shaped[Array, "b s"], tokens: TokenLayout, ends: Shaped[Array, "b s"]) -> Shaped[Array, "b s"]:
-    """For each of this rank's positions the value of the next one; after the last the last of `ends`."""
-    values, ends = map(tokens.gather_positions, (values, ends))
-    return jnp.concatenate([values[:, 1:], ends[:, -1:]], axis=1)[:, tokens.position_ids()]
+def _shift(values: Shaped[Array, "b s"], tokens: TokenLayout, last: Shaped[Array, " b"] | int = 0) -> Array:
+    """For each of this rank's positions the value of the next one; at the end `last`."""
+    values = jnp.roll(tokens.gather_positions(values), -1, axis=1).at[:, -1].set(jnp.asarray(last, values.dtype))
+    return values[:, tokens.position_ids()]
