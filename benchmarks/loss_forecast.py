@@ -26,6 +26,7 @@ from mjax.config import (
     GPTConfig,
     LlamaConfig,
     LogConfig,
+    MixtureConfig,
     OptimizerConfig,
     PrecisionConfig,
     TrainConfig,
@@ -42,9 +43,19 @@ SIZES = {"layers": 4, "hidden": 96, "heads": 12, "init_std": 0.1, "vocabulary": 
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "attention": "xla"}
 FAMILIES = {
     "llama": LlamaConfig(**SIZES, **NO_DROPOUT, feed_forward=256, sequence=128, tie_embeddings=True),
+    "mixture": MixtureConfig(
+        **SIZES,
+        **NO_DROPOUT,
+        sequence=128,
+        tie_embeddings=True,
+        experts=4,
+        experts_per_token=2,
+        feed_forward=128,
+        aux_loss_coef=0.01,
+    ),
     "gpt": GPTConfig(**SIZES, **NO_DROPOUT, sequence=64),
 }
-TOKENS_PER_PARAMETER = {"llama": 20, "gpt": 40}
+TOKENS_PER_PARAMETER = {"llama": 20, "mixture": 20, "gpt": 40}
 """A GPT learns its positions, and for some hundred steps no more than pairs of bytes: a law fits no shorter runs."""
 BATCH = 1024  # tokens
 MORE_COMPUTE = 10

@@ -406,7 +406,7 @@ class ScaleArguments:
     ladder: Annotated[int, Bounds(ge=3, le=16)] = 5
     """Number of runs."""
     tokens_per_parameter: Positive = 20.0
-    """Training tokens per parameter of all runs but one, as in the run to forecast. 20 is compute-optimal (arXiv
+    """Training tokens per active parameter of all runs but one, as in the run to forecast. 20 is compute-optimal (arXiv
     2203.15556)."""
     sbatch: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE …")] = ()
     """Submit each run as a Slurm job with these sbatch options: partition=NAME, gpus=N, time=HH:MM:SS, …"""

@@ -66,8 +66,8 @@ class PlanArguments:
     days: Positive | None = None
     """With --devices: find the largest size of --config that trains in this many days."""
     tokens_per_parameter: Positive | None = None
-    """With --days: training tokens per parameter (by default 20, which is compute-optimal by arXiv 2203.15556, or the
-    optimum of --scaling)."""
+    """With --days: training tokens per active parameter (by default 20, which is compute-optimal by arXiv 2203.15556,
+    or the optimum of --scaling)."""
     scaling: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
     """The scaling.json of `mjax scale`: forecasts the loss. With --days: chooses the size and tokens of lowest loss."""
     write: Path | None = None

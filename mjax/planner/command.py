@@ -303,7 +303,7 @@ def run_budget(
     check_searchable((possible or sizes)[-1].config, devices, gpu.gpus_per_node, fix)
     search_config = search.search_known_settings(devices, gpu, calibration, fix)
     best, tried = search.largest_model(possible, budget, search_config, partial(print, file=sys.stderr))
-    time = best.best.time
+    time, active = best.best.time, count_active(best.config.model)
     remarks = [f"* fits in {budget.days:g} days ({error_bar(time.error)})", *time.caveats]
     if best.config.model != config.model:
         lower = "; a larger model usually needs a lower learning rate" * (
@@ -312,15 +312,16 @@ def run_budget(
         remarks.append(f"batch size and learning rate of {name}{lower}")
     if best is tried[-1]:
         remarks.append("the largest model tried: the budget would train a larger one too")
+    kind = "parameter" if active == best.parameters else "active parameter"
     values = {
         "devices": devices,
         "days": budget.days,
-        "tokens_per_parameter": best.tokens / best.parameters,
+        "tokens_per_parameter": best.tokens / active,
         "best": _trial_values(best),
         "tried": [_trial_values(trial) for trial in tried],
     }
     lines = [
-        f"largest model within the budget, {best.tokens / best.parameters:.3g} tokens per parameter:",
+        f"largest model within the budget, {best.tokens / active:.3g} tokens per {kind}:",
         "",
         *_table([_trial_cells(trial, trial is best) for trial in tried]),
         "",

@@ -557,8 +557,8 @@ MAX_WIDTH_FACTOR = 4  # times the width of the config: 64 times its parameters, 
 
 
 class Budget(NamedTuple):
-    """GPUs for a number of days, and the training tokens for each parameter of a model: of a number that was given, or
-    at the optimum of a scaling law, or 20."""
+    """GPUs for a number of days, and the training tokens for each parameter that a token uses: of a number that was
+    given, or at the optimum of a scaling law, or 20."""
 
     devices: int
     gpu: Gpu
@@ -568,9 +568,10 @@ class Budget(NamedTuple):
 
     def tokens(self, size: ModelSize) -> int:
         """Training tokens of a model."""
+        active = count_active(size.config.model)
         if self.law is None or self.tokens_per_parameter:
-            return math.ceil((self.tokens_per_parameter or 20.0) * size.parameters)
-        return math.ceil(self.law.optimal_tokens(count_active(size.config.model)))
+            return math.ceil((self.tokens_per_parameter or 20.0) * active)
+        return math.ceil(self.law.optimal_tokens(active))
 
     def peak(self, config: Config) -> float:
         """FLOP/s of all devices at their peak."""
