@@ -115,10 +115,8 @@ def explain(error: BaseException) -> int:
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         error = UsageError(f"{error.filename} is longer than the file system allows; choose a shorter name")
     if isinstance(error, OSError):
-        print(
-            f"mjax: error: {without_secrets(str(error))}; what was saved is intact, the same command continues from it",
-            file=sys.stderr,
-        )
+        advice = "what was saved is intact, the same command continues from it"
+        print(f"mjax: error: {without_secrets(str(error))}; {advice}", file=sys.stderr)
     elif isinstance(error, UsageError | RunError):
         print(f"mjax: error: {'; '.join([str(error), *notes])}", file=sys.stderr)
     else:

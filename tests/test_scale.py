@@ -134,7 +134,7 @@ def test_runs_have_settings_in_proportion(config, tmp_path, monkeypatch):
     """The command line of a run gives its config; the warm-up keeps its share of the steps."""
     default = scale.ScaleArguments(config="mine.py", settings=config)
     run = scale.choose_runs(default, config, scale.list_sizes(config))[0]
-    wanted = scale._run_config(config, run)
+    wanted = scale.run_config(config, run)
     commands = []
 
     class Process:

@@ -195,9 +195,8 @@ def check_fits(
             raise UsageError(f"checkpoint {step} has {name} in {stored_dtype}, this config needs {dtype}; {advice}")
     for name, (_, shape) in stored.items():
         if name not in wanted and field in (None, name.split(".")[0]):
-            raise UsageError(
-                f"checkpoint {step} has {name} of shape {tuple(shape)}, and this config has no such array; {advice}"
-            )
+            unknown = f"{name} of shape {tuple(shape)}, and this config has no such array"
+            raise UsageError(f"checkpoint {step} has {unknown}; {advice}")
 
 
 def check_types(step: int, arrays: dict[str, jax.Array], wanted: dict[str, Any]) -> None:

@@ -177,12 +177,11 @@ def _small(config: Config, first: int, width: int, layers: int) -> Config:
     model = model.resize(width, layers, more_heads=optimizer.base_head_size is None)
     tokens = {"vocabulary": min(model.vocabulary, TOKENS), "vocabulary_multiple": 1, "init_std": INIT_STD}
     constant = {"learning_rate": RATE, "min_learning_rate": 0.0, "schedule": "constant", "warmup_steps": 0}
+    constant |= {"decay_steps": None, "wsd_decay_steps": None, "wsd_decay": "exponential"}
     small = Config(
         model=replace(model, attention="xla", sequence=POSITIONS, **tokens),
         data=DataConfig(mock=True),
-        optimizer=replace(
-            optimizer, **base, **constant, decay_steps=None, wsd_decay_steps=None, wsd_decay="exponential"
-        ),
+        optimizer=replace(optimizer, **base, **constant),
         precision=PrecisionConfig(compute="fp32"),
         train=TrainConfig(global_batch=1, micro_batch=1, seed=config.train.seed),
     )

@@ -123,8 +123,7 @@ def _from_peft(arguments: FromHfArguments) -> None:
     config = read_settings(run / "config.json")
     if config.model.lora_rank:
         raise UsageError(f"--base {run} holds adapters itself; give the run of their base")
-    family = models.export_family(config.model)
-    model, adapters = lora.load_adapters(source, config.model, family)
+    model, adapters = lora.load_adapters(source, config.model, models.export_family(config.model))
     step = _newest(run, config)
     with status("reading the base", Console(stderr=True)):
         digest = digest_in_blocks(run / "checkpoints" / str(step))
@@ -375,22 +374,16 @@ def _newest(run: Path, config: Config, step: int | None = None, whole: bool = Fa
         return checkpoints.find(without_base(models.abstract_model(config)), step, field="model")
 
 
-def _base(run: Path) -> tuple[Base, Path]:
-    """The base of the adapters of a run, and its checkpoint, after a comparison of its numbers."""
+def _read_weights(run: Path, config: Config, saved: Path) -> tuple[lora.BlockReader, str]:
+    """A reader of the weights of a checkpoint, in the base of its adapters if it has any, and words about the base,
+    whose numbers are compared first."""
+    if not config.model.lora_rank:
+        return partial(read_in_blocks, saved), ""
     base = read_base(run)
     folder = base_folder(base, run)
     checkpoint = folder / "checkpoints" / str(_newest(folder, read_settings(folder / "config.json"), base.step))
     with status("reading the base", Console(stderr=True)):
         check_base(base, digest_in_blocks(checkpoint), folder, run)
-    return base, checkpoint
-
-
-def _read_weights(run: Path, config: Config, saved: Path) -> tuple[lora.BlockReader, str]:
-    """A reader of the weights of a checkpoint, in the base of its adapters if it has any, and words about the base."""
-    blocks = partial(read_in_blocks, saved)
-    if not config.model.lora_rank:
-        return blocks, ""
-    base, checkpoint = _base(run)
     adapters = lora.read_adapters(saved, config.model)
     blocks = lora.merge_adapters(partial(read_in_blocks, checkpoint), config.model, adapters)
     return blocks, f", merged into checkpoint {base.step} of {base.run}"
@@ -505,8 +498,7 @@ def _read_moments(blocks: lora.BlockReader, prefix: str, name: str, rank: int) -
 def _print_megatron_command(arguments: ToMegatronArguments, export: Export, tokenizer: Tokenizer | None) -> None:
     """Print what the user needs to know to load an export, and the command."""
     run, model = arguments.run, export.model
-    rows = export.arguments["padded_vocab_size"]
-    print(f"embedding: {model.vocabulary:,} tokens, padded to {rows:,} rows")
+    print(f"embedding: {model.vocabulary:,} tokens, padded to {export.arguments['padded_vocab_size']:,} rows")
     if tokenizer is None:
         print(f"no tokenizer in {run}; add Megatron's --tokenizer-type and its files to the command")
     kind, flag, file = MEGATRON_TOKENIZERS.get(getattr(tokenizer, "scheme", ""), MEGATRON_TOKENIZERS["hf"])
@@ -514,8 +506,7 @@ def _print_megatron_command(arguments: ToMegatronArguments, export: Export, toke
     flags = ["--tokenizer-type", kind, flag, str(place / "tokenizer" / file)] if tokenizer is not None else []
     if export.arguments.get("use_rope_scaling") and (factor := export.arguments["rope_scaling_factor"]) != 8:
         print(f"pretrain_gpt.py ignores --rope-scaling-factor {factor:g} and computes with 8; pass it to GPTModel")
-    command = make_command(export, place, arguments.format, arguments.dtype, flags)
-    print(f"load it      {shlex.join(command)}")
+    print(f"load it      {shlex.join(make_command(export, place, arguments.format, arguments.dtype, flags))}")
 
 
 MEGATRON_TOKENIZERS = {

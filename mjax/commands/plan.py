@@ -377,12 +377,10 @@ def _communication(config: Config, name: str, file: Path | None) -> Section:
         return Section("Communication", values, ["none, on a mesh of one device"])
     differ = any(len(set(record.counts)) > 1 for record in sends.records)
     stage = ", on the pipeline stage that sends most" if differ else ""
-    about = f"Calls and bytes sent (ring algorithms) per device and step{stage}."
+    lines = [*str(sends).splitlines(), f"Calls and bytes sent (ring algorithms) per device and step{stage}."]
     largest = sorted(sends.bytes_by_axis().items(), key=lambda item: -item[1])[:3]
     answer = ", ".join(f"{human_bytes(sent)} over {axes_name(axes)}" for axes, sent in largest)
-    return Section(
-        "Communication", values, [*str(sends).splitlines(), about], {"sends": f"{answer}, per device and step"}
-    )
+    return Section("Communication", values, lines, {"sends": f"{answer}, per device and step"})
 
 
 def _dispatch(config: Config, gpu: Gpu, calibration) -> Section | None:

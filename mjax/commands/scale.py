@@ -45,7 +45,7 @@ from mjax.config.run import from_dict, to_dict
 from mjax.data.corpus.tasks import run_command
 from mjax.data.indexed import digest_folder
 from mjax.errors import RunError, UsageError
-from mjax.pictures.scaling import draw_scaling
+from mjax.pictures.figures import PALETTE, add_heading, save
 from mjax.planner.scaling import COVERAGE, Point, ScalingLaw, describe_settings, fit_law, make_point
 from mjax.run.continuing import DIGESTS
 from mjax.run.metrics import read_end, read_metrics
@@ -200,6 +200,7 @@ def _ladder(arguments: ScaleArguments, config: Config, sizes: Sequence[Size]) ->
 
 
 def make_run(config: Config, size: Size, tokens_per_parameter: float) -> Point:
+    """A run of about so many tokens per parameter, in whole steps."""
     sample, sizes = config.model.sequences * config.model.sequence, BatchSizes.from_config(config)
     tokens = sizes.samples_before(sizes.steps_for(round(tokens_per_parameter * size.parameters / sample))) * sample
     return make_point(f"{format_tokens(size.parameters)}-{format_tokens(tokens)}", size.model, size.parameters, tokens)
@@ -326,12 +327,30 @@ def check_comparable(folders: Sequence[Path]) -> None:
 
 
 def _draw(law: ScalingLaw, file: Path) -> None:
-    """Draw the runs, and the law to `FURTHER` times their compute."""
+    """Draw the losses of the runs over their compute, and the law with its interval to `FURTHER` times their compute.
+
+    Runs that the curve is not of have other tokens per parameter.
+    """
+    from matplotlib.figure import Figure
+
     ratio, flops = law.largest["tokens"] / law.largest["parameters"], [run["flops"] for run in law.runs]
     compute = np.geomspace(min(flops), FURTHER * max(flops), 60)
-    curve = [law.predict(size, ratio * size) for size in np.sqrt(compute / (6 * ratio))]
-    runs = [{**run, "fit": law.predict(run["parameters"], run["tokens"]).loss} for run in law.runs]
-    draw_scaling(runs, np.stack([compute, *zip(*curve, strict=True)]), ratio, file, f"{law.formula}, {law.source}")
+    loss, low, high = zip(*(law.predict(size, ratio * size) for size in np.sqrt(compute / (6 * ratio))), strict=True)
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.add_subplot(xscale="log")
+    axes.plot(compute, loss, color=PALETTE[0], linewidth=1.8, label=f"law at {ratio:.3g} tokens per parameter")
+    axes.fill_between(compute, low, high, color=PALETTE[0], alpha=0.2, linewidth=0, label="95% interval")
+    for run in law.runs:
+        is_on_curve = abs(run["tokens"] / run["parameters"] / ratio - 1) < 0.1
+        axes.plot(run["flops"], run["loss"], "o" if is_on_curve else "D", color=PALETTE[0 if is_on_curve else 6])
+        fit = law.predict(run["parameters"], run["tokens"]).loss
+        label = run["name"] if is_on_curve else f"{run['name']}, law {fit:.3f}"
+        axes.annotate(label, (run["flops"], run["loss"]), (6, 4), textcoords="offset points", size=8, parse_math=False)
+    axes.set(xlabel="compute 6 N D (FLOPs)", ylabel="validation loss (nats per token)")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    add_heading(axes, "Loss forecast from small runs", f"{law.formula}, {law.source}")
+    save(figure, file)
 
 
 def describe(law: ScalingLaw, folder: Path) -> str:

@@ -188,9 +188,8 @@ def _check_schedules(config: Config) -> None:
         between = f"does not fit between the warm-up of {optimizer.warmup_steps} steps and step {decay_steps}"
         raise UsageError(f"--optimizer.wsd-decay-steps {optimizer.wsd_decay_steps} {between}; use {room} or fewer")
     if optimizer.min_learning_rate > optimizer.learning_rate:
-        raise UsageError(
-            f"--optimizer.min-learning-rate is above --optimizer.learning-rate {optimizer.learning_rate:g}; lower it"
-        )
+        peak = f"--optimizer.learning-rate {optimizer.learning_rate:g}"
+        raise UsageError(f"--optimizer.min-learning-rate is above {peak}; lower it")
     samples_before = BatchSizes.from_config(config).samples_before
     # Of conversations, some padding may fill the last batch.
     needed = samples_before(train.steps - 1) + 1 if config.data.conversations else samples_before(train.steps)

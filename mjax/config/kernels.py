@@ -127,10 +127,8 @@ def context_attention_choices(config: Config) -> list[str]:
         "ulysses": model.heads // mesh.model % mesh.context == 0,
         "allgather": model.attention != "cudnn",  # which takes as many queries as keys
     }
-    multiples = {
-        name: position_multiple(replace(config, mesh=replace(mesh, context_attention=name))) for name in possible
-    }
-    return [name for name, multiple in multiples.items() if possible[name] and model.sequence % multiple == 0]
+    multiples = {way: position_multiple(replace(config, mesh=replace(mesh, context_attention=way))) for way in possible}
+    return [way for way, multiple in multiples.items() if possible[way] and model.sequence % multiple == 0]
 
 
 def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> str:

@@ -245,9 +245,8 @@ class ModelConfig(LoRAConfig):
 
     def splits(self, ranks: int) -> bool:
         """True if the model can be split over `ranks` ranks of `model`."""
-        return all(size % ranks == 0 for size in self.columns().values()) and all(
-            size % ranks == 0 or ranks % size == 0 for size in self.column_sizes().values()
-        )
+        shared = all(size % ranks == 0 or ranks % size == 0 for size in self.column_sizes().values())
+        return shared and all(size % ranks == 0 for size in self.columns().values())
 
     def check(self, config) -> None:
         """Check the settings of a run, a `Config`, for this model.

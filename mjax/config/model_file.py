@@ -86,9 +86,8 @@ def refuse_unknown(folder: Path, kind: str) -> None:
     where += ", which no longer exists" if file and not Path(file).is_file() else ""
     name = file if file and Path(file).is_file() else "FILE.py"
     fix = f"type --config {shlex.quote(name)}, or in Python call mjax.load_config({name!r}) or import it first"
-    raise UsageError(
-        f"{folder} contains {kind!r}, a custom model {where}; mjax executes no file that a run names: {fix}"
-    )
+    custom = f"{folder} contains {kind!r}, a custom model {where}"
+    raise UsageError(f"{custom}; mjax executes no file that a run names: {fix}")
 
 
 def run_flags(folder: Path, model: ModelConfig) -> str:

@@ -379,10 +379,9 @@ def find_trained_spans(chat: Chat, messages: Messages, tools: list | None, train
         renderings = zip(texts[::2], texts[1::2], answers, strict=True)
         spans = [_turn(chat, *rendering, text, rendering[-1] == answers[-1]) for rendering in renderings]
     if OPENED.search(header) and trained.reasoning and _reasoning(messages[answers[-1]]) not in text:
-        raise ChatError(
-            f"the chat template leaves out the reasoning of message {answers[-1] + 1}, which it asks the model for; "
-            "give one that writes it (--chat-template FILE), or train on the answers alone (--no-reasoning)"
-        )
+        missing = f"the reasoning of message {answers[-1] + 1}, which it asks the model for"
+        fix = "give one that writes it (--chat-template FILE), or train on the answers alone (--no-reasoning)"
+        raise ChatError(f"the chat template leaves out {missing}; {fix}")
     written = [[messages[number]] for number in answers] if len(answers) == len(spans) else [messages] * len(spans)
     return text, list(_remove_untrained(text, spans, written, trained.reasoning))
 
@@ -401,10 +400,9 @@ def _list_turns(messages: Messages, trained: Trained) -> tuple[list[int], list[i
 
 def _check_weights(messages: Messages, turns: Sequence[int], generated: Spans) -> None:
     if any(messages[number].get("weight") == 0 for number in turns):
-        raise ChatError(
-            f"the chat template marks {len(generated)} parts of {len(turns)} turns of the assistant, so that those "
-            "of weight 0 are unknown; give a template that marks each turn: --chat-template FILE"
-        )
+        marks = f"{len(generated)} parts of {len(turns)} turns of the assistant, so that those of weight 0 are unknown"
+        fix = "give a template that marks each turn: --chat-template FILE"
+        raise ChatError(f"the chat template marks {marks}; {fix}")
 
 
 def _begin(before: str, number: int, text: str, last: bool) -> int:

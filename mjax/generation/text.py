@@ -205,8 +205,7 @@ def generate_texts(
     """
     if (prompts is None) == (ids is None):
         raise UsageError("give generate either prompts or ids")
-    known = [field.name for field in fields(Sampling)]
-    check_options("generate", sampling, known)
+    check_options("generate", sampling, [field.name for field in fields(Sampling)])
     chosen = Sampling(**sampling)
     opened, generator, weights = _open_generator(run, step, mesh, compute)
     if ids is not None:

@@ -201,8 +201,6 @@ def _check_size(file: Path, name: str, tensor: StoredTensor, chunk: TensorChunk)
     itemsize = FLOAT_DTYPES[DTYPE_NAMES[tensor.dtype]].itemsize if tensor.dtype in DTYPE_NAMES else 1
     size = file.stat().st_size
     if chunk.start + chunk.length > size or math.prod(chunk.sizes) * itemsize > chunk.length:
-        raise UsageError(
-            f"{file.parent / '.metadata'} lists {chunk.sizes} numbers of {name} in {chunk.length:,} bytes of the "
-            f"{size:,} of {file.name}, which are too few: one of the two is truncated or damaged; copy the whole "
-            "checkpoint again"
-        )
+        listed = f"{chunk.sizes} numbers of {name} in {chunk.length:,} bytes of the {size:,} of {file.name}"
+        problem = "which are too few: one of the two is truncated or damaged; copy the whole checkpoint again"
+        raise UsageError(f"{file.parent / '.metadata'} lists {listed}, {problem}")

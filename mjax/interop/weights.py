@@ -220,9 +220,9 @@ def _check_missing(family: Family, missing: dict[str, TensorLayout], heads: list
 
 def _check_copy(family: Family, tensors: Tensors, copy: str, original: str, layout: TensorLayout, source: str) -> None:
     """Reject a second copy of a tensor with other values; a few rows are read at a time."""
-    if not _has_shape(family, tensors[copy], layout) or not all(
-        np.array_equal(tensors[copy][rows], tensors[original][rows]) for rows in _row_slices(0, layout.shape[0])
-    ):
+    slices = _row_slices(0, layout.shape[0])
+    equal = (np.array_equal(tensors[copy][rows], tensors[original][rows]) for rows in slices)
+    if not _has_shape(family, tensors[copy], layout) or not all(equal):
         problem = f"{copy} differs from {original}, but mjax has one weight for both"
         raise UsageError(f"{source}: {problem}; convert a model in which they are tied")
 

@@ -130,10 +130,8 @@ def reject_out_of_memory(
     why = f"takes {size / GIB:.1f} GiB of {result.capacity / GIB:.1f}, of which {HEADROOM:.0%} must stay free"
     if 1 - size / result.capacity >= HEADROOM:
         why, advice = "needs more host memory than there is", "leave out --fix train.recompute"
-    raise UsageError(
-        f"none of {result.tried:,} candidates to run {name} on {result.devices} × {gpu} fits: the smallest, "
-        f"{describe(smallest)}, {why}; {advice}"
-    )
+    none = f"none of {result.tried:,} candidates to run {name} on {result.devices} × {gpu} fits"
+    raise UsageError(f"{none}: the smallest, {describe(smallest)}, {why}; {advice}")
 
 
 def enough_devices(
@@ -306,10 +304,9 @@ def run_budget(
     time, active = best.best.time, count_active(best.config.model)
     remarks = [f"* fits in {budget.days:g} days ({error_bar(time.error)})", *time.caveats]
     if best.config.model != config.model:
-        lower = "; a larger model usually needs a lower learning rate" * (
-            config.optimizer.parametrization == "standard"
-        )
-        remarks.append(f"batch size and learning rate of {name}{lower}")
+        remarks.append(f"batch size and learning rate of {name}")
+        if config.optimizer.parametrization == "standard":
+            remarks[-1] += "; a larger model usually needs a lower learning rate"
     if best is tried[-1]:
         remarks.append("the largest model tried: the budget would train a larger one too")
     kind = "parameter" if active == best.parameters else "active parameter"

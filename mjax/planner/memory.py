@@ -401,10 +401,9 @@ def _reduction(sizes: _Sizes) -> Memory:
     """After the backward pass: gradients in the compute dtype become float32 and are summed over `data`."""
     weights, mesh = sizes.trained, sizes.config.mesh
     whole = weights.layers - weights.gathered + weights.shared
-    wide = sizes.master * (whole + weights.gathered_shards)
-    if copies(mesh) == 1 and not sizes.accumulates:
-        return _memory(sizes, "reduction", 0.0, sizes.width * whole, workspace=sizes.batch)  # nothing is summed
-    return _memory(sizes, "reduction", 0.0, wide, workspace=sizes.batch)
+    is_summed = copies(mesh) > 1 or sizes.accumulates
+    gradients = sizes.master * (whole + weights.gathered_shards) if is_summed else sizes.width * whole
+    return _memory(sizes, "reduction", 0.0, gradients, workspace=sizes.batch)
 
 
 def _update(sizes: _Sizes) -> Memory:
@@ -580,9 +579,7 @@ def _elements(model: ModelConfig, storage: tuple, trained: bool) -> dict[int | N
 def _matrices(model: ModelConfig, storage: tuple) -> tuple[MatrixLayout, ...]:
     mesh = _mesh(storage)
     weights = [weight for weight in measure_weights(model) if weight.matrix]
-    return tuple(
-        MatrixLayout(weight.shape, weight.storage(model, mesh).spec, *weight.matrix, mesh) for weight in weights
-    )
+    return tuple(MatrixLayout(w.shape, w.storage(model, mesh).spec, *w.matrix, mesh) for w in weights)
 
 
 def _local(shape: tuple[int, ...], spec: P, sizes: dict[str, int]) -> int:

@@ -131,9 +131,8 @@ class ScalingLaw:
         The excess L − E over that of the last step is nearly the same for all sizes that follow one schedule (arXiv
         2507.02119): the largest run gives its mean, and all runs its range.
         """
-        end, shapes = self.predict(parameters, tokens), []
-        for run in sorted(self.runs, key=lambda run: run["flops"]):
-            shapes.append({share: (loss - self.E) / (run["loss"] - self.E) for share, loss in run["curve"]})
+        end, runs = self.predict(parameters, tokens), sorted(self.runs, key=lambda run: run["flops"])
+        shapes = [{share: (loss - self.E) / (run["loss"] - self.E) for share, loss in run["curve"]} for run in runs]
         shares = sorted(set.intersection(*map(set, shapes))) if shapes else []
         excess = [[shape[share] for shape in shapes] for share in shares]
         low, high = end.low - self.E, end.high - self.E
@@ -254,9 +253,8 @@ def check_runs(runs: Sequence[Point]) -> None:
       UsageError: there are fewer than three different ones, or one has diverged.
     """
     if len({(run["parameters"], run["tokens"]) for run in runs}) < 3:
-        raise UsageError(
-            f"{len(runs)} runs of two sizes or lengths determine no curve; give three different runs or more"
-        )
+        few = f"{len(runs)} runs of two sizes or lengths determine no curve"
+        raise UsageError(f"{few}; give three different runs or more")
     fix = "lower --optimizer.learning-rate, with another --output, or leave the run out"
     for run in runs:
         if run["loss"] is None:

@@ -688,11 +688,10 @@ def largest_model(
     first = bisect_right(sizes, flops / 6, key=lambda size: size.parameters * budget.tokens(size))
     best = largest_within(log_days, math.log(budget.days), min(max(first, 1), len(sizes)), len(sizes))
     if not best:
-        raise UsageError(
-            f"{budget.devices} × {budget.gpu.name} in {budget.days:g} days train none of these models: the smallest, "
-            f"{format_tokens(tried[1].parameters)} parameters on {format_tokens(tried[1].tokens)} tokens, takes "
-            f"{tried[1].duration}; give more --days or --devices, or fewer --tokens-per-parameter"
-        )
+        none = f"{budget.devices} × {budget.gpu.name} in {budget.days:g} days train none of these models"
+        size = f"{format_tokens(tried[1].parameters)} parameters on {format_tokens(tried[1].tokens)} tokens"
+        fix = "give more --days or --devices, or fewer --tokens-per-parameter"
+        raise UsageError(f"{none}: the smallest, {size}, takes {tried[1].duration}; {fix}")
     return tried[best], [tried[number] for number in sorted(tried)]
 
 

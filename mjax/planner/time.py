@@ -201,10 +201,9 @@ def read_calibration(file: Path) -> Calibration:
     rows, (low, high) = calibration.attention, calibration.sequences
     fractions = [fraction for row in rows for fraction in row[2:]]
     if not (rows and min(map(min, rows)) > 0 and max(fractions) <= MAX_FRACTION and 0 < low <= high <= MAX_VALUE):
-        raise UsageError(
-            f"{file}: attention takes rows of head size, positions and two fractions of the peak up to {MAX_FRACTION}, "
-            f"sequences the shortest and the longest, all above 0; they are {list(map(list, rows))} and {[low, high]}"
-        )
+        takes = f"attention takes rows of head size, positions and two fractions of the peak up to {MAX_FRACTION}"
+        given = f"they are {list(map(list, rows))} and {[low, high]}"
+        raise UsageError(f"{file}: {takes}, sequences the shortest and the longest, all above 0; {given}")
     if calibration.gpu not in [gpu.name for gpu in GPUS]:
         raise UsageError(f"{file}: gpu {calibration.gpu!r} is not known; add it in mjax/cluster/hardware.py")
     return calibration
@@ -848,9 +847,8 @@ class _MicroBatch:
         self.stream = self.samples * trace.layer_forward(kinds[0][1]).elements
         self.end = trace.head(kinds[0][1])
         # One all-reduce of a stream over `model`; with sequence parallelism a reduce-scatter and an all-gather.
-        self.layer_scatter, self.layer_gather = (
-            rates.gather(mesh.model, 1, width * self.stream) for width in (self.element, self.gathered)
-        )
+        self.layer_scatter = rates.gather(mesh.model, 1, self.element * self.stream)
+        self.layer_gather = rates.gather(mesh.model, 1, self.gathered * self.stream)
         self.layer_sum = self.layer_scatter + self.layer_gather
         if not mesh.splits_tokens:
             self.layer_sum = rates.sum(mesh.model, 1, self.element * self.stream)

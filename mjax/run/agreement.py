@@ -210,8 +210,6 @@ def _describe_unshared(processes: Sequence[dict[str, Any]]) -> str:
     if not unable:
         return describe_differences(processes)
     hosts, folder = [process["host"] for process in processes], processes[0]["folder"]
-    problem = (
-        f"process 0 on {hosts[0]} has its run folder at {folder}, and {_format_processes(unable, hosts)} cannot see it"
-    )
+    missing = f"{_format_processes(unable, hosts)} cannot see it at {processes[unable[0]]['folder']}"
     advice = "use --runs with a folder on a file system that all share"
-    return f"{problem} at {processes[unable[0]]['folder']}; {advice}"
+    return f"process 0 on {hosts[0]} has its run folder at {folder}, and {missing}; {advice}"

@@ -89,9 +89,8 @@ class NonFatalStream:
 
 def non_fatal_console(stream: TextIO | None, shown: bool = True) -> Console:
     """A console on `stream` that never ends a run; None, if a process was started without one, shows nothing."""
-    return Console(
-        file=stream and NonFatalStream(stream), highlight=False, soft_wrap=True, quiet=not shown or stream is None
-    )
+    quiet = not shown or stream is None
+    return Console(file=stream and NonFatalStream(stream), highlight=False, soft_wrap=True, quiet=quiet)
 
 
 class Display(Callback):

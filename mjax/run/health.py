@@ -462,10 +462,8 @@ class Guard(Callback):
 
 def _describe_rollback(entry: Rollback) -> str:
     first, last = entry["steps"]
-    reason = (
-        f"the loss spiked at step {entry['spike']} ({entry['loss']:.4f}) on the way from checkpoint {entry['from']}"
-    )
-    return f"steps {first} to {last} train on nothing, because {reason}"
+    spike = f"the loss spiked at step {entry['spike']} ({entry['loss']:.4f})"
+    return f"steps {first} to {last} train on nothing, because {spike} on the way from checkpoint {entry['from']}"
 
 
 def _host_values(checkpoints: Checkpoints, step: int) -> HostValues:

@@ -67,9 +67,7 @@ def cast_frozen_weights(model: Model, config: Config) -> Model:
     leaves, structure = jax.tree.flatten(model)
     marks = zip(leaves, weight_metadata(model, "frozen"), weight_metadata(model, "keep_fp32"), strict=True)
     narrow = COMPUTE_TYPES[config.precision.compute]
-    return structure.unflatten(
-        weight.astype(narrow) if frozen and not keep_fp32 else weight for weight, frozen, keep_fp32 in marks
-    )
+    return structure.unflatten(x.astype(narrow) if frozen and not keep_fp32 else x for x, frozen, keep_fp32 in marks)
 
 
 def build_layout(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
@@ -103,9 +101,8 @@ def with_sequence_length(config: Config, batch: Mapping[str, Array | np.ndarray]
     if {first, *lengths.values()} == {whole}:
         return config
     if other := next((name for name in split if lengths[name] != first), None):
-        raise UsageError(
-            f"{split[0]} of the batch has {first} positions and {other} {lengths[other]}; give equal lengths"
-        )
+        differ = f"{split[0]} of the batch has {first} positions and {other} {lengths[other]}"
+        raise UsageError(f"{differ}; give equal lengths")
     if not 0 < first <= whole:
         raise UsageError(f"the batch has sequences of {first} and model.sequence is {whole}; give 1 to {whole}")
     mesh, sequences = config.mesh, config.train.micro_batch * model.sequences

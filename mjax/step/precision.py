@@ -36,9 +36,8 @@ def parameter_type(compute: str):
       UsageError: fp64 while JAX would use float32.
     """
     if compute == "fp64" and not jax.config.jax_enable_x64:
-        raise UsageError(
-            "--precision.compute fp64: JAX would compute in float32; set JAX_ENABLE_X64=1 before the command"
-        )
+        fix = "set JAX_ENABLE_X64=1 before the command"
+        raise UsageError(f"--precision.compute fp64: JAX would compute in float32; {fix}")
     return jnp.float64 if compute == "fp64" else jnp.float32
 
 

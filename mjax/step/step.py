@@ -124,9 +124,8 @@ def build_program(
     order = np.array(backward_order(names, getattr(shapes.model, "after_layers", ())))
 
     def train_step(state, batch, limit=math.inf):
-        step = partial(
-            _train_step, with_sequence_length(config, batch), transform, rate_after, layout.plan, order, loss
-        )
+        sized = with_sequence_length(config, batch)
+        step = partial(_train_step, sized, transform, rate_after, layout.plan, order, loss)
         on_devices = shard_map(step, in_specs=(specs, batch_spec, P()), out_specs=(specs, P()))
         return on_devices(state, batch, jnp.float32(limit))
 

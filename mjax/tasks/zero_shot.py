@@ -437,10 +437,8 @@ class PositionwiseLoss:
         rows = []
         for first, end in pairwise(self.edges.tolist()):
             mean, error = mean_and_error(losses[:, first - 1 : end - 1].mean(1, dtype=np.float64))
-            rows.append(
-                {"first": first, "last": end - 1, "loss": mean, "standard_error": error}
-                | {"perplexity": perplexity(mean), "tokens": len(losses) * (end - first)}
-            )
+            row = {"first": first, "last": end - 1, "loss": mean, "standard_error": error}
+            rows.append(row | {"perplexity": perplexity(mean), "tokens": len(losses) * (end - first)})
         return rows
 
     def draw(self, scores: Sequence[np.ndarray], file: Path, source: str) -> None:

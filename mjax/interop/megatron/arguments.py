@@ -234,6 +234,7 @@ def model_config(
     layernorm = "post" if args["apply_residual_connection_post_layernorm"] else "pre"
     if layernorm == "post" and kind != "bert":
         args.reject("apply_residual_connection_post_layernorm is set: a GPT has no such form, only old BERT models")
+    assumed = {"activation": activation or ACTIVATIONS[kind]}
     return (BERTConfig if kind == "bert" else GPTConfig)(
         heads=count,
         feed_forward=None if shapes["ffn_hidden_size"] == 4 * hidden else shapes["ffn_hidden_size"],
@@ -241,11 +242,7 @@ def model_config(
         max_position_embeddings=shapes["max_position_embeddings"],
         **{field: shapes[argument] for field, argument in SHAPE_FIELDS.items()},
         **({"layernorm": layernorm} if kind == "bert" else {}),
-        **(
-            {"activation": activation or ACTIVATIONS[kind]}
-            if arguments is None
-            else _activations(kind, args, old_names)
-        ),
+        **(assumed if arguments is None else _activations(kind, args, old_names)),
         **args.numbers({**FIELDS, "layernorm_epsilon": args.epsilon}),
     )
 
@@ -311,16 +308,15 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
     shapes = _read_shapes(tensors, "decoder", source, expert if experts else "0.mlp.linear_fc2")
     width = shapes.pop("ffn_hidden_size")
     args.check_shapes(shapes if experts else {**shapes, "ffn_hidden_size": width})
+    mlp = {"feed_forward": width}
+    if experts:
+        mlp = _mixture_fields(args, tensors.get(router), shapes["num_layers"], width)
     common = {
         "heads": heads,
         "sequence": sequence,
         "max_position_embeddings": sequence,
         **{field: shapes[argument] for field, argument in SHAPE_FIELDS.items()},
-        **(
-            _mixture_fields(args, tensors.get(router), shapes["num_layers"], width)
-            if experts
-            else {"feed_forward": width}
-        ),
+        **mlp,
         "init_std": args.number(FIELDS["init_std"]),
         "rope_theta": args.number("rotary_base"),
         "norm_epsilon": args.number(args.epsilon),
@@ -332,10 +328,8 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
     if args["group_query_attention"] is None and rows != expected:
         problem = f"group_query_attention is missing among the arguments, and {QKV} has {rows} rows, not {expected}"
         args.reject(problem, "set it and num_query_groups in args and save the checkpoint again")
-    dropout = {field: args.number(argument) for field, argument in FIELDS.items() if field != "init_std"}
     return (MixtureConfig if experts else LlamaConfig)(
-        **common,
-        **dropout,
+        **(common | args.numbers(FIELDS)),
         kv_heads=args.count("num_query_groups", minimum=1) if args["group_query_attention"] else heads,
         head_dim=head_dim,
         qk_norm="head" if args["qk_layernorm"] else "none",
@@ -499,14 +493,11 @@ def describe_differences(arguments: Mapping[str, Any], source: str) -> list[str]
     args = MegatronArguments(arguments, source)
     lines = [_aux_loss_fields(args)[1]] if args["num_experts"] else []
     latent, factor = args["multi_latent_attention"], args.number("rope_scaling_factor")
-    for name in ("hidden_dropout", "attention_dropout"):
-        if latent and args.number(name):
-            lines.append(f"{name} {args[name]:g}: mjax does not support it with latent attention")
+    dropouts = [name for name in ("hidden_dropout", "attention_dropout") if latent and args.number(name)]
+    lines += [f"{name} {args[name]:g}: mjax does not support it with latent attention" for name in dropouts]
     if not latent and args["use_rope_scaling"] and factor != DEFAULTS["rope_scaling_factor"]:
-        lines.append(
-            f"rope_scaling_factor {factor:g} applies; pretrain_gpt.py ignores it and computes with 8: if it trained "
-            "this model, convert it with --ignore rope_scaling_factor"
-        )
+        fix = "if it trained this model, convert it with --ignore rope_scaling_factor"
+        lines.append(f"rope_scaling_factor {factor:g} applies; pretrain_gpt.py ignores it and computes with 8: {fix}")
     return list(filter(None, lines))
 
 
@@ -527,10 +518,8 @@ def _aux_loss_fields(arguments: MegatronArguments) -> tuple[dict[str, Any], str]
         ((kind, number),) = losses.items()
         return {"aux_loss_coef": number, "aux_loss_scope": AUX_LOSS_SCOPES[kind]}, ""
     listed = " and ".join(f"{kind} {number:g}" for kind, number in losses.items())
-    return {}, (
-        f"balance loss: mjax has no {listed}{' with groups of experts' if in_groups else ''}, so it is left out; to "
-        "train on with the one of mjax, add --model.aux-loss-coef"
-    )
+    missing = f"mjax has no {listed}{' with groups of experts' if in_groups else ''}, so it is left out"
+    return {}, f"balance loss: {missing}; to train on with the one of mjax, add --model.aux-loss-coef"
 
 
 def _to_list(value: Any) -> list[Any]:

@@ -88,9 +88,8 @@ def plan_export(
     kind = ARCHITECTURES.get(model.kind)
     if kind is None:
         known = ", ".join(ARCHITECTURES)
-        raise UsageError(
-            f"to-megatron supports {known}, and {run} is {model.title}{LACKS.get(model.kind, '')}; use to-hf"
-        )
+        problem = f"{run} is {model.title}{LACKS.get(model.kind, '')}"
+        raise UsageError(f"to-megatron supports {known}, and {problem}; use to-hf")
     multiple = VOCABULARY_MULTIPLE * tensor
     padded = -(-model.vocabulary // multiple) * multiple
     sizes = {
@@ -293,10 +292,9 @@ def write_release(
             shard = rank_tensors(export, trees[""], (tensor_rank, stage, expert_rank))
             fuse = export.arguments["transformer_impl"] != "local"
             names = {name: _fuse_norm(name, shard, export) if fuse else name for name in shard}
-            names = {
-                name: now.replace(".transformer_layer.", ".mtp_model_layer.") for name, now in names.items()
-            }  # 0.17
-            model = {names[name]: _to_torch(array) for name, array in shard.items()}
+            # Since 0.17 the layer of multi-token prediction has another name in this format.
+            renamed = {name: now.replace(".transformer_layer.", ".mtp_model_layer.") for name, now in names.items()}
+            model = {renamed[name]: _to_torch(array) for name, array in shard.items()}
             torch.save(state | {"model": model}, place / RANK_FILES[0])
     else:
         from torch.distributed import checkpoint

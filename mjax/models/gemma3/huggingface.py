@@ -19,9 +19,8 @@ def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, 
     every = _read_interval(values, file)
     by_kind = values.pop("rope_parameters", None) or {}
     if not isinstance(by_kind, dict) or not by_kind.keys() <= {FULL, SLIDING}:
-        raise UsageError(
-            f"{file}: rope_parameters must have {FULL!r} and {SLIDING!r} and nothing else; restore the file"
-        )
+        fields = f"{FULL!r} and {SLIDING!r} and nothing else"
+        raise UsageError(f"{file}: rope_parameters must have {fields}; restore the file")
 
     def rope(kind: str, theta: str, scaling: Any) -> dict[str, Any]:
         given = {"rope_parameters": by_kind.get(kind), "rope_theta": values.pop(theta, None), "rope_scaling": scaling}

@@ -85,13 +85,11 @@ def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[
     """The settings of a Qwen 3, and which layers have experts: all but the first ones, or every n-th."""
     values, layers = dict(values), values.get("num_hidden_layers")
     every, dense = values.pop("decoder_sparse_step", 1), values.pop("mlp_only_layers", None) or []
-    known = type(every) is int and every > 0 and isinstance(dense, list) and dense == list(range(len(dense)))
-    if not known or (dense and every > 1) or (type(layers) is int and len(dense) >= layers):
-        raise UsageError(
-            f"{file}: mlp_only_layers is {dense!r} and decoder_sparse_step {every!r}; mjax supports "
-            "dense first layers, such as [0, 1], or experts in every n-th layer, such as 2, but not both: convert "
-            "another model"
-        )
+    valid = type(every) is int and every > 0 and isinstance(dense, list) and dense == list(range(len(dense)))
+    if not valid or (dense and every > 1) or (type(layers) is int and len(dense) >= layers):
+        given = f"mlp_only_layers is {dense!r} and decoder_sparse_step {every!r}"
+        known = "dense first layers, such as [0, 1], or experts in every n-th layer, such as 2, but not both"
+        raise UsageError(f"{file}: {given}; mjax supports {known}: convert another model")
     values, fields = QWEN3.read(values, file)
     return values, fields | {"first_dense_layers": len(dense), "moe_layer_freq": every}
 

@@ -35,10 +35,8 @@ class Mixture(Llama):
 
     def __init__(self, key: Array, config: MixtureConfig, dtype=jnp.float32):
         super().__init__(key, config, dtype)
-        weights = {"balance_loss": config.aux_loss_coef, "z_loss": config.z_loss}
-        self.loss_weights = {"loss": 1.0} | {
-            name: weight * config.routers for name, weight in weights.items() if weight
-        }
+        losses = {"balance_loss": config.aux_loss_coef, "z_loss": config.z_loss}
+        self.loss_weights = {"loss": 1.0} | {name: coef * config.routers for name, coef in losses.items() if coef}
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
         layers = self.config.routers
