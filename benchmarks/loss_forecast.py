@@ -78,7 +78,7 @@ def make_config(family: str, data: str) -> Config:
 
 
 def run(*words: object) -> float:
-    """Run a command of mjax; returns its CPU seconds."""
+    """Run a command of mjax, and return its CPU seconds."""
     began = os.times()
     subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True)
     ended = os.times()
@@ -86,7 +86,7 @@ def run(*words: object) -> float:
 
 
 def once(file: Path, make: Callable[[], dict]) -> dict:
-    """What the file has, or what `make` returns, which is then written."""
+    """Read the file; if there is none, write the result of `make` into it first."""
     if not file.exists():
         file.write_text(json.dumps(make(), indent=1) + "\n")
     return json.loads(file.read_text())

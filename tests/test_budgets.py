@@ -143,5 +143,6 @@ def test_pages_count_the_lines_of_the_core():
     numbers = tomllib.loads(NUMBERS.read_text())
     for name, count in zip(("core_lines", "dense_lines"), counted, strict=True):
         assert count == pytest.approx(int(numbers[name]["text"].replace(",", "")), abs=20)
-    assert counted[0] <= 3_180  # 3,140 before the experts in rounds (30) and stages that differ (60)
-    assert counted[1] <= 1_800
+    # 3,140 before the experts in rounds (30), stages that differ (60), and the order of collectives on CPUs (35)
+    assert counted[0] <= 3_215
+    assert counted[1] <= 1_825

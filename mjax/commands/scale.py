@@ -181,7 +181,7 @@ def choose_runs(
     fitting = [ladder for ladder, needed in zip(ladders, minutes, strict=True) if needed <= arguments.minutes]
     if not fitting:
         short = f"--minutes {arguments.minutes:g} is too short for {arguments.ladder} runs of {arguments.config}"
-        fix = f"the smallest take about {minutes[0]:.2g}; give more, or fewer --tokens-per-parameter"
+        fix = f"the smallest take about {math.ceil(minutes[0])}; give more, or fewer --tokens-per-parameter"
         raise UsageError(f"{short}: {fix}")
     return fitting[-1]
 

@@ -66,11 +66,11 @@ def start_after(results, tree, over: frozenset[str] = frozenset()):
         return tree
 
     def wait(leaf: Array) -> Array:
-        own = mappings.varying_axes(leaf)
-        before = [result for result in jax.tree.leaves(results) if mappings.varying_axes(result) <= own | over]
+        varying = mappings.varying_axes(leaf)
+        before = [result for result in jax.tree.leaves(results) if mappings.varying_axes(result) <= varying | over]
         total = sum(jax.lax.stop_gradient(result).reshape(-1)[:1].sum(dtype=jnp.float32) for result in before)
         never = jax.lax.bitcast_convert_type(jnp.asarray(total, jnp.float32), jnp.uint32) >> 31 >> 1
-        never = mappings.psum(never, mappings.varying_axes(never) - own)
+        never = mappings.psum(never, mappings.varying_axes(never) - varying)
         return jnp.where(never > 0, jnp.zeros_like(leaf), leaf)
 
     return jax.tree.map(wait, tree)
