@@ -408,6 +408,8 @@ class ScaleArguments:
     tokens_per_parameter: Positive = 20.0
     """Training tokens per active parameter of all runs but one, as in the run to forecast. 20 is compute-optimal (arXiv
     2203.15556)."""
+    simulate: int | None = None
+    """Number of CPU devices to simulate."""
     sbatch: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE …")] = ()
     """Submit each run as a Slurm job with these sbatch options: partition=NAME, gpus=N, time=HH:MM:SS, …"""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

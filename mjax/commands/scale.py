@@ -236,6 +236,7 @@ def _train(config: Config, arguments: ScaleArguments, runs: Path, name: str, wai
         return 0
     changes = differing_fields(load_config(arguments.config), config).items()
     command = [sys.executable, "-m", "mjax", "train", "--config", arguments.config, "--name", name, "--runs", str(runs)]
+    command += [] if arguments.simulate is None else ["--simulate", str(arguments.simulate)]
     command += [word for field, (_, new) in changes for word in shlex.split(to_flag(field, new))]
     if arguments.sbatch:
         options = [f"--{option}" for option in arguments.sbatch] + ["--wait"] * wait
@@ -299,7 +300,7 @@ def read_run(folder: Path) -> Point:
         done = records[-1]["step"] if records else 0
         fix = f"continue it with python train.py --run {folder}"
         raise UsageError(f"{folder} has taken {done} of {steps} steps; {fix}")
-    curve = [[round(one["step"] / steps, 1), one["val_loss"]] for one in records if "val_loss" in one]
+    curve = [[one["step"] / steps, one["val_loss"]] for one in records if "val_loss" in one]
     if not curve:
         raise UsageError(f"{folder} has no validation loss; train it with --train.eval-interval above 0")
     size, shown = (config.model, count_active(config.model)), [point for point in curve if point[1] is not None]

@@ -210,7 +210,7 @@ class _LossForecast(Callback):
         if run.log:
             run.log.forecast = self.curve
             values = {"source": self.law.source, "steps": {f"{step:.12g}": one for step, one in self.curve.items()}}
-            write_whole(run.folder / "forecast.json", json.dumps(values, indent=1) + "\n")
+            write_whole(run.folder / "forecast.json", json.dumps(values, indent=1).replace("NaN", "null") + "\n")
         run.print_line(f"forecast of the last validation loss: {self.end}, by {self.law.source}")
 
     def on_step(self, run: Run, step: int, metrics: Record) -> None:
@@ -220,7 +220,7 @@ class _LossForecast(Callback):
         import numpy as np
 
         _, low, high = (np.interp(step, [*self.curve], part) for part in zip(*self.curve.values(), strict=True))
-        if not low <= metrics.val_loss <= high:
+        if not (np.isnan(low) or low <= metrics.val_loss <= high):  # no interval is known
             side = "below" if metrics.val_loss < low else "above"
             line = f"validation loss {metrics.val_loss:.4f} is {side} its forecast, {low:.4f} to {high:.4f}"
             run.print_line(f"step {step}: {line} ({run.config.log.scaling})")

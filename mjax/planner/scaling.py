@@ -129,16 +129,19 @@ class ScalingLaw:
         """The forecast of a validation loss by the share of the steps taken.
 
         The excess L − E over that of the last step is nearly the same for all sizes that follow one schedule (arXiv
-        2507.02119): the largest run gives its mean, and all runs its range.
+        2507.02119): the largest run gives its mean, and all runs its range, interpolated between their validations.
         """
-        end, runs = self.predict(parameters, tokens), sorted(self.runs, key=lambda run: run["flops"])
-        shapes = [{share: (loss - self.E) / (run["loss"] - self.E) for share, loss in run["curve"]} for run in runs]
-        shares = sorted(set.intersection(*map(set, shapes))) if shapes else []
-        excess = [[shape[share] for shape in shapes] for share in shares]
+        end = self.predict(parameters, tokens)
+        curves = [run["curve"] for run in sorted(self.runs, key=lambda run: run["flops"])]
+        if not curves or not all(curves):
+            return {}
+        first = max(curve[0][0] for curve in curves)
+        shares = [first, *(share for share, _ in curves[-1] if share > first)]
+        excess = np.array([np.interp(shares, *np.transpose(curve)) for curve in curves]) - self.E
         low, high = end.low - self.E, end.high - self.E
         return {
             share: Forecast(*(self.E + part for part in (x[-1] * (end.loss - self.E), min(x) * low, max(x) * high)))
-            for share, x in zip(shares, excess, strict=True)
+            for share, x in zip(shares, (excess / excess[:, -1:]).T.tolist(), strict=True)
         }
 
     def optimal_tokens(self, parameters: float) -> float:
@@ -167,7 +170,7 @@ def read_scaling(file: Path, config: Config) -> ScalingLaw:
     Raises:
       UsageError: it is missing or damaged, or its runs had another architecture or vocabulary than `config`.
     """
-    law = read(ScalingLaw, file, "repeat the command mjax scale", "give the scaling.json of mjax scale")
+    law = read(ScalingLaw, file, "repeat the command mjax scale", "give the scaling.json of mjax scale, or None")
     for name in OF_LAW:
         then, now = law.settings.get(name), describe_settings(config)[name]
         if then not in (None, now):

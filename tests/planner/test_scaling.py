@@ -1,6 +1,7 @@
 """The fit of scaling laws, against published constants and against constants that the test chose."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,6 +49,18 @@ def test_fit_recovers_constants_despite_noise(monkeypatch):
     low, high = np.percentile(law.draws, [2.5, 97.5], axis=0)
     wanted = [*np.log([TRUE["A"], TRUE["B"], TRUE["E"]]), TRUE["alpha"], TRUE["beta"]]
     assert ((low < wanted) & (wanted < high)).all()
+
+
+def test_curve_interpolates_runs_of_other_shares():
+    """Runs of 19 and 100 steps, validated every step and every tenth, whose loss falls linearly from 5 to 3."""
+    law = replace(PUBLISHED, runs=points(np.array([1e6, 2e6]), np.array([2e7, 4e7]), np.array([3.0, 3.0])))
+    for run, steps, interval in zip(law.runs, (19, 100), (1, 10), strict=True):
+        run["curve"] = [[step / steps, 5 - 2 * step / steps] for step in range(interval, steps + 1, interval)]
+    end, curve = law.predict(1e7, 2e8), law.curve(1e7, 2e8)
+    assert list(curve) == [number / 10 for number in range(1, 11)]
+    assert curve[1.0].loss == pytest.approx(end.loss)
+    excess = (5 - 2 * 0.3 - law.E) / (3 - law.E)
+    assert curve[0.3].loss == pytest.approx(law.E + excess * (end.loss - law.E))
 
 
 def test_gradient_of_objective_is_exact(monkeypatch):
