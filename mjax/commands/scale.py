@@ -346,7 +346,10 @@ def _draw(law: ScalingLaw, file: Path) -> None:
         axes.plot(run["flops"], run["loss"], "o" if is_on_curve else "D", color=PALETTE[0 if is_on_curve else 6])
         fit = law.predict(run["parameters"], run["tokens"]).loss
         label = run["name"] if is_on_curve else f"{run['name']}, law {fit:.3f}"
-        axes.annotate(label, (run["flops"], run["loss"]), (6, 4), textcoords="offset points", size=8, parse_math=False)
+        # The longer run has about the compute of the largest: their labels lie on two sides.
+        side = {"xytext": (6, 4)} if is_on_curve else {"xytext": (-6, -10), "horizontalalignment": "right"}
+        point = run["flops"], run["loss"]
+        axes.annotate(label, point, textcoords="offset points", size=8, parse_math=False, **side)
     axes.set(xlabel="compute 6 N D (FLOPs)", ylabel="validation loss (nats per token)")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
