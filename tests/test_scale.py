@@ -272,7 +272,7 @@ def test_run_outside_of_forecast_is_reported(law, tmp_path, capsys):
     assert len(forecast["steps"]) == 10
 
 
-def test_forecast_without_interval_reports_no_loss(law, tmp_path, capsys):
+def test_forecast_without_interval_reports_no_loss(law, tmp_path, capsys, fewer_devices):
     """A law without draws has none. A run whose scaling.json is gone does not continue without it."""
     file = tmp_path / "scaling.json"
     replace(law, settings={}, draws=[]).write(file)
