@@ -52,7 +52,7 @@ def lm_eval(argv: Sequence[str]) -> None:
     Everything after `lm-eval` belongs to the harness: `run`, `ls`, `validate` and all their flags.
 
     Raises:
-      UsageError: the package lm-eval is missing, or an argument of ours is invalid.
+      UsageError: the package lm-eval is missing, or an argument of ours or the name of a task is invalid.
       RunError: the checkpoint is damaged.
     """
     arguments, rest = parse_known(LmEvalArguments, argv, "mjax lm-eval")
@@ -74,6 +74,10 @@ def lm_eval(argv: Sequence[str]) -> None:
     before, sys.argv = sys.argv, ["lm-eval", *rest]
     try:
         cli_evaluate()
+    except ValueError as error:
+        if not str(error).startswith("Tasks not found"):
+            raise
+        raise UsageError(f"{error}; `mjax lm-eval ls tasks` lists their names") from None
     finally:
         sys.argv = before
 

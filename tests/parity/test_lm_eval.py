@@ -269,6 +269,12 @@ def test_wrong_model_arguments_are_rejected(folder, arguments, words):
         HarnessModel(str(folder / "run"), **arguments)
 
 
+def test_unknown_task_gets_one_sentence(folder, capsys):
+    assert cli.main(["lm-eval", "--run", str(folder / "run"), "--tasks", "hellaswagg"]) == 2
+    error = "mjax: error: Tasks not found: hellaswagg; `mjax lm-eval ls tasks` lists their names"
+    assert capsys.readouterr().err.splitlines()[-1] == error
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
