@@ -1,4 +1,4 @@
-"""The loss of a run with ten times the compute, forecast by `mjax scale` from five small ones: a Llama and a GPT.
+"""The loss of a run with ten times the compute, forecast by `mjax scale` from five small ones, for three families.
 
     mjax prepare --demo --tokenizer bytes --output data/demo_bytes
     python benchmarks/loss_forecast.py data/demo_bytes --output FOLDER
@@ -146,10 +146,11 @@ def main() -> int:
     parser.add_argument("data", help="prefix of a dataset in bytes")
     parser.add_argument("--output", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--minutes", type=int, default=10, help="for the runs of a ladder (default: 10)")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="default: all three")
     arguments = parser.parse_args()
     check_counts(arguments, "minutes")
     output, data = arguments.output.resolve(), str(Path(arguments.data).resolve())
-    rows = [measure(family, data, arguments.minutes, output / family) for family in FAMILIES]
+    rows = [measure(family, data, arguments.minutes, output / family) for family in arguments.families]
     columns = "family", "large run", "CPU min, ladder", "CPU min", "forecast", "95%", "loss", "error"
     print("\n".join(format_table(columns, [row for row, _ in rows])))
     for (family, *_), error in rows:
