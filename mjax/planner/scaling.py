@@ -7,8 +7,8 @@ terms, from a grid of starts and to a tight tolerance: the procedure as correcte
 parameters that a token uses, with embeddings: without them the law bends for small models (arXiv 2406.12907).
 
 Five runs hardly determine five constants. So α and β have a prior (`EXPONENTS`), and so has the balance of the two
-terms at 20 tokens per parameter, where published fits have their optimum. Their weight is that of about one run each:
-with many runs they have no effect. Intervals come from fits to losses with new noise, and priors with other centers.
+terms at 20 tokens per parameter, where published fits have their optimum. Their weight is that of about one run each;
+ten runs or more need none. Intervals come from fits to losses with new noise, and priors with other centers.
 
 No JAX is imported here.
 """
@@ -34,6 +34,7 @@ DELTA = 1e-3
 NOISE = 0.003  # standard deviation of log L between seeds of small runs, at least; residuals of a fit can be larger
 EXPONENTS, WIDTHS, BALANCED = (0.35, 0.35), (0.1, 0.1, 1.0), 20.0
 """Priors: centers of α and β; standard deviations of α, β, and the log ratio of the terms' derivatives at D = 20 N."""
+MANY = 10  # runs that determine the constants without priors
 SHARES = tuple((a, b, 1 - a - b) for a, b in product((0.02, 0.1, 0.3), repeat=2))
 """Starts of the fit: shares of the three terms in the mean loss."""
 DRAWS, COVERAGE = 200, 95
@@ -210,7 +211,7 @@ def fit_law(runs: Sequence[Point]) -> ScalingLaw:
     for _ in range(DRAWS):
         losses, shifted = random.normal(fitted, noise), random.normal(centers, WIDTHS)
         draws.append(_constants(_minimize(best, N, D, losses, shifted).x, N, D).tolist())
-    held = "with priors of α, β and their balance" if len(runs) < 10 else "by the procedure of arXiv 2404.10102"
+    held = "with priors of α, β and their balance" if len(runs) < MANY else "by the procedure of arXiv 2404.10102"
     (A, B, E), (alpha, beta) = np.exp(constants[:3]).tolist(), constants[3:].tolist()
     source = f"a fit of {len(runs)} runs {held}"
     return ScalingLaw(source, E, A, alpha, B, beta, noise, list(runs), draws=draws)
@@ -227,7 +228,7 @@ def _minimize(start: np.ndarray, N: np.ndarray, D: np.ndarray, log_L: np.ndarray
 
     n, d = (np.log(x) - np.log(x).mean() for x in (N, D))
     offset = math.log(BALANCED) + float(np.log(N).mean() - np.log(D).mean())
-    weights = np.square(NOISE / np.array(WIDTHS))
+    weights = np.square(NOISE / np.array(WIDTHS)) * (len(N) < MANY)
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
         a, b, e, alpha, beta = x
@@ -244,7 +245,7 @@ def _minimize(start: np.ndarray, N: np.ndarray, D: np.ndarray, log_L: np.ndarray
         gradient += pull[2] * np.array([1, -1, 0, 1 / alpha, offset - 1 / beta])
         return huber.sum() + off @ pull / 2, gradient
 
-    bounds = [(None, None)] * 3 + [(0.01, 3)] * 2
+    bounds = [(-20, 20)] * 3 + [(0.01, 3)] * 2  # beyond them a term overflows
     options = {"maxiter": 10_000, "maxfun": 20_000, "ftol": 1e-15, "gtol": 1e-12}
     return minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
 

@@ -45,7 +45,7 @@ def test_fit_recovers_constants_despite_noise(monkeypatch):
     random = np.random.default_rng(0)
     law = fit_law(points(N, D, true_loss(N, D, **TRUE) * random.normal(1, 0.0005, N.size)))
     for name in ("E", "alpha", "beta"):
-        assert getattr(law, name) == pytest.approx(TRUE[name], abs=0.01)
+        assert getattr(law, name) == pytest.approx(TRUE[name], abs=0.02)
     low, high = np.percentile(law.draws, [2.5, 97.5], axis=0)
     wanted = [*np.log([TRUE["A"], TRUE["B"], TRUE["E"]]), TRUE["alpha"], TRUE["beta"]]
     assert ((low < wanted) & (wanted < high)).all()
@@ -96,6 +96,34 @@ def test_five_runs_forecast_ten_times_compute(monkeypatch):
         covered += forecast.low < wanted < forecast.high
     assert np.sqrt(np.mean(np.square(errors))) < 0.01
     assert covered >= 3
+
+
+@pytest.mark.parametrize(
+    ("losses", "large"),
+    [
+        ((5.220676, 3.800284, 3.432646, 3.195050, 3.041737), 2.656859),
+        ((5.387021, 3.899943, 3.531147, 3.313851, 3.149769), 2.768757),
+        ((5.271892, 3.860916, 3.517894, 3.211374, 3.130516), 2.763351),
+    ],
+    ids=["C4", "RedPajama", "RefinedWeb"],
+)
+def test_five_published_runs_forecast_larger_one(monkeypatch, losses, large):
+    """12 times the compute: runs of arXiv 2403.08540 (github.com/mlfoundations/scaling, exp_data/models, commit
+    041eb2f1), 20 tokens per parameter and in the fourth 80, with the loss on 174 million tokens of C4 (c4_val)."""
+    monkeypatch.setattr(scaling, "DRAWS", 20)
+    N = np.array([10_569_312, 78_914_048, 153_677_376, 153_677_376, 411_616_256])
+    D = np.array([211_386_240, 1_578_280_960, 3_073_547_520, 12_294_190_080, 8_232_325_120])
+    forecast = fit_law(points(N, D, np.array(losses))).predict(1_439_795_200, 28_795_904_000)
+    assert forecast.loss == pytest.approx(large, rel=0.012)
+    assert forecast.low < large < forecast.high
+
+
+@pytest.mark.filterwarnings("error")
+def test_runs_on_a_plateau_follow_no_law():
+    """A GPT with 128 positions (benchmarks/log/2026-11-30-loss-forecasts.md): its short runs end near 2.45."""
+    N = np.array([19_312, 38_184, 63_200, 63_200, 131_664])
+    D = np.array([387_072, 763_904, 1_264_640, 5_056_512, 2_633_728])
+    assert fit_law(points(N, D, np.array([2.5391, 2.4638, 2.3112, 1.7216, 1.7626]))).noise > 0.1
 
 
 def test_optimum_is_that_of_search():
