@@ -34,7 +34,7 @@ DELTA = 1e-3
 NOISE = 0.003  # standard deviation of log L between seeds of small runs, at least; residuals of a fit can be larger
 EXPONENTS, WIDTHS, BALANCED = (0.35, 0.35), (0.1, 0.1, 1.0), 20.0
 """Priors: centers of α and β; standard deviations of α, β, and the log ratio of the terms' derivatives at D = 20 N."""
-MANY = 10  # runs that determine the constants without priors
+MAX_PRIOR_RUNS = 9  # more runs determine the constants without priors
 SHARES = tuple((a, b, 1 - a - b) for a, b in product((0.02, 0.1, 0.3), repeat=2))
 """Starts of the fit: shares of the three terms in the mean loss."""
 DRAWS, COVERAGE = 200, 95
@@ -211,7 +211,8 @@ def fit_law(runs: Sequence[Point]) -> ScalingLaw:
     for _ in range(DRAWS):
         losses, shifted = random.normal(fitted, noise), random.normal(centers, WIDTHS)
         draws.append(_constants(_minimize(best, N, D, losses, shifted).x, N, D).tolist())
-    held = "with priors of α, β and their balance" if len(runs) < MANY else "by the procedure of arXiv 2404.10102"
+    needs_priors = len(runs) <= MAX_PRIOR_RUNS
+    held = "with priors of α, β and their balance" if needs_priors else "by the procedure of arXiv 2404.10102"
     (A, B, E), (alpha, beta) = np.exp(constants[:3]).tolist(), constants[3:].tolist()
     source = f"a fit of {len(runs)} runs {held}"
     return ScalingLaw(source, E, A, alpha, B, beta, noise, list(runs), draws=draws)
@@ -228,7 +229,7 @@ def _minimize(start: np.ndarray, N: np.ndarray, D: np.ndarray, log_L: np.ndarray
 
     n, d = (np.log(x) - np.log(x).mean() for x in (N, D))
     offset = math.log(BALANCED) + float(np.log(N).mean() - np.log(D).mean())
-    weights = np.square(NOISE / np.array(WIDTHS)) * (len(N) < MANY)
+    weights = np.square(NOISE / np.array(WIDTHS)) * (len(N) <= MAX_PRIOR_RUNS)
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
         a, b, e, alpha, beta = x
